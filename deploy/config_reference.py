@@ -27,14 +27,18 @@ PATTERNS = {  # regular expressions of the model, in words
 REPLACING = ("engine.", "prefill.", "decode.", "transport.", "lifecycle.", "exits.")
 REPLACING_KEYS = frozenset(
     {
-        *("model", "depth", "runner", "prefill_labels", "decode_labels"),
+        *("model", "depth", "runner", "adapters", "prefill_labels", "decode_labels"),
+        *("mixed_replicas", "mixed_labels"),
         *("deterministic", "helios.enabled", "helios.catalogue"),
         "scheduler.snapshot_interval_s",
         *("scheduler.ares.predict_every_tokens", "scheduler.ares.reference_step_s"),
     }
 )
-ADJUSTED = frozenset({"engine.resources_cpus", "engine.resources_gpus"})
-"""What Ray reserves is no reason to replace a replica: it follows the cluster's size."""
+ADJUSTED = frozenset(
+    {"engine.resources_cpus", "engine.resources_gpus", "engine.adapter_memory_share"}
+)
+"""What Ray reserves is no reason to replace a replica: it follows the cluster's size. The share of
+adapters only says how many may be served."""
 
 ENVIRONMENT = {
     "QUADRIGA_API_KEY": "one API key as it is, with `admin`",

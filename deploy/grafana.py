@@ -56,7 +56,7 @@ def rate(name: str, *by: str, matchers: str = "") -> tuple[tuple[str, str], ...]
     return ((f"sum by ({', '.join(by)}) (rate({selected}[5m]))", legend),)
 
 
-DECODE = 'role="decode"'
+DECODE = 'role=~"decode|mixed"'
 STEPS = f"quadriga_step_seconds and on (replica) quadriga_slots{{{DECODE}}}"
 DASHBOARDS: dict[str, tuple[str, list[list[Panel]]]] = {
     "service": (

@@ -42,7 +42,7 @@ from loadgen.simulation.loads import trace_load as load_of_trace
 from loadgen.simulation.plots import write_run_plot
 from loadgen.simulation.report import COMPLETE, SimOutcome
 from quadriga.errors import ConfigError
-from quadriga.sim.config import Failure, SimConfig
+from quadriga.sim.config import Failure, SimConfig, SimExits
 from quadriga.sim.policies import POLICY_NAMES, make_policy
 from quadriga.sim.profiles import PROFILES, find_profile
 from quadriga.sim.recorder import Recorder
@@ -135,6 +135,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests that need the deepest",
     )
     cluster.add_argument(
+        "--lock-step",
+        action="store_true",
+        help="decode replicas step together, each step as long as the slowest one's, as ranks of "
+        "data-parallel attention do",
+    )
+    cluster.add_argument(
+        "--front",
+        type=number(0, 1),
+        metavar="SHARE",
+        help="tokens may leave early, after this share of the layers",
+    )
+    cluster.add_argument(
+        "--stays",
+        type=number(0, 1),
+        default=0.07,
+        help="of the tokens that reach that exit, those that go on; with --front",
+    )
+    cluster.add_argument(
+        "--full-depth-share",
+        type=number_from(0.0, 1.0),
+        default=0.0,
+        help="requests whose tokens may not leave early; with --front",
+    )
+    cluster.add_argument(
         "--fail",
         action="append",
         default=[],
@@ -191,6 +215,8 @@ def run(args: argparse.Namespace) -> int:
         failures=tuple(args.fail),
         depths=tuple(args.depths),
         strict_share=args.strict_share,
+        lock_step=args.lock_step,
+        exits=_exits(args),
     )
     if not (load.arrivals_s >= args.warm_up_s).any():
         raise ConfigError(
@@ -215,6 +241,12 @@ def run(args: argparse.Namespace) -> int:
         _print_line(args, load, slo, outcome.policy, report.headline(outcome), summary=summary)
     is_complete = all(outcome.ended == COMPLETE for outcome in outcomes)
     return EXIT_OK if is_complete else EXIT_FAILED
+
+
+def _exits(args: argparse.Namespace) -> SimExits | None:
+    if args.front is None:
+        return None
+    return SimExits(args.front, args.stays, full_share=args.full_depth_share)
 
 
 def parse_failure(text: str) -> Failure:
@@ -349,6 +381,7 @@ def _config(args: argparse.Namespace, load: SimLoad, slo: Slo, policy: str) -> d
         "decode": args.decode, "prefill": args.prefill, "profile": args.profile,
         "on_full": args.on_full, "bandwidth_gbit": args.bandwidth_gbit,
         "report_every_s": args.report_every_s, "stop_and_copy": args.stop_and_copy,
+        "lock_step": args.lock_step, "depths": args.depths, "strict_share": args.strict_share,
         "fail": [[f.at_s, f.replica, f.down_s] for f in args.fail],
         "warm_up_s": args.warm_up_s, "slo_ttft_s": slo.ttft_s, "slo_tpot_s": for_json(slo.tpot_s),
     }  # fmt: skip

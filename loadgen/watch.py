@@ -80,7 +80,7 @@ def frame(
     replicas = view.get("replicas", [])
     is_wide = width >= WIDE_COLUMNS
     parts: list[RenderableType] = [_head(view)]
-    decode = [r for r in replicas if r["role"] == "decode"]
+    decode = [r for r in replicas if r["role"] != "prefill"]
     if not decode:
         parts.append(Text("no decode replica has reported"))
     for depth_class in sorted({r["depth_class"] for r in decode}):

@@ -250,8 +250,12 @@ class SharingRunner(ModelRunner, Protocol):
     def share_tokens(self) -> int:
         """Tokens of a block, the unit in which KV is shared."""
 
-    def keep(self, row: int, start: int) -> object:
-        """Keep the KV of a row's block that begins at `start`, whatever becomes of the row."""
+    def keep(self, row: int, start: int, over: object | None = None) -> object:
+        """Keep the KV of a row's block that begins at `start`, whatever becomes of the row.
+
+        Args:
+            over: A kept block that is let go for it; its memory may be written over.
+        """
 
     def share(self, row: int, start: int, kept: object) -> None:
         """Let a row have a kept block at positions from `start` on; it has all before them."""

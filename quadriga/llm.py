@@ -25,7 +25,7 @@ from quadriga.core.output import EngineOutput, RequestOutput
 from quadriga.core.replica import Role
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.engine import load_runner
-from quadriga.errors import ConfigError, ContextTooLong, InvalidRequest
+from quadriga.errors import ConfigError, ContextTooLong, InvalidRequest, UnknownModel
 from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.scheduling.calibration import calibrate
 from quadriga.scheduling.colocated import ColocatedLoop
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or a conversation: messages with `role` and `content`."""
-SETTINGS = ("depth", "runner", "exits", "engine", "prefill", "decode", "deterministic")
+SETTINGS = ("depth", "runner", "exits", "adapters", "engine", "prefill", "decode", "deterministic")
 
 
 class LLM:
@@ -69,7 +69,8 @@ class LLM:
 
         config = load_config({"model": model, **settings})
         deployment = resolve(config, Hardware(os.cpu_count() or 1, torch.cuda.device_count()))
-        runner = load_runner(next(r.engine for r in deployment.replicas if r.role is Role.DECODE))
+        decoding = next(r.engine for r in deployment.replicas if r.role.does(Role.DECODE))
+        runner = load_runner(decoding)
         spec, pace, clock, counters = runner.spec, config.decode.pace, SystemClock(), ExitCounters()
         passes = runner if pace is None else PacedRunner(runner, find_profile(pace))
         loop = ColocatedLoop(
@@ -124,6 +125,7 @@ class LLM:
         exits: ExitParams | None = None,
         stop: Sequence[str] = (),
         progress: bool | None = None,
+        adapter: str = "",
     ) -> list[RequestOutput]:
         """Generate for all prompts, as many at once as there are slots; returns them in order.
 
@@ -134,13 +136,14 @@ class LLM:
             exits: None is what `exits.mode` says: by default `lossless`, full depth's tokens.
             stop: Strings that end an answer.
             progress: Show a bar; None: where stderr is a terminal.
+            adapter: One of the LoRA adapters in `adapters`; empty: the model alone.
 
         Raises:
             InvalidRequest, ContextTooLong: A prompt cannot be served; nothing was generated.
         """
         from tqdm import tqdm
 
-        states = self._states(prompts, sampling, exits, stop)
+        states = self._states(prompts, sampling, exits, stop, adapter)
         outputs = [RequestOutput(index) for index in range(len(states))]
         is_hidden = None if progress is None else not progress
         started_s = self._clock.now_s()
@@ -164,12 +167,13 @@ class LLM:
         *,
         exits: ExitParams | None = None,
         stop: Sequence[str] = (),
+        adapter: str = "",
     ) -> Generator[RequestOutput]:
         """Generate as `generate` does, and yield what is new of any prompt as it comes.
 
         Closing the generator frees what it holds in the batch.
         """
-        states = self._states(prompts, sampling, exits, stop)
+        states = self._states(prompts, sampling, exits, stop, adapter)
 
         def outputs() -> Generator[RequestOutput]:
             with closing(self._run(states, stop)) as said:
@@ -205,8 +209,10 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         exits: ExitParams | None,
         stop: Sequence[str],
+        adapter: str,
     ) -> list[SequenceState]:
-        """Read and check a call. Raises: InvalidRequest, ContextTooLong."""
+        """Read and check a call. Raises: InvalidRequest, ContextTooLong, UnknownModel."""
+        self._check_adapter(adapter)
         one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int | Mapping))
         asked: Sequence[Any] = [prompts] if one else prompts
         given = sampling if isinstance(sampling, Sequence) else [sampling] * len(asked)
@@ -229,10 +235,22 @@ class LLM:
             full=spec.checkpoint.num_layers,
             deterministic=self._is_deterministic,
         )
-        return [
+        states = [
             self._state(prompt, params, wanted, f"prompts.{index}")
             for index, (prompt, params) in enumerate(zip(asked, given, strict=True))
         ]
+        for state in states:
+            state.adapter = adapter
+        return states
+
+    def _check_adapter(self, name: str) -> None:
+        """Raises: UnknownModel: There is no such adapter."""
+        known = [adapter.name for adapter in self.runner.spec.adapters]
+        if name and name not in known:
+            raise UnknownModel(
+                f"adapter: {name!r:.80} is not loaded; loaded: {', '.join(known) or 'none'}",
+                param="adapter",
+            )
 
     def _state(
         self, prompt: Prompt, sampling: SamplingParams | None, exits: ExitParams, field: str
@@ -252,6 +270,12 @@ class LLM:
             from quadriga.text.grammar import grammars_of  # as torch, not with this module
 
             grammars_of(checkpoint).prepare(sampling.grammar)
+        if sampling.pooling is not None and self.runner.num_layers < checkpoint.num_layers:
+            raise InvalidRequest(
+                f"pooling: embeddings need all {checkpoint.num_layers} layers of {checkpoint.id}, "
+                f"and {self.runner.num_layers} are loaded; leave depth out",
+                param="pooling",
+            )
         if len(ids) + sampling.max_tokens > most:
             raise ContextTooLong(
                 f"{field}: {len(ids)} tokens and max_tokens ({sampling.max_tokens}) are more than "

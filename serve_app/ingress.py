@@ -104,6 +104,9 @@ class Ingress:
     async def GenerateOnce(self, request: bytes, grpc_context: Any) -> Any:
         return await self._grpc.generate_once(request, grpc_context)
 
+    async def Embed(self, request: bytes, grpc_context: Any) -> Any:
+        return await self._grpc.embed(request, grpc_context)
+
     async def Cancel(self, request: bytes, grpc_context: Any) -> Any:
         return await self._grpc.cancel(request, grpc_context)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -222,6 +223,8 @@ class FakeCluster:
             first.prompt_logprobs = [TokenLogprob(state.prompt_ids[0], None)] + [
                 TokenLogprob(t, -1.0, ((t, -1.0),)) for t in state.prompt_ids[1:]
             ]
+        if state.sampling.pooling is not None:
+            first.embedding = array("f", [float(t) for t in state.prompt_ids[:3]])
         if len(script) <= 1:
             first.finish = reason
             self.prefill.held.discard(state.sequence_id)

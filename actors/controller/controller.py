@@ -33,7 +33,7 @@ from quadriga.config.ingress import LoggingConfig
 from quadriga.config.resolve import ReplicaSpec
 from quadriga.control.desired import Desired, resolve_on
 from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord, place_name
-from quadriga.control.rollout import places_of_fewer, turn_over
+from quadriga.control.rollout import is_relieved, places_of_fewer, turn_over
 from quadriga.core.routing import AutoReport
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.observability.logs import configure_logging
@@ -385,9 +385,13 @@ class Controller:
                     self._manager.retire(
                         replica, one.reason, moves=one.moves, within_s=one.within_s
                     )
+        there = {key: self._manager.of(key) for key in places}
+        now_s = self._clock.now_s()
         for replica in list(self._manager.replicas.values()):
             # One that was adopted and has not answered yet may be a place that scaling added.
-            if replica.key not in places and replica.fingerprint is not None:
+            if replica.key in places or replica.fingerprint is None:
+                continue
+            if is_relieved(replica, there, now_s=now_s):
                 # What scaling takes away it empties itself.
                 moves = self._helios is None
                 self._manager.retire(replica, "the configuration asks for fewer", moves=moves)

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.rpc.lifecycle import parse_replica_name
+from actors.rpc.lifecycle import actor_class, parse_replica_name
 from actors.rpc.ray_rpc import NAMESPACE, forget_actor
 from quadriga.config.kv_memory import NodeMemory
 from quadriga.config.resolve import Hardware, ReplicaSpec
@@ -32,6 +32,7 @@ MIN_CPUS = 0.001
 def spawn(name: str, spec: ReplicaSpec, config: dict[str, Any]) -> ActorHandle[Any]:
     """Ask Ray for a replica process; returns before it runs, or even has a place."""
     from actors.replica.decode import DecodeReplica
+    from actors.replica.mixed import MixedReplica
     from actors.replica.prefill import PrefillReplica
 
     num_cpus = max(spec.num_cpus, MIN_CPUS)
@@ -42,9 +43,13 @@ def spawn(name: str, spec: ReplicaSpec, config: dict[str, Any]) -> ActorHandle[A
         lifetime="detached",
         bundle_label_selector=[dict(spec.node_labels)] if spec.node_labels else None,
     )
-    cls: Any = PrefillReplica if spec.role is Role.PREFILL else DecodeReplica
+    classes: dict[Role, Any] = {
+        Role.PREFILL: PrefillReplica,
+        Role.DECODE: DecodeReplica,
+        Role.MIXED: MixedReplica,
+    }
     actor: ActorHandle[Any] = (
-        ray.remote(cls)
+        actor_class(classes[spec.role])
         .options(
             name=name,
             namespace=NAMESPACE,

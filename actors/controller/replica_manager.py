@@ -143,7 +143,7 @@ class ReplicaManager:
         deadline_s = self.lifecycle.drain_timeout_s
         if within_s is not None:
             deadline_s = min(deadline_s, within_s)
-        if moves and was_ready and replica.key[0] is Role.DECODE:
+        if moves and was_ready and replica.key[0].does(Role.DECODE):
             replica.tasks.append(background(self._empty(replica, deadline_s)))
         replica.tasks.append(background(self._retire(replica, was_ready, deadline_s)))
 
@@ -321,7 +321,7 @@ class ReplicaManager:
         able = [
             (m.status.load.num_held, m.name)
             for m in self.replicas.values()
-            if m.key[0] is Role.DECODE
+            if m.key[0].does(Role.DECODE)
             and m.phase is ReplicaPhase.READY
             and m.status is not None
             and m.fingerprint == replica.fingerprint

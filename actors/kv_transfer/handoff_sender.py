@@ -236,6 +236,7 @@ class HandoffSender:
         *,
         is_live: bool = False,
         depths: tuple[int, int] = (0, 0),
+        numerics: str = "",
     ) -> OutgoingTransfer:
         """Ask a replica for room for a sequence and all it can grow to.
 
@@ -243,6 +244,7 @@ class HandoffSender:
             depth_class: The layers of its KV.
             is_live: The sequence is decoding here, and goes on until the commit.
             depths: Least and most layers of a live one; see `depth_bounds`.
+            numerics: Of this replica.
 
         Raises:
             KVCacheExhausted: It has no room now.
@@ -266,6 +268,7 @@ class HandoffSender:
             is_live=is_live,
             min_depth=depths[0],
             max_depth=depths[1],
+            numerics=numerics,
         )
         timeout_s = call_timeout_s(self._config.deadline_s)
         try:

@@ -106,6 +106,7 @@ class Migration:
                 depths=depth_bounds(
                     state.exits, depth, deterministic=self._replica.config.deterministic
                 ),
+                numerics=self._replica.info_record.numerics,
             )
         except QuadrigaError as exc:
             self._conclude("refused", _reason(exc))

@@ -134,6 +134,7 @@ class DecodePlacement:
             role=Role.DECODE,
             depth_class=None if any_depth else request.depth_class,
             model=request.depth_class.model,
+            numerics=request.numerics,
             exclude=request.exclude,
             now_unix_s=self._view.taken_unix_s,
             max_age_s=self._config.scheduler.snapshot_max_age_s,
@@ -163,6 +164,10 @@ class DecodePlacement:
             except QuadrigaError as exc:
                 self._is_scheduler_away = True
                 logger.info("no loads from %s: %s", self._scheduler, exc)
+
+    def give_up(self, sequence_id: str) -> None:
+        """Tell the scheduler that a sequence comes to no decode replica: no room is kept for it."""
+        background(self._calls.tell(self._scheduler, "finished", [sequence_id], 0))
 
     def report_death(self, peer: str) -> None:
         """Tell the scheduler of a decode replica that is gone."""

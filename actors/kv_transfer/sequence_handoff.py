@@ -88,6 +88,7 @@ class PrefillHandoff:
         """
         left_s = self._state.deadline_unix_s - self._replica.clock.unix_s()
         error: QuadrigaError
+        peer = ""
         try:
             async with asyncio.timeout(max(0.0, left_s)):
                 peer = await self._hand_off()
@@ -102,6 +103,9 @@ class PrefillHandoff:
         except Exception as exc:  # a border: no caller awaits the task, and the client would hang
             logger.exception("the hand-off of %s broke", self._state.sequence_id)
             error = ReplicaError(f"the hand-off broke: {exc!r}")
+        finally:
+            if not peer:  # failed, or cancelled while a place was looked for
+                self._placement.give_up(self._state.sequence_id)
         self._trace("", error.code)
         raise error
 
@@ -241,7 +245,9 @@ class PrefillHandoff:
             if peer is None or peer in refused:
                 return None
             try:
-                transfer = await self._sender.reserve(peer, state, depth_class)
+                transfer = await self._sender.reserve(
+                    peer, state, depth_class, numerics=replica.info_record.numerics
+                )
             except (Overloaded, Unavailable):
                 refused.append(peer)
                 continue
@@ -278,6 +284,8 @@ class PrefillHandoff:
                 source=self._replica.name,
                 started_s=self._started_s,
                 is_prompt_done=self._prompt_done_s > 0.0,
+                leaves_early=state.exits.leaves_early,
+                numerics=self._replica.info_record.numerics,
             )
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from actors.kv_transfer.migration import Migrations
 from actors.replica.decode_engine import DecodeEngine
@@ -15,6 +15,7 @@ from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.pacing import find_profile
 from quadriga.config.resolve import ReplicaSpec
 from quadriga.control.replica_record import ReplicaLoad
+from quadriga.core.adapters import find_adapter
 from quadriga.core.forecast import LengthOutcome
 from quadriga.core.kv import ResumePoint, TransferOffer
 from quadriga.core.migration import MigrationOrder, MigrationReport
@@ -22,17 +23,18 @@ from quadriga.core.output import EngineOutput, progress_of
 from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot
 from quadriga.core.request import ResumableSequence, SequenceState
 from quadriga.engine import load_runner
-from quadriga.errors import MigrationFailed, TakenOver
+from quadriga.errors import MigrationFailed, TakenOver, UnknownModel
 from quadriga.interfaces import KVSink, ModelRunner
 from quadriga.replica.forecasting import load_lengths
 from quadriga.scheduling.paced_runner import PacedRunner
-from quadriga.scheduling.transfer.handoff import LeaseState
+from quadriga.scheduling.transfer.handoff import LeaseState, check_numerics
 from quadriga.scheduling.transfer.sequence_export import StepPhase
 
 
 class DecodeReplica(Replica[DecodeEngine]):
-    """Ray actor; see `Replica` for the calls that both roles answer."""
+    """Ray actor; see `Replica` for the calls that all roles answer."""
 
+    engine_type: ClassVar[type[DecodeEngine]] = DecodeEngine
     BATCHED = frozenset({"reserve", "commit", "claimed"})
     reply_spacing_s = 0.0005
 
@@ -60,7 +62,7 @@ class DecodeReplica(Replica[DecodeEngine]):
         from quadriga.engine.model_runner import NativeRunner
 
         loaded = load_runner(self.spec.engine)
-        self.loaded(loaded.spec)
+        self.loaded(loaded.spec, loaded.numerics)
         runner: ModelRunner = loaded
         native = loaded if isinstance(loaded, NativeRunner) else None
         lengths = load_lengths(loaded, self.deepest_spec)
@@ -71,7 +73,7 @@ class DecodeReplica(Replica[DecodeEngine]):
             relay = runner if isinstance(runner, BatonRunner) else None
         if self.config.decode.pace is not None:
             runner = PacedRunner(runner, find_profile(self.config.decode.pace))
-        return DecodeEngine(
+        return self.engine_type(
             self,
             runner,
             receiver=self.receiver,
@@ -93,6 +95,7 @@ class DecodeReplica(Replica[DecodeEngine]):
         """
         self.require_taking()
         self._require_wanted(offer.sequence_id)
+        check_numerics(offer, self.info_record.numerics)
         await self.receiver.reserve(offer)
         return self.info_record
 
@@ -111,6 +114,12 @@ class DecodeReplica(Replica[DecodeEngine]):
         if self.is_cancelled(state.sequence_id):
             await self.receiver.abort(transfer_id, LeaseState.CANCELLED)
             raise MigrationFailed(f"{state.sequence_id} was cancelled", code="cancelled")
+        try:
+            if state.adapter:
+                find_adapter(self.spec.engine.adapters, state.adapter)
+        except UnknownModel as exc:
+            await self.receiver.abort(transfer_id)
+            raise MigrationFailed(exc.message, code="unknown_adapter") from exc
         self.mail.expect(state.ingress_id)
         await self.receiver.commit(transfer_id, state, checksums, resume)
 
@@ -245,6 +254,7 @@ class DecodeReplica(Replica[DecodeEngine]):
         snapshot = super()._snapshot_of(load, loaded_s)
         forecasting = self.engine.require_core().forecasting
         forecasting.is_wanted = self.report_options.forecast
+        forecasting.depth_pool = self.report_options.depth_pool
         snapshot.forecast = forecasting.forecast()
         if snapshot.forecast is not None:
             capacity = self.info_record.kv_capacity_tokens
@@ -260,16 +270,16 @@ class DecodeReplica(Replica[DecodeEngine]):
         def leave(core: DecodeEngine) -> list[str]:
             # On this thread sequences are adopted, joined and let go: the ingress of one cannot
             # change before it has left, and what is noted as cancelled does not run.
-            running = {state.sequence_id: state.ingress_id for state in core.loop.running}
+            held = {state.sequence_id: state.ingress_id for state in core.held}
             over = [
                 sequence_id
                 for sequence_id in sequence_ids
-                if ingress_id is None or running.get(sequence_id, ingress_id) == ingress_id
+                if ingress_id is None or held.get(sequence_id, ingress_id) == ingress_id
             ]
             self.note_cancelled(over)
-            # A reserved row belongs to its lease: only running sequences are taken out here.
-            for sequence_id in running.keys() & set(over):
-                core.loop.leave(sequence_id)
+            # A reserved row belongs to its lease: only what is held is taken out here.
+            for sequence_id in held.keys() & set(over):
+                core.let_go(sequence_id)
             return over
 
         over = await self.engine.call(leave)
@@ -279,12 +289,12 @@ class DecodeReplica(Replica[DecodeEngine]):
             await self.receiver.cancel(sequence_id)
 
     async def _held(self) -> Collection[SequenceState]:
-        return await self.engine.call(lambda core: core.loop.running)
+        return await self.engine.call(lambda core: core.held)
 
     async def _own(self) -> Container[str]:
         def ids(core: DecodeEngine) -> set[str]:
-            running = {state.sequence_id for state in core.loop.running}
-            return running | (set(core.loop.slots.owners) - self.receiver.leases.sequences())
+            held = {state.sequence_id for state in core.held}
+            return held | (set(core.loop.slots.owners) - self.receiver.leases.sequences())
 
         return await self.engine.call(ids)
 

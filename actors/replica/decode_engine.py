@@ -11,9 +11,11 @@ from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.control.replica_record import ParkedSequence, ReplicaLoad
 from quadriga.core.output import EngineOutput
 from quadriga.core.replica import RelayMemory
+from quadriga.core.request import SequenceState
 from quadriga.errors import ConfigError
 from quadriga.interfaces import ModelRunner
 from quadriga.policies.rebatchers import make_rebatcher
+from quadriga.policies.rebatching import Rebatcher
 from quadriga.replica.engine_thread import EngineBroken
 from quadriga.replica.forecasting import Forecasting
 from quadriga.scheduling.calibration import calibrate
@@ -65,30 +67,16 @@ class DecodeEngine:
         self.runner = runner
         self._replica = replica
         self._receiver = receiver
+        self._lengths = lengths
         counters = ExitCounters()
-        costs = calibrate(runner, replica.clock, max_rows=spec.num_rows)
-        self.loop = DecodeLoop(
-            runner=runner,
-            slots=SlotTable(
-                num_rows=spec.num_rows,
-                row_capacity_tokens=spec.row_capacity_tokens,
-                kv_capacity_tokens=spec.kv_capacity_tokens,
-                reservation=replica.config.decode.reservation,
-            ),
-            eos_token_ids=spec.checkpoint.eos_token_ids,
-            clock=replica.clock,
-            rebatcher=make_rebatcher(
-                replica.config.decode.rebatching,
-                costs,
-                counters,
-                deterministic=replica.config.deterministic,
-                is_surveyed=self._is_watched,  # HELIOS judges depths by where tokens could leave
-            ),
-            counters=counters,
-            criterion=spec.exits.criterion,
-            is_partial=spec.depth < spec.checkpoint.num_layers,
+        rebatcher = make_rebatcher(
+            replica.config.decode.rebatching,
+            calibrate(runner, replica.clock, max_rows=spec.num_rows),
+            counters,
+            deterministic=replica.config.deterministic,
+            is_surveyed=self._is_watched,  # HELIOS judges depths by where tokens could leave
         )
-
+        self.loop = self._make_loop(spec, rebatcher, counters)
         self.forecasting = Forecasting(
             runner,
             lengths,
@@ -108,9 +96,37 @@ class DecodeEngine:
         self._leaks = Leaks()
         self._idle_check = IdleCheck(self._check, replica.clock)
 
+    def _make_loop(
+        self, spec: EngineSpec, rebatcher: Rebatcher, counters: ExitCounters
+    ) -> DecodeLoop:
+        return DecodeLoop(
+            runner=self.runner,
+            slots=SlotTable(
+                num_rows=spec.num_rows,
+                row_capacity_tokens=spec.row_capacity_tokens,
+                kv_capacity_tokens=spec.kv_capacity_tokens,
+                reservation=self._replica.config.decode.reservation,
+            ),
+            eos_token_ids=spec.checkpoint.eos_token_ids,
+            clock=self._replica.clock,
+            rebatcher=rebatcher,
+            counters=counters,
+            criterion=spec.exits.criterion,
+            is_partial=spec.depth < spec.checkpoint.num_layers,
+        )
+
     @property
     def has_work(self) -> bool:
         return self.loop.has_work
+
+    @property
+    def held(self) -> list[SequenceState]:
+        """States of the sequences that are this replica's, and not merely expected."""
+        return self.loop.running
+
+    def let_go(self, sequence_id: str) -> None:
+        """Free what one of them holds; an unknown one is no error."""
+        self.loop.leave(sequence_id)
 
     @property
     def loaded_depth(self) -> int:
@@ -122,16 +138,17 @@ class DecodeEngine:
         loop = self.loop
         loop.check()
         claimed = self._receiver.leases.sequences()
-        claimed.update(state.sequence_id for state in loop.running)
+        claimed.update(state.sequence_id for state in self.held)
         return self._leaks.check(loop.slots.owners, claimed, now_s=self._replica.clock.now_s())
 
     def step(self) -> None:
         has_work = self.loop.has_work
+        self.loop.is_overloaded = self._replica.report_options.is_overloaded
         self._began_s = self._replica.clock.now_s()
         emissions = self.loop.step()
         if has_work:
             self._pass_s.add(self._replica.clock.now_s() - self._began_s)
-        self._idle_check.step(is_idle=not self.loop.has_work)
+        self._idle_check.step(is_idle=not self.has_work)
         if emissions:
             self._emit(emissions)
         self.forecasting.stepped(self.loop, emissions)
@@ -210,32 +227,33 @@ class DecodeEngine:
         return StepPhase(self._began_s + step_s - self._replica.clock.now_s(), step_s)
 
     def publish(self) -> None:
-        loop = self.loop
-        self.forecasting.look(loop)
+        self.forecasting.look(self.loop)
         self._look()
-        self._replica.publish_load(
-            ReplicaLoad(
-                num_running=loop.num_running,
-                num_waiting=loop.num_reserved + loop.num_paused,
-                used_tokens=loop.used_tokens,
-                prompt_tokens=loop.prompt_tokens,
-                reserved_tokens=loop.slots.reserved_tokens,
-                tokens_per_s=loop.tokens_per_s,
-                step_time_s=loop.step_time_s,
-                steps=replace(loop.meter.totals),
-                exits=self._exit_counters(),
-                num_at_exits=tuple(loop.num_waiting_at_exits),
-                exit_uses=self._exit_uses,
-                num_paused=loop.num_paused,
-                paused_bytes=loop.paused_tokens * self._bytes_per_token,
-                num_pauses=loop.preemption.num_pauses,
-                num_resumes=loop.preemption.num_resumes,
-                least_priority=loop.preemption.least_priority,
-                upper_tokens=loop.answers.upper_tokens,
-                relay=self._relay_memory,
-                strict_depth=self._strict_depth,
-                parked=self._parked,
-            )
+        self._replica.publish_load(self._load())
+
+    def _load(self) -> ReplicaLoad:
+        loop = self.loop
+        return ReplicaLoad(
+            num_running=loop.num_running,
+            num_waiting=loop.num_reserved + loop.num_paused,
+            used_tokens=loop.used_tokens,
+            prompt_tokens=loop.prompt_tokens,
+            reserved_tokens=loop.slots.reserved_tokens,
+            tokens_per_s=loop.tokens_per_s,
+            step_time_s=loop.step_time_s,
+            steps=replace(loop.meter.totals),
+            exits=self._exit_counters(),
+            num_at_exits=tuple(loop.num_waiting_at_exits),
+            exit_uses=self._exit_uses,
+            num_paused=loop.num_paused,
+            paused_bytes=loop.paused_tokens * self._bytes_per_token,
+            num_pauses=loop.preemption.num_pauses,
+            num_resumes=loop.preemption.num_resumes,
+            least_priority=loop.preemption.least_priority,
+            upper_tokens=loop.answers.upper_tokens,
+            relay=self._relay_memory,
+            strict_depth=self._strict_depth,
+            parked=self._parked,
         )
 
     def _exit_counters(self) -> ExitCounters:

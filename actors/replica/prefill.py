@@ -19,7 +19,7 @@ from quadriga.config.resolve import ReplicaSpec
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import SequenceState
 from quadriga.engine import load_runner
-from quadriga.errors import DeadlineExceeded, QuadrigaError
+from quadriga.errors import QuadrigaError
 from quadriga.interfaces import KVSink
 from quadriga.replica.forecasting import load_lengths
 from quadriga.scheduling.prefill_loop import PrefillOutput
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillReplica(Replica[PrefillEngine]):
-    """Ray actor; see `Replica` for the calls that both roles answer.
+    """Ray actor; see `Replica` for the calls that all roles answer.
 
     Attributes:
         sequences: Those that are queued, computed or being handed on here, by id. The event loop
@@ -59,15 +59,9 @@ class PrefillReplica(Replica[PrefillEngine]):
 
         Raises:
             Overloaded: The queue is full; with the time after which to retry.
-            Unavailable: Draining, or the weights are not loaded yet.
-            DeadlineExceeded: It is late already.
-            InvalidRequest: The grammar of its answer is none.
+            QuadrigaError: See `prepare`.
         """
-        self.require_taking()
-        if state.deadline_unix_s <= self.clock.unix_s():
-            raise DeadlineExceeded("the deadline passed before the request was queued")
-        await self.compile_grammar(state)
-        self.mail.expect(state.ingress_id)
+        await self.prepare(state)
         sequence = self.sequences[state.sequence_id] = RunningSequence(state)
         self.spans.begin("prefill", state)
 
@@ -165,7 +159,7 @@ class PrefillReplica(Replica[PrefillEngine]):
         from quadriga.engine.model_runner import NativeRunner
 
         runner = load_runner(self.spec.engine)
-        self.loaded(runner.spec)
+        self.loaded(runner.spec, runner.numerics)
         return PrefillEngine(
             self,
             runner,

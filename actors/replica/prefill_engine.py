@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actors.replica.replica import Replica
-from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
+from quadriga.config.engine_spec import DTYPE_BYTES
 from quadriga.control.replica_record import ReplicaLoad
 from quadriga.errors import Cancelled
 from quadriga.interfaces import ModelRunner, PrefillChunk
+from quadriga.replica.forecasting import predict_new
 from quadriga.scheduling.idle_check import IdleCheck
 from quadriga.scheduling.prefill_loop import PrefillLoop, PrefillOutput
 from quadriga.scheduling.prefill_queue import PrefillQueue
@@ -18,7 +19,7 @@ from quadriga.scheduling.prefixes.cache import find_prefix_cache
 from quadriga.scheduling.sequence import NO_ROW, RunningSequence
 from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
-from quadriga.scheduling.transfer.rebuild import Replays
+from quadriga.scheduling.transfer.rebuild import replays_of
 
 if TYPE_CHECKING:
     from quadriga.engine.model_runner import NativeRunner
@@ -78,7 +79,7 @@ class PrefillEngine:
             clock=replica.clock,
             full_depth=spec.checkpoint.num_layers,
             may_deepen=self._is_watched,
-            replays=_replays(spec, is_exact=replica.config.deterministic),
+            replays=replays_of(spec, is_exact=replica.config.deterministic),
             max_unplaced=settings.max_rows,
             prefixes=find_prefix_cache(
                 runner, slots, spec.checkpoint.fingerprint, enabled=settings.prefix_caching
@@ -103,7 +104,8 @@ class PrefillEngine:
         outputs = self.loop.step()
         self._idle_check.step(is_idle=not self.loop.has_work)
         if any(o is None or (o.finish is None and o.error is None) for _, o in outputs):
-            self._predict()
+            if self._replica.report_options.forecast:
+                predict_new(self._lengths)
         if self._is_watched:
             for _, output in outputs:
                 if output is not None and output.error is None:
@@ -124,16 +126,6 @@ class PrefillEngine:
         for feed, span, kv in last_kv:
             feed.add(span, kv)
         self._on_outputs(outputs)
-
-    def _predict(self) -> None:
-        """Note with the sequences whose prompts are done how long they are expected to go on."""
-        if self._lengths is None or not self._replica.report_options.forecast:
-            return
-        asked = self._lengths.ask()
-        if asked is not None:
-            states, answer = asked
-            for state, prediction in zip(states, answer(), strict=True):
-                state.prediction, state.predicted_at = prediction, len(state.output_ids)
 
     def publish(self) -> None:
         loop = self.loop
@@ -222,11 +214,3 @@ class PrefillEngine:
             # What is shared comes before the pass, and so do its last layers.
             self._deliver_kv()
             self._replica.post(feed.add, span, kv)
-
-
-def _replays(spec: EngineSpec, *, is_exact: bool) -> Replays | None:
-    """What is replayed where sequences are rebuilt; None: nothing, or their depth may change."""
-    is_mapped = spec.skipped_kv in ("linear", "project")
-    if not (spec.replay_newest and is_mapped and spec.exits.layers):
-        return None
-    return Replays((*spec.exits.layers, spec.depth), spec.replay_newest, is_exact)

@@ -1,4 +1,4 @@
-"""What prefill and decode replicas have in common: polls, heartbeats, load reports, their end."""
+"""What all replicas have in common: polls, heartbeats, load reports, their end."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.config.resolve import ReplicaSpec
 from quadriga.control.replica_record import ReplicaLoad, ReplicaStatus
+from quadriga.core.adapters import find_adapter
 from quadriga.core.forecast import LengthOutcome
 from quadriga.core.kv import KVPart
 from quadriga.core.output import EngineOutput, PollReply
@@ -33,6 +34,7 @@ from quadriga.core.request import SequenceState
 from quadriga.core.routing import ReportOptions
 from quadriga.errors import (
     Cancelled,
+    DeadlineExceeded,
     InvariantViolation,
     QuadrigaError,
     ReplicaDied,
@@ -66,7 +68,7 @@ FORGET_FACTOR = 10.0
 
 
 class Replica(BatchedCalls, ABC, Generic[Core]):
-    """Base of the two replica actors; one event loop, one engine thread.
+    """Base of the replica actors; one event loop, one engine thread.
 
     Args:
         name: Ray actor name; new for every incarnation.
@@ -122,6 +124,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             self._host_for,
             device=spec.engine.device,
         )
+        decodes = spec.role.does(Role.DECODE)
         self.info_record = ReplicaInfo(
             name=name,
             role=spec.role,
@@ -131,7 +134,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             num_slots=spec.engine.num_rows,
             kv_capacity_tokens=spec.engine.kv_capacity_tokens,
             transports=self.transport.names,
-            reservation=self.config.decode.reservation if spec.role is Role.DECODE else "longest",
+            reservation=self.config.decode.reservation if decodes else "longest",
             max_model_len=spec.engine.row_capacity_tokens,
             num_layers=spec.engine.checkpoint.num_layers,
         )
@@ -148,10 +151,13 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         for coroutine in (self._report_forever(), self._watch_ingresses()):
             background(self._never_ending(coroutine))
 
-    def loaded(self, engine: EngineSpec) -> None:
+    def loaded(self, engine: EngineSpec, numerics: str) -> None:
         """Note what was loaded: on a GPU, the KV capacity is known only then.
 
         Called on the engine's thread before the core is there, so no capacity was reported yet.
+
+        Args:
+            numerics: Of the runner; see `ReplicaInfo.numerics`.
         """
         self.spec = replace(self.spec, engine=engine)
         self.info_record = replace(
@@ -159,11 +165,12 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             num_slots=engine.num_rows,
             kv_capacity_tokens=engine.kv_capacity_tokens,
             max_model_len=engine.row_capacity_tokens,
+            numerics=numerics if self.config.deterministic else "",
         )
 
     def resized(self, engine: EngineSpec) -> None:
         """Another depth is served from now on."""
-        self.loaded(engine)
+        self.loaded(engine, self.info_record.numerics)
         self.info_record = replace(self.info_record, depth_class=engine.depth_class)
         self._news.set()
 
@@ -183,7 +190,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """Run a command on the engine's thread between two steps. Raises: Unavailable."""
         return await self.engine.call(command)
 
-    # What differs between the two roles.
+    # What differs between the roles.
 
     @abstractmethod
     def _make_sink(self) -> KVSink | None:
@@ -409,6 +416,8 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             num_unplaced=load.num_unplaced,
             least_priority=load.least_priority,
             upper_tokens=load.upper_tokens,
+            computed_per_s=load.computed_per_s,
+            chunk_time_s=load.chunk_time_s,
             cached_share=None if load.prefixes is None else load.prefixes.hit_share,
             sent_s=self.clock.now_s(),
             loaded_s=loaded_s,
@@ -446,6 +455,23 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             with self._load_lock:
                 self._accepted = accepted + self._accepted
             logger.info("report to %s failed: %s", scheduler, exc)
+
+    async def prepare(self, state: SequenceState) -> None:
+        """Make ready for a sequence that is submitted here.
+
+        Raises:
+            Unavailable: Draining, or the weights are not loaded yet.
+            DeadlineExceeded: It is late already.
+            InvalidRequest: The grammar of its answer is none.
+            UnknownModel: Its adapter is not loaded here.
+        """
+        self.require_taking()
+        if state.adapter:
+            find_adapter(self.spec.engine.adapters, state.adapter)
+        if state.deadline_unix_s <= self.clock.unix_s():
+            raise DeadlineExceeded("the deadline passed before the request was queued")
+        await self.compile_grammar(state)
+        self.mail.expect(state.ingress_id)
 
     async def compile_grammar(self, state: SequenceState) -> None:
         """Have the grammar of its answer ready before the engine needs it, which must not wait.

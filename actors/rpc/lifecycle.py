@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import logging
@@ -16,7 +17,7 @@ from ray.actor import ActorHandle
 
 from actors.rpc.ray_rpc import NAMESPACE, RAY_FAILED
 from quadriga.config.resolve import ReplicaSpec
-from quadriga.core.replica import Role
+from quadriga.core.replica import PARTS, Role
 from quadriga.observability import tracing
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,8 @@ def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:
     engine["memory"] = [config["engine"][name] for name in ("max_model_len", "kv_memory_bytes")]
     if config["helios"]["enabled"]:
         engine |= dict.fromkeys(("depth", "exits"))
-    sections = ("transport", "lifecycle", spec.role.value)
+    own = [part.value for part in PARTS if spec.role.does(part)]
+    sections = ("transport", "lifecycle", *own)
     facts = [engine, dict(spec.node_labels), *(config[section] for section in sections)]
     facts.append(config["deterministic"])
     # The rest of the scheduler's section is the scheduler's alone, and may change at any time.
@@ -71,19 +73,31 @@ def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+@functools.cache
+def actor_class(cls: type) -> Any:
+    """Ray's form of an actor's class, the same one for all its actors.
+
+    Each `ray.remote` makes another one, which every process with a handle loads and keeps.
+    """
+    return ray.remote(cls)
+
+
 def create_or_get(cls: type, name: str, *args: Any) -> ActorHandle[Any]:
     """Return the detached actor of a name, created where there is none; blocks."""
-    remote: Any = ray.remote(cls)
-    actor: ActorHandle[Any] = remote.options(
-        name=name,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        max_restarts=-1,
-        max_task_retries=0,
-        max_concurrency=MAX_CONCURRENT_CALLS,
-        num_cpus=0,
-    ).remote(*args)
+    actor: ActorHandle[Any] = (
+        actor_class(cls)
+        .options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=0,
+            max_concurrency=MAX_CONCURRENT_CALLS,
+            num_cpus=0,
+        )
+        .remote(*args)
+    )
     return actor
 
 

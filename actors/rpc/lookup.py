@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import ray
+from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -16,6 +17,7 @@ from quadriga.errors import Unavailable
 
 __all__ = [
     "NAMESPACE",
+    "begin_cluster",
     "call",
     "controller_name",
     "ensure_cluster",
@@ -61,6 +63,19 @@ def ensure_cluster(config: QuadrigaConfig | dict[str, Any]) -> None:
                 f"the controller did not answer in {ENSURE_TIMEOUT_S:.0f} s: {exc}",
                 retry_after_s=5.0,
             ) from exc
+
+
+def begin_cluster(config: QuadrigaConfig) -> ObjectRef[Any]:
+    """Have scheduler, controller and replicas start, and do not wait: `ensure_cluster` tells.
+
+    Returns:
+        To be kept until then: of a failure that nobody can ask for any more Ray prints a trace.
+    """
+    plain = config.model_dump(mode="json", exclude={"auth"})
+    get_scheduler(config.name, plain)
+    controller: Any = get_controller(config.name, plain)
+    begun: ObjectRef[Any] = controller.ensure.remote(plain)
+    return begun
 
 
 def get_scheduler(app: str, config: dict[str, Any]) -> ActorHandle[Any]:

@@ -84,9 +84,11 @@ class Rescheduling:
         # Scaling counts what sequences will still want.
         helios = self._config.helios
         scales = helios.enabled and helios.scaling.enabled
+        pools = self.governor.pools.get(info.depth_class)
         return ReportOptions(
             forecast=scales or self.governor.wants_forecasts,
             is_overloaded=info.depth_class.model in self.governor.num_held,
+            depth_pool="" if pools is None else pools.side_of(info.name),
         )
 
     def replica_died(self, name: str) -> None:
@@ -194,6 +196,15 @@ class Rescheduling:
                     "num_held": governor.num_held.get(model, 0),
                 }
                 for model, plan in governor.overload.items()
+            },
+            "depth_pools": {
+                str(depth_class): {
+                    **asdict(pools),
+                    "is_on": pools.is_on,
+                    "shallow": sorted(pools.shallow),
+                    "members": sorted(pools.members),
+                }
+                for depth_class, pools in governor.pools.items()
             },
             "outcomes": dict(governor.moves.outcomes),
             "under_way": [_order(o) for o in governor.moves.under_way],

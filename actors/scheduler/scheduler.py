@@ -67,6 +67,7 @@ class Scheduler(BatchedCalls):
         self._waiting = WaitEstimator()
         self._auto = AutoRouter()
         self._reported = asyncio.Event()
+        self._waiting_for_room: set[str] = set()
         self._heard_s = self._clock.now_s()
         self._num_placed: dict[str, int] = {}
         self._rescheduling = Rescheduling(self._config, self._clock, self._adjusted)
@@ -162,7 +163,10 @@ class Scheduler(BatchedCalls):
         )
 
     def _note_admitted(self, request: AdmitRequest, admission: Admission) -> None:
-        self._waiting.admitted(request, admission.depth_class.model, now_s=self._clock.now_s())
+        now_s = self._clock.now_s()
+        self._waiting.admitted(request, admission.depth_class.model, now_s=now_s)
+        if self._snapshots[admission.prefill_replica].info.role is Role.MIXED:
+            self._waiting.placed(request.sequence_id, now_s=now_s)  # it decodes where it queues
         cached = self._prefixes.cached_tokens(request.prefix_marks)
         num_tokens = request.num_prompt_tokens - cached.get(admission.prefill_replica, 0)
         sent = SentRequest(self._heard_s, num_tokens, request.num_prompt_tokens)
@@ -177,29 +181,39 @@ class Scheduler(BatchedCalls):
             Overloaded: None has room.
         """
         give_up_s = self._clock.now_s() + PLACE_WAIT_S
-        while True:
-            self._reported.clear()
-            try:
-                return await self.place_now(request)
-            except Overloaded:
-                left_s = give_up_s - self._clock.now_s()
-                if left_s <= 0 or request.exclude:
-                    raise
+        self._waiting_for_room.add(request.sequence_id)
+        try:
+            while True:
+                self._reported.clear()
                 try:
-                    async with asyncio.timeout(left_s):
-                        await self._reported.wait()
-                except TimeoutError:
-                    give_up_s = 0.0  # one last look
+                    return await self.place_now(request)
+                except Overloaded:
+                    left_s = give_up_s - self._clock.now_s()
+                    if left_s <= 0 or request.exclude:
+                        raise
+                    try:
+                        async with asyncio.timeout(left_s):
+                            await self._reported.wait()
+                    except TimeoutError:
+                        give_up_s = 0.0  # one last look
+                    if request.sequence_id not in self._waiting_for_room:
+                        raise  # nobody would take the room that has come free
+        finally:
+            self._waiting_for_room.discard(request.sequence_id)
 
     async def place_now(self, request: PlaceRequest) -> str:
         """As `place`, without waiting for room. Raises: Unavailable, Overloaded."""
         self._inflight.begun(request, self._snapshots.get(request.source))
+        overload = self._rescheduling.governor.overload
+        if request.prediction is not None and request.depth_class.model in overload:
+            request = replace(request, by_forecast=True)
         any_depth = self._auto.route is not None or self._config.helios.enabled
         alive = candidates(
             self._adjusted(),
             role=Role.DECODE,
             depth_class=None if any_depth else request.depth_class,
             model=request.depth_class.model,
+            numerics=request.numerics,
             exclude=request.exclude,
             now_unix_s=self._clock.unix_s(),
             max_age_s=self._config.scheduler.snapshot_max_age_s,
@@ -226,6 +240,7 @@ class Scheduler(BatchedCalls):
             governor, model = self._rescheduling.governor, request.depth_class.model
             self._placement.load_only = governor.is_distrusted(model)
             self._placement.overload = governor.overload.get(model)
+            self._placement.pools = governor.pools_of(group)
         return self._placement.choose(request, group)
 
     async def find_resumable(self, claims: Sequence[str]) -> list[ResumableSequence]:
@@ -233,7 +248,7 @@ class Scheduler(BatchedCalls):
 
         The replicas are asked: nothing noted here could be as true, or outlive this process.
         """
-        names = [n for n, s in self._snapshots.items() if s.info.role is Role.DECODE]
+        names = [n for n, s in self._snapshots.items() if s.info.role.does(Role.DECODE)]
         answers = await asyncio.gather(*(self._claimed(name, claims) for name in names))
         return [resumable_sequence for found in answers for resumable_sequence in found]
 
@@ -250,6 +265,7 @@ class Scheduler(BatchedCalls):
     async def finished(self, sequence_ids: Sequence[str], tokens: int) -> None:
         """Sequences are over; forget what was noted of them."""
         self._inflight.finished(list(sequence_ids))
+        self._waiting_for_room.difference_update(sequence_ids)
         self._waiting.ended(sequence_ids, now_s=self._clock.now_s())
         self._auto.finished(sequence_ids)
 

@@ -106,6 +106,7 @@ def _sections(outcomes: Sequence[SimOutcome], slo: Slo) -> list[list[tuple[str, 
                 lambda o: several(o.summary.variance_ms2, form=",.3f", unit="ms²"),
             ),
             ("migrations", _migrations),
+            ("shallow and deep sequences apart", _apart),
             ("  pause of the sequence, P50 / P99 / max", lambda o: _ms(o.summary.stall)),
         ],
         [
@@ -157,6 +158,14 @@ def _migrations(outcome: SimOutcome) -> str:
     return f"{outcome.summary.num_migrations:,}" + (
         f", {cancelled:,} given up" if cancelled else ""
     )
+
+
+def _apart(outcome: SimOutcome) -> str:
+    gains = outcome.run.depth_gains
+    if not gains:
+        return "no choice"
+    share = outcome.run.num_ticks_apart / len(gains)
+    return f"{share:.0%} of the time, {sum(gains) / len(gains):.1%} of a token's time forecast"
 
 
 def headline(outcome: SimOutcome) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def inspect(model: str, *, cache_dir: str | None = None) -> CatalogueModel:
         architecture=checkpoint.architecture,
         vocab_size=checkpoint.vocab_size,
         tokenizer=tokenizer_fingerprint(path),
-        sizes=sizes,
+        sizes=replace(sizes, exit_params=_exit_params(extra, checkpoint.exits)),
         exits=checkpoint.exits,
     )
 
@@ -105,6 +106,16 @@ def _exit_tensors(path: Path, exits: ExitSpec) -> list[TensorPlace]:
                     param="model",
                 )
     return tensors
+
+
+def _exit_params(tensors: list[TensorPlace], exits: ExitSpec) -> tuple[tuple[int, int], ...]:
+    """What each exit's tensors hold, by its layer; see `ModelSizes.exit_params`."""
+    held = {layer: f"exits.{layer}." for layer in exits.layers}
+    counts = (
+        (layer, sum(t.num_values for t in tensors if t.name.startswith(prefix)))
+        for layer, prefix in held.items()
+    )
+    return tuple((layer, count) for layer, count in counts if count)
 
 
 def tokenizer_fingerprint(path: Path) -> str:

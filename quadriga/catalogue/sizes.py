@@ -146,6 +146,12 @@ def _opt(config: dict[str, Any], exits: ExitSpec) -> ModelSizes:
 
 
 def _exit_params(exits: ExitSpec, *, norm: int, head: int) -> tuple[tuple[int, int], ...]:
-    """What each non-final exit holds of its own."""
-    own = {"shared": 0, "norm": norm, "head": norm + head}[exits.kind]
+    """What each non-final exit holds of its own, but for an MLP's, whose width is in its file."""
+    norm_after = norm if exits.has_norm else 0
+    own = {
+        "shared": 0,
+        "norm": norm,
+        "mlp": norm + norm_after + (head if exits.own_head else 0),
+        "head": norm_after + head,
+    }[exits.kind]
     return tuple((layer, own) for layer in exits.layers if own)

@@ -128,7 +128,8 @@ class ExitParams:
         threshold: In [0, 1]; 1 is the full model.
         policy: `bounded` lets tokens leave the deepest exit there is below the threshold, and
             counts them; `strict` forbids it. `lossless` lets none leave early: the first exit
-            drafts, and the whole model verifies. `off` neither leaves early nor drafts.
+            drafts, and the whole model verifies. `off` neither leaves early nor drafts. All but
+            `bounded` wait for layers that are not loaded.
         max_depth: Run no token deeper than this many layers; 0 is no limit.
         sla_tbt_s: Longest time between two tokens that rebatching may plan for; 0 is the
             replica's default.
@@ -145,7 +146,12 @@ class ExitParams:
     @property
     def is_strict(self) -> bool:
         """Whether it may not do with fewer layers than it asks for."""
-        return self.policy in ("strict", "lossless")
+        return self.policy != "bounded"
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether its tokens may leave at an exit before the last."""
+        return self.threshold < NEVER
 
 
 def read_exit_params(
@@ -188,6 +194,8 @@ def read_exit_params(
         return FULL_DEPTH if depth == full else ExitParams(NEVER, "bounded")
     params = asked or _default_params(exits, depth, full, sla_tbt_s)
     params = replace(params, quality_budget=quality_budget)
+    if params.policy == "off" and depth < full and params.threshold == NEVER:
+        params = replace(params, policy="bounded")  # every layer that there is
     if params.max_depth and not exits.layers[0] <= params.max_depth <= full:
         raise InvalidRequest(
             f"max_depth: {params.max_depth} must be in {exits.layers[0]}..{full}; {model} can be "

@@ -11,13 +11,17 @@ import grpc
 
 from quadriga.client.base import CANCEL_TIMEOUT_S, BaseClient, Deadline
 from quadriga.client.errors import from_rpc
-from quadriga.client.results import Completion, Model, Piece
+from quadriga.client.results import Completion, Embeddings, Model, Piece
 from quadriga.client.wire import (
     CallOptions,
+    EmbedInputs,
+    EmbedOptions,
     Prompt,
     StreamProgress,
     affinity,
     completion,
+    embeddings,
+    make_embed_request,
     make_request,
     to_model,
 )
@@ -122,6 +126,38 @@ class AsyncClient(BaseClient):
         finally:
             if not progress.is_complete:
                 self._cancel_soon(request)
+
+    async def embed(
+        self,
+        inputs: EmbedInputs,
+        *,
+        model: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> Embeddings:
+        """Make a vector of each input, of the whole model's last hidden states.
+
+        Args:
+            inputs: A text or several, or token ids or several lists of them.
+            model: Model id; the first model where None.
+
+        Raises: QuadrigaError.
+        """
+        request = make_embed_request(inputs, model, request_id, options)
+        deadline = self._deadline(timeout_s)
+
+        async def attempt() -> Any:
+            request.deadline_ms = deadline.left_ms()
+            return await self._stub.Embed(
+                request, metadata=self._for(request), timeout=deadline.left_s()
+            )
+
+        try:
+            return embeddings(await self._retried(attempt, deadline))
+        except asyncio.CancelledError:
+            self._cancel_soon(request)
+            raise
 
     async def models(self) -> list[Model]:
         """The models the service offers. Raises: QuadrigaError."""

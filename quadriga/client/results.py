@@ -116,6 +116,8 @@ class Usage:
         predicted: Of each choice whose length was predicted.
         cached_tokens: Prompt tokens whose KV was there already.
         lowered: Tokens that left below their threshold within `quality_budget`.
+        depth_pools: "shallow" or "deep", where sequences of either kind run on replicas of their
+            own: where the choices ended.
     """
 
     prompt_tokens: int
@@ -129,6 +131,7 @@ class Usage:
     predicted: tuple[PredictedTokens, ...] = ()
     cached_tokens: int = 0
     lowered: int = 0
+    depth_pools: tuple[str, ...] = ()
 
     @property
     def total_tokens(self) -> int:
@@ -194,15 +197,33 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Embeddings:
+    """Vectors of the inputs of one call.
+
+    Attributes:
+        model: That computed them; those of another cannot be compared with them.
+        vectors: One for each input, in its order; float32 values.
+        prompt_tokens: Of all inputs.
+    """
+
+    request_id: str
+    model: str
+    vectors: tuple[tuple[float, ...], ...]
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A model the service offers.
 
     Attributes:
         root: The model behind an alias.
         max_model_len: Most tokens of prompt plus answer.
+        parent: Of a LoRA adapter: the model it changes; empty for any other.
     """
 
     id: str
     root: str
     max_model_len: int
     created_unix_s: int
+    parent: str = ""

@@ -16,6 +16,7 @@ from quadriga.client.results import (
     Choice,
     Completion,
     DepthSpan,
+    Embeddings,
     Eta,
     Message,
     Model,
@@ -31,6 +32,8 @@ from quadriga.errors import InvariantViolation
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 
 Prompt = str | Sequence[int] | Sequence[Message | Mapping[str, Any]]
+
+EmbedInputs = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -82,6 +85,16 @@ class CallOptions(TypedDict, total=False):
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool
     include_eta: bool
+
+
+class EmbedOptions(TypedDict, total=False):
+    """Options of one call of `embed`; what is left out has the server's default."""
+
+    pooling: Literal["mean", "last"]
+    normalize: bool
+    priority: int
+    user: str
+    cache_salt: str
 
 
 def affinity(request_id: str) -> list[tuple[str, str]]:
@@ -138,6 +151,44 @@ def make_request(
         digest = hashlib.sha256(request.request_id.encode()).digest()
         request.seed = int.from_bytes(digest[:8], "big") >> 1
     return request
+
+
+def make_embed_request(
+    inputs: EmbedInputs, model: str | None, request_id: str | None, options: EmbedOptions
+) -> Any:
+    """Build the message of a call of `embed`.
+
+    Raises: TypeError for an unknown option, or an input of another kind; ValueError where a value
+        fits no field.
+    """
+    unknown = set(options) - set(EmbedOptions.__annotations__)
+    if unknown:
+        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+    request = pb.EmbedRequest(request_id=request_id or uuid.uuid4().hex, model=model or "")
+    items: list[Any] = [inputs] if isinstance(inputs, str) else list(inputs)
+    if items and all(isinstance(item, int) for item in items):
+        items = [items]
+    for i, item in enumerate(items):
+        if isinstance(item, str):
+            request.inputs.add(text=item)
+            continue
+        try:
+            ids = [operator.index(token_id) for token_id in item]
+        except TypeError:
+            raise TypeError(
+                f"inputs[{i}]: give text or a list of token ids, not {_kind(item)}"
+            ) from None
+        request.inputs.add(token_ids=pb.TokenIds(ids=ids))
+    for name, value in options.items():
+        if value is not None:
+            setattr(request, name, value)
+    return request
+
+
+def embeddings(reply: Any) -> Embeddings:
+    """The vectors of an answer."""
+    vectors = tuple(tuple(item.values) for item in reply.embeddings)
+    return Embeddings(reply.request_id, reply.model, vectors, reply.prompt_tokens)
 
 
 def _set_form(message: Any, form: Mapping[str, Any]) -> None:
@@ -278,7 +329,9 @@ def completion(reply: Any) -> Completion:
 
 
 def to_model(message: Any) -> Model:
-    return Model(message.id, message.root, message.max_model_len, message.created_unix_s)
+    return Model(
+        message.id, message.root, message.max_model_len, message.created_unix_s, message.parent
+    )
 
 
 @dataclass(slots=True)
@@ -375,6 +428,7 @@ def _usage(message: Any) -> Usage:
         tuple(PredictedTokens(p.choice, p.tokens, p.lower, p.upper) for p in message.predicted),
         message.cached_tokens,
         message.lowered,
+        tuple(message.depth_pools),
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from quadriga.config.fields import Auto, Count, NodeLabels, Seconds, Section
+
+Replicas = Annotated[int, Field(ge=1, le=1024)]
 
 
 class ExitsConfig(Section):
@@ -67,9 +69,26 @@ class PoolConfig(Section):
         "a relay batch, at full depth; auto: native where the family is.",
     )
     exits: ExitsConfig = ExitsConfig()
-    prefill_replicas: int = Field(1, ge=1, le=1024, description="Processes that read prompts.")
-    decode_replicas: int = Field(
-        2, ge=1, le=1024, description="Processes that generate; helios.scaling may change it."
+    adapters: str | None = Field(
+        None,
+        description="A folder with LoRA adapters of this model, in PEFT's format: a folder each, "
+        "whose name is the model id that chooses it (native engine, CPUs). All are loaded at the "
+        "start; it must be at the same place on every node.",
+    )
+    prefill_replicas: Auto | Replicas = Field(
+        "auto", description="Processes that read prompts; auto: 1, or none beside mixed ones."
+    )
+    decode_replicas: Auto | Replicas = Field(
+        "auto",
+        description="Processes that generate; auto: 2, or none beside mixed ones. helios.scaling "
+        "may change it.",
+    )
+    mixed_replicas: Auto | Annotated[int, Field(ge=0, le=1024)] = Field(
+        "auto",
+        description="Processes that do both, each with all of its KV memory for both: instead of "
+        "prefill_replicas and decode_replicas, which are left out then. auto: 1 where the GPUs are "
+        "too few for a prefill and a decode replica of every pool, and no numbers are given; "
+        "else 0.",
     )
     prefill_labels: NodeLabels = Field(
         {}, description="Only nodes with all of these Ray labels run this pool's prefill replicas."
@@ -77,6 +96,26 @@ class PoolConfig(Section):
     decode_labels: NodeLabels = Field(
         {}, description="Only nodes with all of these Ray labels run this pool's decode replicas."
     )
+    mixed_labels: NodeLabels = Field(
+        {}, description="Only nodes with all of these Ray labels run this pool's mixed replicas."
+    )
+
+    @model_validator(mode="after")
+    def _either_mixed_or_apart(self) -> PoolConfig:
+        apart = [
+            f"{name} {count}"
+            for name, count in (
+                ("prefill_replicas", self.prefill_replicas),
+                ("decode_replicas", self.decode_replicas),
+            )
+            if count != "auto"
+        ]
+        if apart and self.mixed_replicas not in ("auto", 0):
+            raise ValueError(
+                f"mixed_replicas {self.mixed_replicas} and {' and '.join(apart)} exclude each "
+                "other: mixed replicas do the work of both; leave one kind out"
+            )
+        return self
 
 
 class EngineConfig(Section):
@@ -88,11 +127,18 @@ class EngineConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on CPUs, bfloat16 on GPUs."
     )
+    weights: Literal["auto", "float32", "bfloat16", "float16", "int8"] = Field(
+        "auto",
+        description="Form of the weight matrices on CPUs (native engine, float32). auto: as the "
+        "checkpoint has them, which rounds nothing. float16 rounds the weights; bfloat16 and int8 "
+        "round what they are multiplied by, too: int8 by output channel and by 64 inputs.",
+    )
     threads: Count = Field(1, description="Torch threads per replica on CPUs.")
     compile: Literal["auto", "off", "wait"] = Field(
         "auto",
         description="Compiled kernels on CPUs, CUDA graphs on GPUs. auto: start eager, swap "
-        "compiled steps in when they are ready; wait: compile before serving; off: stay eager.",
+        "compiled steps in when they are ready, or on CPUs with deterministic wait; wait: compile "
+        "before serving; off: stay eager.",
     )
     cache_dir: str | None = Field(
         None,
@@ -114,6 +160,13 @@ class EngineConfig(Section):
         gt=0.0,
         le=1.0,
         description="Share of a GPU's memory that weights and KV may take together.",
+    )
+    adapter_memory_share: float = Field(
+        0.25,
+        ge=0.0,
+        le=1.0,
+        description="LoRA adapters of a model may together take this share of the bytes of its "
+        "weights, in each replica; more are refused at the start.",
     )
     attention: Literal["auto", "flash", "triton", "torch"] = Field(
         "auto",

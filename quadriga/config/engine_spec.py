@@ -8,11 +8,15 @@ from typing import Literal
 
 from quadriga.checkpoint.exits import NO_EXITS, ExitSpec, SkippedKV
 from quadriga.checkpoint.folder import Checkpoint
+from quadriga.core.adapters import Adapter
 from quadriga.core.replica import DepthClass
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+WeightForm = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+"""Of one weight, by the form that is asked for."""
 Runner = Literal["native", "baton"]
 Attention = Literal["auto", "flash", "triton", "torch"]
 
@@ -34,6 +38,8 @@ class EngineSpec:
             of a sequence that is rebuilt the depth at which they once left.
         skipped_kv: How KV of skipped layers is made up for.
         replay_newest: So many of the newest skipped positions are run through the layers instead.
+        weights: How matrices lie in memory and what products with them round to; `auto`: as they
+            are stored, which rounds nothing.
         runner: Own layers, or the unmodified Hugging Face model in a relay batch.
         attention: Who computes attention on GPUs; `auto`: the fastest that is installed.
         exit_plan: Early exits to use where more layers are loaded; `exits` is this, cut to `depth`.
@@ -44,6 +50,7 @@ class EngineSpec:
             layers loaded later need not run its tokens again.
         shared_in: Registry through which the processes of this machine read weights from one copy
             in memory; None: a copy of its own.
+        adapters: LoRA adapters of the model, all of them loaded.
         gpu_memory_share: Lower `kv_capacity_tokens` at load to what, with the weights, fits into
             this share of the GPU's memory; None: hold exactly that many, or refuse to start.
     """
@@ -62,6 +69,7 @@ class EngineSpec:
     can_exit: bool = True
     skipped_kv: SkippedKV = "project"
     replay_newest: int = 0
+    weights: WeightForm = "auto"
     runner: Runner = "native"
     attention: Attention = "auto"
     gpu_memory_share: float | None = None
@@ -71,6 +79,7 @@ class EngineSpec:
     keep_tokens: int = 256
     host_copies: bool = True
     shared_in: Path | None = None
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def depth_class(self) -> DepthClass:

@@ -45,6 +45,12 @@ class IngressConfig(Section):
         description="Web pages of these origins (`https://app.example`; `*`: all) may call the API "
         "from a browser; none by default. Also as one text, with commas between.",
     )
+    open_endpoint_metrics: bool = Field(
+        False,
+        description="`GET /metrics/endpoint`, by which a gateway's endpoint picker weighs this "
+        "service, asks for no key: such pickers send none. It says how many sequences wait and "
+        "run and how full the KV cache is.",
+    )
     max_logprobs: int = Field(20, ge=0, le=100, description="Alternatives shown for a token.")
     max_stop_strings: int = Field(16, ge=0, le=64, description="In one request.")
     max_stop_length: Count = Field(256, description="Characters in one stop string.")

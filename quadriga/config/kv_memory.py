@@ -9,9 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from quadriga.catalogue.headers import read_checkpoint_headers
+from quadriga.catalogue.headers import TensorPlace, read_checkpoint_headers
+from quadriga.catalogue.sizes import sizes_of
 from quadriga.checkpoint.folder import Checkpoint
+from quadriga.checkpoint.json_files import read_object
+from quadriga.checkpoint.quantisation import read_quantisation
 from quadriga.checkpoint.stored_forms import BLOCK_FORMS
 from quadriga.config.engine_spec import Runner
 from quadriga.errors import ConfigError
@@ -64,26 +68,36 @@ class WeightBytes:
     num_copies: int
 
 
-def weight_bytes(checkpoint: Checkpoint, value_bytes: int, *, keeps_forms: bool) -> int:
+def weight_bytes(
+    checkpoint: Checkpoint, value_bytes: int, *, matrices: int | Literal["stored"]
+) -> int:
     """Return the bytes that an engine holds of a checkpoint's weights, all layers; reads headers.
 
     0 where the headers cannot be read: the engine that loads them raises the error.
 
     Args:
         value_bytes: Of a number that the engine computes with.
-        keeps_forms: Matrices take the bytes that they are stored in, 16-bit floats and blocks
-            included; otherwise every value takes `value_bytes`.
+        matrices: Bytes of each of their weights; `stored`: as the file has them, 16-bit floats and
+            blocks included.
     """
     try:
+        if read_quantisation(checkpoint.path) is not None:  # multiplied out while it is loaded
+            sizes = sizes_of(read_object(checkpoint.path / "config.json"), checkpoint.exits)
+            values = sum(sizes.layer_params) + sizes.embed_params + sizes.head_params
+            return values * (value_bytes if matrices == "stored" else matrices)
         places = read_checkpoint_headers(checkpoint.path)
     except ConfigError:  # the engine says what is wrong with them
         return 0
-    return sum(
-        place.num_bytes
-        if keeps_forms and len(place.shape) == 2 and place.dtype in _KEPT_FORMS
-        else place.num_values * value_bytes
-        for place in places.values()
-    )
+
+    def num_bytes(place: TensorPlace) -> int:
+        if len(place.shape) != 2:
+            return place.num_values * value_bytes
+        if matrices != "stored":
+            return place.num_values * matrices
+        is_kept = place.dtype in _KEPT_FORMS
+        return place.num_bytes if is_kept else place.num_values * value_bytes
+
+    return sum(map(num_bytes, places.values()))
 
 
 def kv_bytes_per_replica(

@@ -37,8 +37,8 @@ class PaceProfile:
     per_token_s: float
     source: str
 
-    def step_s(self, num_sequences: int, num_tokens: int) -> float:
-        """Seconds one step takes for a batch of this size."""
+    def step_s(self, num_sequences: float, num_tokens: float) -> float:
+        """Seconds one step takes for a batch of this size, counted by the layers that it runs."""
         return self.base_s + self.per_sequence_s * num_sequences + self.per_token_s * num_tokens
 
     def pass_s(self, share: float, num_sequences: int, num_tokens: int) -> float:

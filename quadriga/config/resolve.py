@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
+from quadriga.catalogue.adapters import read_adapters
 from quadriga.checkpoint.exits import (
     MAX_LAYERS,
     NEVER,
@@ -16,7 +18,15 @@ from quadriga.checkpoint.exits import (
 from quadriga.checkpoint.families import NATIVE_ARCHITECTURES
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.config.engine import PoolConfig
-from quadriga.config.engine_spec import DTYPE_BYTES, Device, Dtype, EngineSpec, Runner
+from quadriga.config.engine_spec import (
+    DTYPE_BYTES,
+    WEIGHT_BYTES,
+    Device,
+    Dtype,
+    EngineSpec,
+    Runner,
+    WeightForm,
+)
 from quadriga.config.kv_memory import (
     FLOOR_TOKENS,
     NodeMemory,
@@ -27,7 +37,8 @@ from quadriga.config.kv_memory import (
     weight_bytes,
 )
 from quadriga.config.loader import QuadrigaConfig
-from quadriga.core.replica import Role
+from quadriga.core.adapters import Adapter
+from quadriga.core.replica import PARTS, Role
 from quadriga.errors import ConfigError
 from quadriga.files import cache_folder
 
@@ -38,6 +49,7 @@ __all__ = [
     "Hardware",
     "ReplicaSpec",
     "configured_exits",
+    "num_replicas",
     "resolve",
 ]
 
@@ -85,6 +97,44 @@ class Deployment:
         return next((c for c in self.checkpoints if c.id == model), None)
 
 
+def num_replicas(pool: PoolConfig, *, is_cramped: bool = False) -> dict[Role, int]:
+    """How many replicas of a pool there shall be, by role.
+
+    Args:
+        is_cramped: The cluster has no room for a prefill and a decode replica of every pool.
+    """
+    given = (pool.prefill_replicas, pool.decode_replicas)
+    mixed = pool.mixed_replicas
+    if mixed == "auto":
+        mixed = 1 if is_cramped and given == ("auto", "auto") else 0
+    if mixed:
+        return {Role.MIXED: mixed}
+    prefill, decode = (
+        default if n == "auto" else n for n, default in zip(given, (1, 2), strict=True)
+    )
+    return {Role.PREFILL: prefill, Role.DECODE: decode}
+
+
+def _is_cramped(config: QuadrigaConfig, hardware: Hardware, device: Device) -> bool:
+    """Whether the GPUs are too few for a prefill and a decode replica of every pool.
+
+    Raises:
+        ConfigError: HELIOS, which changes prefill and decode replicas, and mixed replicas.
+    """
+    if config.helios.enabled:
+        for index, pool in enumerate(config.pools):
+            if pool.mixed_replicas not in ("auto", 0):
+                raise ConfigError(
+                    f"pools.{index}.mixed_replicas: {pool.mixed_replicas} is not possible with "
+                    "helios.enabled: true, which chooses models and depths for prefill and for "
+                    "decode replicas; leave one of them out",
+                    param=f"pools.{index}.mixed_replicas",
+                )
+        return False
+    needed = 2 * _gpus(config, device) * len(config.pools)
+    return device == "cuda" and 0 < hardware.num_gpus < needed
+
+
 def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
     """Return the deployment that `config` asks for on `hardware`.
 
@@ -111,6 +161,7 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
     dtype: Dtype = (
         engine.dtype if engine.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
     )
+    is_cramped = _is_cramped(config, hardware, device)
     checkpoints: dict[str, Checkpoint] = {}
     pools: list[_Pool] = []
     for index, pool in enumerate(config.pools):
@@ -133,25 +184,59 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
                 param=f"pools.{index}.depth",
             )
         runner = _runner(pool, index, checkpoint, depth)
-        pools.append(_Pool(index, pool, checkpoint, depth, runner))
-    cpus_each = _cpus(config, device, hardware, _num_replicas(config))
-    memory_for = _kv_memory(config, hardware, device, dtype, pools, cpus_each)
+        _check_weights(engine.weights, device, dtype, runner, checkpoint.id)
+        adapters = _adapters(config, index, checkpoint, device, runner, DTYPE_BYTES[dtype])
+        counts = num_replicas(pool, is_cramped=is_cramped)
+        pools.append(_Pool(index, pool, checkpoint, depth, runner, adapters, counts))
+    num_running = sum(sum(pool.num_replicas.values()) for pool in pools)
+    if config.helios.enabled and config.helios.scout:
+        num_running += len(PARTS)
+    cpus_each = _cpus(config, device, hardware, num_running)
+    memory_for = _kv_memory(config, hardware, device, dtype, pools, cpus_each, num_running)
     replicas: list[ReplicaSpec] = []
     for one in pools:
         pool, memory = one.config, memory_for(one.checkpoint)
-        for role, count, rows, labels in (
-            (Role.PREFILL, pool.prefill_replicas, config.prefill.num_rows, pool.prefill_labels),
-            (Role.DECODE, pool.decode_replicas, config.decode.max_slots, pool.decode_labels),
-        ):
+        labels = {
+            Role.PREFILL: pool.prefill_labels,
+            Role.DECODE: pool.decode_labels,
+            Role.MIXED: pool.mixed_labels,
+        }
+        for role, count in one.num_replicas.items():
+            decodes = role.does(Role.DECODE)
+            rows = config.decode.max_slots if decodes else config.prefill.num_rows
             spec = ReplicaSpec(
                 role,
                 _engine_spec(config, one, role, device, dtype, rows, memory),
                 num_cpus=cpus_each,
                 num_gpus=_gpus(config, device),
-                node_labels=labels,
+                node_labels=labels[role],
             )
             replicas.extend([spec] * count)
     return Deployment(config, tuple(replicas), tuple(checkpoints.values()))
+
+
+def _check_weights(
+    weights: WeightForm, device: Device, dtype: Dtype, runner: Runner, model: str
+) -> None:
+    """Raises: ConfigError: What runs the model knows no other form than its own."""
+    if weights == "auto" or (device, dtype, runner) == ("cpu", "float32", "native"):
+        return
+    what = (
+        f"{model} runs in the relay batch"
+        if runner != "native"
+        else f"engine.device is {device} and engine.dtype {dtype}"
+    )
+    raise ConfigError(
+        f"engine.weights: {weights!r} is a form of the native engine on CPUs in float32, and "
+        f"{what}; use 'auto'",
+        param="engine.weights",
+    )
+
+
+def _compile(config: QuadrigaConfig, device: Device) -> Literal["auto", "off", "wait"]:
+    """Where answers are to be the same, kernels must not step in between two of their tokens."""
+    is_exact = config.deterministic and device == "cpu"
+    return "wait" if is_exact and config.engine.compile == "auto" else config.engine.compile
 
 
 def _engine_spec(
@@ -168,7 +253,7 @@ def _engine_spec(
     max_len, capacity = _kv_capacity(
         config, checkpoint, dtype, runner, depth=depth, num_rows=num_rows, memory=memory
     )
-    if runner == "baton" and role is Role.DECODE and memory is not None:
+    if runner == "baton" and role.does(Role.DECODE) and memory is not None:
         # Its batch is dense: a short row takes as much as the longest beside it.
         num_rows = max(1, capacity // max_len)
         capacity = num_rows * max_len
@@ -179,14 +264,15 @@ def _engine_spec(
         device=device,
         dtype=dtype,
         threads=engine.threads,
-        compile=engine.compile,
+        compile=_compile(config, device),
         cache_dir=cache_dir,
         num_rows=num_rows,
         row_capacity_tokens=max_len,
         kv_capacity_tokens=capacity,
+        weights=engine.weights,
         runner=runner,
         exits=_exits_in_use(config, index, checkpoint, depth, runner),
-        can_exit=role is Role.DECODE,
+        can_exit=role.does(Role.DECODE),
         exit_plan=_exits_in_use(config, index, checkpoint, checkpoint.num_layers, runner),
         kv_memory_bytes=memory,
         skipped_kv=_skipped_kv(pool.config, index, checkpoint),
@@ -196,6 +282,7 @@ def _engine_spec(
         fits_length=memory is None and engine.max_model_len == "auto",
         host_copies=not (device == "cuda" and config.transport.kind in ("auto", "nccl")),
         shared_in=cache_dir / "shared" if device == "cpu" else None,
+        adapters=pool.adapters,
     )
 
 
@@ -259,6 +346,50 @@ class _Pool:
     checkpoint: Checkpoint
     depth: int
     runner: Runner
+    adapters: tuple[Adapter, ...]
+    num_replicas: dict[Role, int]
+
+
+def _adapters(
+    config: QuadrigaConfig,
+    index: int,
+    checkpoint: Checkpoint,
+    device: Device,
+    runner: Runner,
+    value_bytes: int,
+) -> tuple[Adapter, ...]:
+    """The adapters of a pool.
+
+    Raises: ConfigError: One cannot be served, they take too much memory, or nothing runs them.
+    """
+    field, folder = f"pools.{index}.adapters", config.pools[index].adapters
+    if folder is None:
+        return ()
+    if index == 0 and config.helios.enabled:
+        raise ConfigError(
+            f"{field}: helios.enabled chooses the models of the first pool, and adapters belong to "
+            "one; leave it out, or serve them from a further pool",
+            param=field,
+        )
+    if device != "cpu" or runner != "native":
+        where = "on GPUs" if device != "cpu" else "in the relay batch"
+        raise ConfigError(
+            f"{field}: {checkpoint.id} runs {where}, which takes no LoRA adapters; leave it out, "
+            "or merge the adapter into the weights",
+            param=field,
+        )
+    found = read_adapters(folder)
+    taken = sum(adapter.num_bytes for adapter in found)
+    share = config.engine.adapter_memory_share
+    most = int(share * weight_bytes(checkpoint, value_bytes, matrices=value_bytes))
+    if taken > most:
+        raise ConfigError(
+            f"{field}: the {len(found)} adapters in {folder} take {taken} bytes, above the "
+            f"{most} that engine.adapter_memory_share ({share}) leaves them beside "
+            f"{checkpoint.id}; raise it or serve fewer",
+            param=field,
+        )
+    return found
 
 
 def _kv_memory(
@@ -268,8 +399,13 @@ def _kv_memory(
     dtype: Dtype,
     pools: list[_Pool],
     cpus_each: float,
+    num_running: int,
 ) -> Callable[[Checkpoint], int | None]:
-    """What a replica's KV may take, by its model: bytes, or None for what its GPU has left."""
+    """What a replica's KV may take, by its model: bytes, or None for what its GPU has left.
+
+    Args:
+        num_running: Replicas that may run at once.
+    """
     named = config.engine.kv_memory_bytes
     if named != "auto":
         return lambda _: named
@@ -277,22 +413,30 @@ def _kv_memory(
         return lambda _: None
     width = DTYPE_BYTES[dtype]
     has_kernels = hardware.has_compiler and config.engine.compile != "off" and dtype == "float32"
+    kept: int | Literal["stored"] = "stored" if has_kernels else width
+    if config.engine.weights != "auto":
+        kept = WEIGHT_BYTES[config.engine.weights]
     weights = {
         pool.checkpoint.id: WeightBytes(
             weight_bytes(
-                pool.checkpoint, width, keeps_forms=has_kernels and pool.runner == "native"
+                pool.checkpoint, width, matrices=kept if pool.runner == "native" else width
             ),
             # Only the native engine reads weights from one copy for all processes of a node.
-            1
-            if pool.runner == "native"
-            else pool.config.prefill_replicas + pool.config.decode_replicas,
+            1 if pool.runner == "native" else sum(pool.num_replicas.values()),
         )
         for pool in pools
     }
+    adapters = [
+        WeightBytes(
+            sum(adapter.num_bytes for adapter in pool.adapters),
+            sum(pool.num_replicas.values()),
+        )
+        for pool in pools
+    ]
     share = kv_bytes_per_replica(
         hardware.nodes,
-        list(weights.values()),
-        num_replicas=_num_replicas(config),
+        [*weights.values(), *adapters],
+        num_replicas=num_running,
         cpus_each=cpus_each,
     )
 
@@ -301,13 +445,6 @@ def _kv_memory(
         return max(share, least * checkpoint.kv_bytes_per_token(checkpoint.num_layers, width))
 
     return bytes_for
-
-
-def _num_replicas(config: QuadrigaConfig) -> int:
-    """All that may run at once."""
-    helios = config.helios
-    scouts = len(Role) if helios.enabled and helios.scout else 0
-    return scouts + sum(p.prefill_replicas + p.decode_replicas for p in config.pools)
 
 
 def _runner(pool: PoolConfig, index: int, checkpoint: Checkpoint, depth: int) -> Runner:

@@ -81,6 +81,11 @@ class AresConfig(Section):
         description="Above 80 % of a class's KV memory, serve what is predicted to be short first: "
         "some replicas are kept for it, the rest waits. With placement ares.",
     )
+    depth_pools: bool = Field(
+        True,
+        description="Keep some replicas of a class for sequences whose tokens leave early, where "
+        "the model of a step says that it pays; looked at once a minute. With placement ares.",
+    )
     max_concurrent_moves: Count = Field(4, description="Moves under way at once.")
     backoff_s: Seconds = Field(
         5.0,

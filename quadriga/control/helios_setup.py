@@ -11,9 +11,9 @@ from quadriga.catalogue.records import Catalogue
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.config.loader import QuadrigaConfig
-from quadriga.config.resolve import Hardware, ReplicaSpec, resolve
+from quadriga.config.resolve import Hardware, ReplicaSpec, num_replicas, resolve
 from quadriga.control.replica_record import PlaceKey
-from quadriga.core.replica import DepthClass, Role
+from quadriga.core.replica import PARTS, DepthClass, Role
 from quadriga.errors import ConfigError
 from quadriga.policies.helios import ChosenDevice, Helios, HistoryTable
 from quadriga.policies.helios.candidates import Started, start_helios
@@ -56,8 +56,8 @@ def set_up(
         ConfigError: The configuration cannot be served by choosing, or the catalogue is unusable.
     """
     pool = config.pools[0]
-    num_own = {Role.PREFILL: pool.prefill_replicas, Role.DECODE: pool.decode_replicas}
-    own = {key: spec for key, spec in places.items() if key[1] < num_own[key[0]]}
+    num_own = num_replicas(pool)
+    own = {key: spec for key, spec in places.items() if key[1] < num_own.get(key[0], 0)}
     decode = own[Role.DECODE, 0].engine
     checkpoint = decode.checkpoint
     catalogue = check_catalogue(config, checkpoint)
@@ -93,7 +93,7 @@ def set_up(
     scouts: set[PlaceKey] = set()
     if config.helios.scout:
         full = DepthClass(checkpoint.id, checkpoint.num_layers)
-        for role in Role:
+        for role in PARTS:
             key = (role, sum(k[0] is role for k in places))
             scouts.add(key)
             base[key] = full if (role, full) in specs else next(c for r, c in specs if r is role)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from quadriga.checkpoint.exits import MAX_LAYERS
-from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
+from quadriga.core.replica import PARTS, DepthClass, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import Admission, AdmitRequest, PlaceRequest
 from quadriga.errors import Unavailable
@@ -102,7 +102,7 @@ class AutoRouter:
                 if s.info.depth_class.model == route.profile.model
                 and (s.info.name in allowed or (not route.scouts and s.info.role is Role.PREFILL))
             ]
-            if {s.info.role for s in on_scouts} == {*Role}:
+            if {s.info.role for s in on_scouts} == {*PARTS}:
                 chosen = replace(request, model=route.profile.model)
                 return chosen, on_scouts, RoutingDecision(route.profile_decode, request.needs_depth)
         others = [s for s in snapshots if s.info.name not in route.scouts]
@@ -112,7 +112,7 @@ class AutoRouter:
             return request, self._deep_enough(request, others, snapshots, by_name), decision
         for depth_class in route.serve:
             of_model = [s for s in others if s.info.depth_class.model == depth_class.model]
-            if {s.info.role for s in of_model} == {*Role}:
+            if {s.info.role for s in of_model} == {*PARTS}:
                 chosen = replace(request, model=depth_class.model)
                 return chosen, self._deep_enough(chosen, of_model, snapshots), decision
         raise Unavailable("no model is ready; retry shortly", retry_after_s=1.0)
@@ -183,7 +183,9 @@ class AutoRouter:
     ) -> list[list[ReplicaSnapshot]]:
         """Decode replicas of the model by depth class, those to be tried first in front.
 
-        Where no route says which classes serve, that of the prefill replica does.
+        Where no route says which classes serve, that of the prefill replica does. Where only scouts
+        have the model, they take a sequence too that is part of no profile: one whose decision was
+        forgotten with a scheduler that died.
 
         Args:
             alive: Of the model, at any depth.
@@ -194,7 +196,8 @@ class AutoRouter:
         if named:
             return [named]
         others = [s for s in alive if s.info.name not in route.scouts]
-        if decision.needs_depth:  # it may need layers that only a scout has
+        # It may need layers that only a scout has; or no other has the model.
+        if decision.needs_depth or not (others or request.exclude):
             others = list(alive)
         by_class: dict[tuple[DepthClass, bool], list[ReplicaSnapshot]] = {}
         for s in others:

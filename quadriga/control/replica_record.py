@@ -48,6 +48,8 @@ class ReplicaLoad:
     num_at_exits: tuple[int, ...] = ()
     exit_uses: dict[int, ExitUse] = field(default_factory=dict)
     num_unplaced: int = 0
+    computed_per_s: float = 0.0
+    chunk_time_s: float = 0.0
     num_paused: int = 0
     paused_bytes: int = 0
     num_pauses: int = 0

@@ -81,6 +81,30 @@ def turn_over(
     return Rollout(not current, going)
 
 
+def is_relieved(
+    replica: ReplicaRecord,
+    replicas: Mapping[PlaceKey, Sequence[ReplicaRecord]],
+    *,
+    now_s: float,
+) -> bool:
+    """Whether a replica that has no place any more may go.
+
+    Where its role has none at all, as prefill and decode replicas give way to mixed ones, it serves
+    until the others do, or one of them waits for room.
+
+    Args:
+        replicas: Of each place that there shall be, none of them retiring.
+    """
+    if any(role is replica.key[0] for role, _ in replicas):
+        return True
+    waits = any(
+        m.phase is ReplicaPhase.PENDING and now_s - m.since_s > SURGE_PATIENCE_S
+        for of_place in replicas.values()
+        for m in of_place
+    )
+    return waits or all(any(m.is_ready for m in of_place) for of_place in replicas.values())
+
+
 def places_of_fewer(
     replicas: Sequence[ReplicaRecord], places: Mapping[PlaceKey, str], work: Mapping[str, float]
 ) -> dict[str, PlaceKey]:

@@ -38,7 +38,7 @@ def escalations(
             deeper = [
                 r
                 for r in ready
-                if r.key[0] is Role.DECODE
+                if r.key[0].does(Role.DECODE)
                 and r.depth_class.model == here.model
                 and r.depth_class.depth > here.depth
                 and r.has_room(parked.max_total_tokens)

@@ -54,6 +54,8 @@ class LoadForecast:
         per_sequence_s, per_token_s: What one more sequence, and one more KV token, add to a step,
             as measured here.
         bytes_per_token: KV of one token; what moving it costs.
+        front_share: Of the layers, those up to the first exit in use here: what every token runs. 1
+            where no token may leave early.
     """
 
     grid_s: tuple[float, ...]
@@ -68,3 +70,4 @@ class LoadForecast:
     per_sequence_s: float = 0.0
     per_token_s: float = 0.0
     bytes_per_token: float = 0.0
+    front_share: float = 1.0

@@ -26,6 +26,7 @@ class TransferOffer:
             paused there.
         min_depth, max_depth: Layers that a live sequence needs where it goes, and that there may
             be at most; 0 is no bound.
+        numerics: Of the source; see `ReplicaInfo.numerics`.
     """
 
     transfer_id: str
@@ -42,6 +43,7 @@ class TransferOffer:
     is_live: bool = False
     min_depth: int = 0
     max_depth: int = 0
+    numerics: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ class MigrationCause(StrEnum):
 
     BALANCE = "balance"
     MEMORY = "memory"
+    DEPTH = "depth"  # it belongs to the replicas for shallow sequences, or to those for deep ones
     DRAIN = "drain"
     ESCALATE = "escalate"  # a strict sequence needs layers that its replica has not loaded
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,6 +20,7 @@ class SequenceProgress:
     Attributes:
         num_moves, num_pauses, num_breaches: See `SequenceState`; since it was begun last.
         num_lowered: The same, of its whole life.
+        depth_pool: See `SequenceState`.
         expected: Tokens of the whole answer, as first predicted; None while nothing is.
         remaining: Tokens still to come when there were `predicted_at`, as last predicted.
     """
@@ -30,6 +32,7 @@ class SequenceProgress:
     remaining: LengthPrediction | None = None
     predicted_at: int = 0
     num_lowered: int = 0
+    depth_pool: str = ""
 
 
 def progress_of(state: SequenceState) -> SequenceProgress:
@@ -46,6 +49,7 @@ def progress_of(state: SequenceState) -> SequenceProgress:
         said,
         state.predicted_at,
         state.num_lowered,
+        state.depth_pool,
     )
 
 
@@ -66,6 +70,7 @@ class EngineOutput:
             see `Rebatcher.is_surveying`.
         depth: Layers that were loaded where the tokens come from; 0 where that never changes.
         cached_tokens: With the first token: prompt tokens whose KV was there already.
+        embedding: With the end of a sequence that asks for one: float32 [hidden].
         move: Of a live migration, beside `moved_to`. "begun": the emitter goes on until the
             destination takes over. "done": it has, and the emitter has let go. "failed": it never
             will, and the emitter has the sequence. None in a hand-off after prefill, where the
@@ -89,6 +94,7 @@ class EngineOutput:
     progress: SequenceProgress | None = None
     sure_layers: list[int] | None = None
     cached_tokens: int = 0
+    embedding: array[float] | None = None
 
 
 @dataclass(slots=True)
@@ -123,6 +129,7 @@ class PollReply:
                 e.progress,
                 e.sure_layers,
                 e.cached_tokens,
+                e.embedding,
             )
             for e in self.emissions
         ]
@@ -145,6 +152,7 @@ class RequestOutput:
         finish_reason: None while it goes on.
         logprobs: Of each token, where `num_logprobs` asked for them.
         prompt_logprobs: Of the prompt's tokens, where `num_prompt_logprobs` asked for them.
+        embedding: Where `pooling` asked for one: float32 [hidden].
         ttft_s: Seconds from the call of `generate` to the first token.
         cached_tokens: Prompt tokens whose KV was there already.
     """
@@ -156,6 +164,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
+    embedding: array[float] | None = None
     ttft_s: float = 0.0
     cached_tokens: int = 0
 
@@ -170,3 +179,5 @@ class RequestOutput:
             self.logprobs += emission.logprobs
         if emission.prompt_logprobs is not None:
             self.prompt_logprobs = emission.prompt_logprobs
+        if emission.embedding is not None:
+            self.embedding = emission.embedding

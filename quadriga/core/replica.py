@@ -19,6 +19,15 @@ class Role(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    MIXED = "mixed"
+
+    def does(self, part: Role) -> bool:
+        """Whether it does this part of the work: a mixed replica does both."""
+        return self is part or self is Role.MIXED
+
+
+PARTS = (Role.PREFILL, Role.DECODE)
+"""What has to be done for a sequence: its prompt is computed, its answer decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,9 @@ class ReplicaInfo:
         kv_capacity_tokens: Tokens of KV cache it can hold at its depth.
         max_model_len: Most tokens of one sequence; 0 until it is known.
         num_layers: Of the whole model; 0: those that are loaded are all.
+        numerics: Names its arithmetic: the form of its weights and the code that multiplies them.
+            KV goes only between equal names. Empty where the deployment is not deterministic, and
+            until the weights are loaded: KV goes anywhere.
     """
 
     name: str
@@ -60,6 +72,7 @@ class ReplicaInfo:
     reservation: Reservation = "longest"
     max_model_len: int = 0
     num_layers: int = 0
+    numerics: str = ""
 
     def has_layers(self, needed: int) -> bool:
         """Whether a sequence that may need so many layers of the model, if it has them, fits."""
@@ -138,14 +151,17 @@ class ReplicaSnapshot(RelativeTimeMixin):
     """A replica's load, reported every second and used by placement and admission.
 
     Attributes:
-        num_waiting: Sequences queued (prefill); reserved but not yet joined, or paused (decode).
+        num_waiting: Sequences queued (prefill); reserved but not yet joined, or paused (decode);
+            all of these, and those whose prompts are being computed (mixed).
         waiting_tokens: Prompt tokens in the prefill queue.
         num_unplaced: Sequences whose prompts are done and that have no decode replica (prefill).
         used_tokens: Tokens whose KV is held.
         prompt_tokens: Prompt tokens of all sequences held (decode).
-        reserved_tokens: Tokens promised to the sequences held; see `Reservation`.
-        tokens_per_s: Recent rate: prefilled (prefill) or emitted (decode).
-        step_time_s: EWMA of the decode step, or seconds per prefill chunk.
+        reserved_tokens: Tokens promised to the sequences held; see `Reservation`. At a mixed
+            replica those of queued prompts count, too: they come before what moves there.
+        tokens_per_s: Recent rate: prefilled (prefill) or emitted (decode, mixed).
+        step_time_s: EWMA of the decode step (decode, mixed), or seconds per prefill chunk.
+        computed_per_s, chunk_time_s: Mixed only: what the two before are at a prefill replica.
         draining: Takes nothing new.
         forecast: Decode only; None until the replica can forecast.
         num_paused: Sequences in host memory; they come back before new ones of their priority.
@@ -184,3 +200,15 @@ class ReplicaSnapshot(RelativeTimeMixin):
     cached_share: float | None = None
     is_scout: bool = False
     num_unplaced: int = 0
+    computed_per_s: float = 0.0
+    chunk_time_s: float = 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Recent rate of prompt tokens; of a replica that computes prompts."""
+        return self.computed_per_s if self.info.role is Role.MIXED else self.tokens_per_s
+
+    @property
+    def prefill_chunk_s(self) -> float:
+        """Seconds per chunk of prompts; of a replica that computes prompts."""
+        return self.chunk_time_s if self.info.role is Role.MIXED else self.step_time_s

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import struct
 import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
 from quadriga.core.forecast import LengthPrediction
@@ -16,6 +18,10 @@ from quadriga.errors import InvalidRequest
 
 AUTO_MODEL = "quadriga-auto"
 """The model id of those who let us choose."""
+
+
+Pooling = Literal["mean", "last"]
+"""How the hidden states of a prompt's tokens become one vector: their mean, or the last one's."""
 
 
 class FinishReason(StrEnum):
@@ -43,7 +49,7 @@ class SamplingParams:
     """How the next token is chosen; already validated, every default filled in.
 
     Attributes:
-        max_tokens: Most tokens to generate; 0 only with `num_prompt_logprobs`.
+        max_tokens: Most tokens to generate; 0 only with `num_prompt_logprobs` or `pooling`.
         min_tokens: End tokens and stop ids are banned before this many.
         temperature: 0 is greedy.
         top_k: 0 is off.
@@ -53,6 +59,8 @@ class SamplingParams:
             reports nothing.
         num_prompt_logprobs: The same for the prompt's own tokens (`echo` with `logprobs`).
         grammar: The form that the answer must have; None for any.
+        pooling: Of an embedding: the prompt's hidden states are the answer, and nothing is
+            generated. None: of any other request.
     """
 
     max_tokens: int
@@ -71,6 +79,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None
+    pooling: Pooling | None = None
 
     @property
     def greedy(self) -> bool:
@@ -82,11 +91,17 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise InvalidRequest(f"{name}: {value} must be in {low}..{high}", param=name)
-        least = max(self.min_tokens, self.num_prompt_logprobs is None)
+        if self.pooling is not None and (self.max_tokens or self.num_prompt_logprobs is not None):
+            raise InvalidRequest(
+                f"pooling: {self.pooling!r} makes an embedding, which has no tokens; set "
+                f"max_tokens to 0, not {self.max_tokens}, and leave num_prompt_logprobs out",
+                param="pooling",
+            )
+        least = max(self.min_tokens, self.num_prompt_logprobs is None and self.pooling is None)
         if self.max_tokens < least:
             raise InvalidRequest(
                 f"max_tokens: {self.max_tokens} must be at least 1 (0 only with "
-                f"num_prompt_logprobs) and at least min_tokens ({self.min_tokens})",
+                f"num_prompt_logprobs or pooling) and at least min_tokens ({self.min_tokens})",
                 param="max_tokens",
             )
         if self.grammar is not None and (self.ignore_eos or self.min_tokens):
@@ -155,10 +170,12 @@ class SequenceState(RelativeTimeMixin):
         num_pauses: How often it was moved to host memory so far.
         num_breaches: Output tokens that left the deepest exit open to them below their threshold.
         num_lowered: Output tokens that left below their threshold within the quality budget.
+        depth_pool: Of the last replica with one that it ran on; see `ReportOptions.depth_pool`.
         traceparent: Context of the request's trace; None where it is not traced.
         claim: Who asks with this may take the sequence over from an ingress that is gone; empty
             where nobody may.
         cache_salt: Prompts share computed KV where they have the same.
+        adapter: The LoRA adapter of `model` that it runs with; empty for none.
     """
 
     INSTANTS = ("deadline_unix_s", "moved_unix_s")
@@ -187,9 +204,16 @@ class SequenceState(RelativeTimeMixin):
     num_pauses: int = 0
     num_breaches: int = 0
     num_lowered: int = 0
+    depth_pool: str = ""
     traceparent: str | None = None
     claim: str = ""
     cache_salt: str = ""
+    adapter: str = ""
+
+    @property
+    def prefix_salt(self) -> str:
+        """Prompts share computed KV where this is the same."""
+        return f"{self.adapter}\0{self.cache_salt}"
 
     @property
     def num_tokens(self) -> int:
@@ -245,6 +269,7 @@ class SampledToken:
     Attributes:
         exit_layer: Number of layers that were run for this token.
         prompt_logprobs: Only from a prefill that was asked for them.
+        embedding: The same: float32 [hidden].
         error: The sequence ends in this error, without the token.
     """
 
@@ -252,4 +277,5 @@ class SampledToken:
     exit_layer: int
     logprob: TokenLogprob | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    embedding: array[float] | None = None
     error: InvalidRequest | None = None

@@ -17,11 +17,14 @@ class ReportOptions:
     Attributes:
         forecast: Predict lengths and forecast loads: the scheduler looks at them.
         is_overloaded: Sequences wait for decode replicas by their lengths: of a prefill replica as
-            many as it has rows for, so that short ones are still computed.
+            many as it has rows for, so that short ones are still computed. A decode replica keeps
+            room for all that is predicted of those it takes.
+        depth_pool: For which sequences a decode replica is, "shallow" or "deep"; empty: for all.
     """
 
     forecast: bool = False
     is_overloaded: bool = False
+    depth_pool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,9 @@ class PlaceRequest:
         source: The prefill replica.
         started_s: When it left that replica's queue, by that replica's own monotonic clock.
         is_prompt_done: Its length is predicted by now, where it can be.
+        by_forecast: A forecast says whether there will be room; so the scheduler, under overload.
+        leaves_early: Its tokens may leave at exits before the last.
+        numerics: Of the source; only a replica of the same name takes its KV. Empty: any does.
     """
 
     sequence_id: str
@@ -121,6 +127,9 @@ class PlaceRequest:
     source: str = ""
     started_s: float = 0.0
     is_prompt_done: bool = True
+    by_forecast: bool = False
+    leaves_early: bool = True
+    numerics: str = ""
 
 
 @dataclass(slots=True)

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn import functional as F
 
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.engine.kernels.build import BuildUnavailable, build_library, cached_library
@@ -26,6 +25,7 @@ from quadriga.engine.kernels.library import (
     CKVMap,
     CLayer,
     CLinear,
+    CLowRank,
     CMatrix,
     CModel,
     CNorm,
@@ -35,7 +35,7 @@ from quadriga.engine.kernels.library import (
 from quadriga.engine.kv_cache import KV_BLOCK
 from quadriga.engine.models.decoder import Candidates, Decoder
 from quadriga.engine.models.layers import TokenSpan
-from quadriga.engine.weights.checkpoint_weights import Head
+from quadriga.engine.weights.checkpoint_weights import Head, LayerAdapters
 from quadriga.engine.weights.loading import load_spec
 from quadriga.errors import ConfigError
 
@@ -95,6 +95,11 @@ class CompiledDecoder:
         """What it stands for."""
         return self._eager
 
+    @property
+    def code(self) -> str:
+        """See `KernelLibrary.code`."""
+        return self._library.code
+
     def over(self, eager: Decoder) -> CompiledDecoder:
         """The same kernels and threads over another decoder; only one of both may run at a time."""
         return CompiledDecoder(self._library, eager, self._workers)
@@ -134,7 +139,7 @@ class CompiledDecoder:
         x = torch.empty(ids.size, c.embed_size)
         self._library.rows(self._embed, c.embed_size, ids.size, ids.ctypes.data, x.data_ptr())
         if w.project_in is not None:
-            x = F.linear(x, w.project_in.values(x.dtype))
+            x = w.project_in.linear(x)
         return x if w.positions is None else x + w.positions[torch.from_numpy(batch.positions)]
 
     def run_layers(self, x: torch.Tensor, batch: KernelPass, first: int, stop: int) -> torch.Tensor:
@@ -218,6 +223,7 @@ class CompiledDecoder:
 
 def _layers(eager: Decoder) -> list[CLayer]:
     cache = eager.cache
+    adapters: list[LayerAdapters | None] = [*eager.weights.adapters] or [None] * eager.num_layers
     return [
         CLayer(
             CNorm.of(w.attn_norm),
@@ -231,10 +237,26 @@ def _layers(eager: Decoder) -> list[CLayer]:
             pointer(keys),
             pointer(values),
             window,
+            *_loras(of_layer),
         )
-        for w, keys, values, window in zip(
-            eager.weights.layers, cache.keys, cache.values, eager.config.windows, strict=False
+        for w, keys, values, window, of_layer in zip(
+            eager.weights.layers,
+            cache.keys,
+            cache.values,
+            eager.config.windows,
+            adapters,
+            strict=False,
         )
+    ]
+
+
+def _loras(adapters: LayerAdapters | None) -> list[ctypes.Array[CLowRank] | None]:
+    """Of the projections qkv, out, up and down."""
+    if adapters is None:
+        return [None] * 4
+    return [
+        (CLowRank * len(loras))(*map(CLowRank.of, loras))
+        for loras in (adapters.qkv, adapters.out, adapters.up, adapters.down)
     ]
 
 
@@ -256,6 +278,17 @@ def _model(eager: Decoder, layers: ctypes.Array[CLayer]) -> CModel:
         sin=pointer(eager.sin),
         layers=layers,
         depths=None if eager.depths is None else eager.depths.data_ptr(),
+        adapter_of=None if eager.adapter_of is None else eager.adapter_of.ctypes.data,
+        max_rank=max(
+            (
+                lora.down.shape[0]
+                for of_layer in eager.weights.adapters
+                for loras in (of_layer.qkv, of_layer.out, of_layer.up, of_layer.down)
+                for lora in loras
+                if lora is not None
+            ),
+            default=0,
+        ),
     )
 
 
@@ -323,7 +356,8 @@ class KernelSwap:
     """Prepares a `CompiledDecoder` for an eager one, in time or in the background.
 
     What compiles in the background reads the weights again when it is done, in their stored forms:
-    until then plain torch computes, which wants them written out in float32.
+    until then plain torch computes, which wants them written out in float32. A form that was asked
+    for is there from the beginning.
     """
 
     def __init__(self, spec: EngineSpec, eager: Decoder, kernels: Kernels) -> None:
@@ -360,7 +394,9 @@ class KernelSwap:
         eager = self._eager
         try:
             library = _loaded(build_library(self._spec.cache_dir))
-            weights = load_spec(self._spec, eager.config, keeps_forms=True)
+            weights = eager.weights
+            if weights.form == "dtype":
+                weights = load_spec(self._spec, eager.config, has_kernels=True)
         except (BuildUnavailable, ConfigError) as exc:
             logger.warning("the engine stays eager: %s", exc)
             return

@@ -76,8 +76,12 @@ class KVCache(Protocol):
     def share_tokens(self) -> int:
         """Positions of a block that rows may share."""
 
-    def keep(self, row: int, start: int) -> object:
-        """Keep the block of a row that begins at `start`, in all layers, beyond the row's life."""
+    def keep(self, row: int, start: int, over: object | None = None) -> object:
+        """Keep the block of a row that begins at `start`, in all layers, beyond the row's life.
+
+        Args:
+            over: A kept block that is let go for it.
+        """
 
     def share(self, row: int, start: int, kept: object) -> None:
         """Let a row have a kept block from position `start` on; it has all before it."""
@@ -222,9 +226,17 @@ class RowKVCache:
         """See `KVCache.share_tokens`."""
         return SHARE_TOKENS
 
-    def keep(self, row: int, start: int) -> npt.NDArray[np.uint8]:
-        """See `KVCache.keep`: a copy, as rows are dense; [layers · 2, bytes of a block]."""
-        kept = np.empty((2 * self.num_layers, self._share_bytes), dtype=np.uint8)
+    def keep(self, row: int, start: int, over: object | None = None) -> npt.NDArray[np.uint8]:
+        """See `KVCache.keep`: a copy, as rows are dense; [layers · 2, bytes of a block].
+
+        The first touch of new memory costs four times what the copy does.
+        """
+        shape = (2 * self.num_layers, self._share_bytes)
+        kept: npt.NDArray[np.uint8]
+        if isinstance(over, np.ndarray) and over.shape == shape:
+            kept = over
+        else:
+            kept = np.empty(shape, dtype=np.uint8)
         for ours, theirs in zip(self._block_bytes(row, start), kept, strict=True):
             theirs[:] = ours
         return kept

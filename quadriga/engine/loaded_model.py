@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from quadriga.checkpoint.exits import MAX_LAYERS
@@ -30,6 +32,7 @@ from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.kv_cache import KVCache, RowKVCache
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.decoder import AnyDecoder, Decoder
+from quadriga.engine.numerics import numerics, torch_code
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.engine.weights.loading import (
     kv_maps_of,
@@ -107,7 +110,7 @@ def load_rows(spec: EngineSpec, config: ModelConfig) -> EngineParts:
     """
     dtype: torch.dtype = getattr(torch, spec.dtype)
     kernels = find_kernels(spec)
-    weights = load_spec(spec, config, keeps_forms=kernels.library is not None)
+    weights = load_spec(spec, config, has_kernels=kernels.library is not None)
     cache = RowKVCache(
         num_layers=spec.depth,
         num_rows=spec.num_rows,
@@ -166,6 +169,11 @@ class LoadedModel:
         return self._eager.weights
 
     @property
+    def adapter_of(self) -> npt.NDArray[np.int64] | None:
+        """See `Decoder.adapter_of`; one array, whatever the depth."""
+        return self._eager.adapter_of if isinstance(self._eager, Decoder) else None
+
+    @property
     def full_depth(self) -> int:
         """Layers of the whole model."""
         return self.spec.checkpoint.num_layers
@@ -177,6 +185,17 @@ class LoadedModel:
             self._eager = compiled.eager
             self._swap = None
         return self.decoder
+
+    @property
+    def numerics(self) -> str:
+        """Name of what the next pass computes with; another one once kernels step in."""
+        decoder = self.fastest()
+        if isinstance(decoder, CompiledDecoder):
+            return numerics(self.spec, decoder.code)
+        code = torch_code(self.weights.device)
+        if not isinstance(self._eager, Decoder):
+            code = f"{code} {self._eager.attention.name}"
+        return numerics(self.spec, code)
 
     @property
     def is_compiled(self) -> bool:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from quadriga.config.engine_spec import EngineSpec
+from quadriga.core.adapters import find_adapter
 from quadriga.core.kv import KVExtent
 from quadriga.core.request import SampledToken, SequenceState
 from quadriga.engine.compiled import CompiledDecoder
@@ -35,12 +36,13 @@ from quadriga.engine.loaded_model import (
 )
 from quadriga.engine.models.config import read_model_config
 from quadriga.engine.models.decoder import AnyDecoder, Decoder
-from quadriga.engine.models.layers import TokenSpan
-from quadriga.engine.prompt_scores import PromptScores, wants_scores
+from quadriga.engine.models.layers import TokenSpan, last_states
+from quadriga.engine.prompt_scores import PooledStates, PromptScores, pooled_from, wants_scores
 from quadriga.engine.sampler import RowSampler, Sampler, SamplerAhead, make_sampler, sample
 from quadriga.engine.suspended_row import HostTensor, RowRest, SuspendedRow
+from quadriga.engine.transfers import index_on, to_device
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
-from quadriga.errors import ConfigError, InvariantViolation
+from quadriga.errors import ConfigError, InvariantViolation, UnknownModel
 from quadriga.interfaces import LayersDone, PrefillChunk
 
 Ints = npt.NDArray[np.int64]
@@ -84,6 +86,7 @@ class NativeRunner:
         self._exit: ExitLogits | None = None
         self._drafts = Drafts(num_rows, self.hidden)
         self._scores = PromptScores()
+        self._pooled = PooledStates()
 
     @classmethod
     def load(cls, spec: EngineSpec) -> NativeRunner:
@@ -121,6 +124,11 @@ class NativeRunner:
         return self.model.ends[-1]
 
     @property
+    def numerics(self) -> str:
+        """See `LoadedModel.numerics`."""
+        return self.model.numerics
+
+    @property
     def is_compiled(self) -> bool:
         """See `LoadedModel.is_compiled`."""
         return self.model.is_compiled
@@ -153,14 +161,24 @@ class NativeRunner:
             state, self.model.spec.checkpoint, self.model.config.vocab_size
         )
         self.positions[row] = -1
+        self._set_adapter(row, state)
         if self.skipped is not None:
             self.skipped.start(row, state.num_tokens - 1)
+
+    def _set_adapter(self, row: int, state: SequenceState) -> None:
+        """Have every pass over a row use its sequence's adapter, or none."""
+        adapter_of = self.model.adapter_of
+        if adapter_of is not None:
+            adapter_of[row] = find_adapter(self.spec.adapters, state.adapter)
+        elif state.adapter:
+            raise UnknownModel(f"adapter {state.adapter!r} is not loaded here", param="model")
 
     def detach(self, row: int) -> None:
         """See `ModelRunner.detach`; a free row may be detached again."""
         self._samplers[row] = None
         self._drafts.drop((row,))
         self._scores.take(row)
+        self._pooled.drop(row)
         self._cache.release(row)
         if self.skipped is not None:
             self.skipped.release(row)
@@ -172,9 +190,9 @@ class NativeRunner:
         return self._cache.share_tokens
 
     @torch.inference_mode()
-    def keep(self, row: int, start: int) -> object:
+    def keep(self, row: int, start: int, over: object | None = None) -> object:
         """See `SharingRunner.keep`."""
-        return self._cache.keep(row, start)
+        return self._cache.keep(row, start, over)
 
     @torch.inference_mode()
     def share(self, row: int, start: int, kept: object) -> None:
@@ -246,7 +264,7 @@ class NativeRunner:
     def _finish_prefill(
         self, x: torch.Tensor, chunks: Sequence[PrefillChunk], spans: Sequence[TokenSpan]
     ) -> list[SampledToken | None]:
-        """Head and sampling for the prompts that end here; prompt logprobs for all that ask."""
+        """Head and sampling for prompts that end here; logprobs and embeddings for who asks."""
         results: list[SampledToken | None] = [None] * len(chunks)
         for chunk, span in zip(chunks, spans, strict=True):
             state = self._sampler(chunk.row).state
@@ -256,16 +274,23 @@ class NativeRunner:
                     states = x[span.begin : span.begin + len(targets)]
                     logits = self._decoder.logits(states, self.num_layers)
                     self._scores.add(chunk.row, state, logits, targets)
+            first = pooled_from(chunk, state)
+            if first is not None:
+                head = self.model.weights.heads[self.num_layers]
+                states = x[span.begin + first : span.end]
+                self._pooled.add(chunk, state, last_states(states, head, self.model.config))
         ended = [i for i, chunk in enumerate(chunks) if chunk.is_last]
         self.exited = None
         if not ended:
             return results
-        last = x[[spans[i].end - 1 for i in ended]]
+        last = x.index_select(0, index_on(self._device, [spans[i].end - 1 for i in ended]))
         logits = self._decoder.logits(last, self.num_layers)
         samplers = [self._sampler(chunks[i].row) for i in ended]
         self.exited = ExitedTokens(self.num_layers, samplers, last)
         for i, token in zip(ended, sample(logits, samplers, self.num_layers), strict=True):
-            token.prompt_logprobs = self._scores.take(chunks[i].row)
+            row, state = chunks[i].row, self._sampler(chunks[i].row).state
+            token.prompt_logprobs = self._scores.take(row)
+            token.embedding = self._pooled.take(row, state)
             results[i] = token
         return results
 
@@ -339,7 +364,7 @@ class NativeRunner:
         return x, ahead
 
     def _at(self, indices: Ints) -> torch.Tensor:
-        return torch.from_numpy(indices).to(self._device, non_blocking=True)
+        return to_device(indices, self._device)
 
     def draft(self, rows: Sequence[int]) -> list[int]:
         """See `DraftingRunner.draft`. Raises: InvariantViolation for a row that is not there."""
@@ -410,8 +435,7 @@ class NativeRunner:
         some = np.array(places, dtype=np.int64)
         if self.skipped is not None and (at.depth < self.num_layers or self.skipped.keeps_last):
             indices = np.array(rows, dtype=np.int64)
-            where = torch.from_numpy(some).to(self._device, non_blocking=True)
-            states = at.hidden.index_select(0, where)
+            states = at.hidden.index_select(0, self._at(some))
             self.skipped.leave(indices, self.positions[indices], at.segment, states)
         return at.sample(places, some)
 
@@ -421,7 +445,7 @@ class NativeRunner:
         """Run segments [first, stop) for the current token of each row: [n, hidden]."""
         decoder = self.model.fastest()
         indices = np.array(rows, dtype=np.int64)
-        at_rows = torch.from_numpy(indices).to(self._device, non_blocking=True)
+        at_rows = self._at(indices)
         if first == 0:
             token_ids = []
             positions = []

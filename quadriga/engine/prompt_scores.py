@@ -1,6 +1,11 @@
-"""Log-probabilities of prompts' own tokens, gathered chunk by chunk until a prompt ends."""
+"""What prompts are read for beside their answers, gathered chunk by chunk until a prompt ends.
+
+Log-probabilities of their own tokens, and embeddings: their last hidden states, made one vector.
+"""
 
 from __future__ import annotations
+
+from array import array
 
 import torch
 
@@ -39,3 +44,45 @@ class PromptScores:
     def take(self, row: int) -> list[TokenLogprob] | None:
         """All of a row's, which is forgotten; None where nothing was scored."""
         return self._found.pop(row, None)
+
+
+def pooled_from(chunk: PrefillChunk, state: SequenceState) -> int | None:
+    """The first of a chunk's tokens whose hidden state an embedding needs; None: none of them."""
+    if state.sampling.pooling == "mean":
+        return 0
+    if state.sampling.pooling == "last" and chunk.is_last:
+        return len(chunk.token_ids) - 1
+    return None
+
+
+class PooledStates:
+    """What is gathered so far, by row: the sum of the hidden states, or the last one."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, torch.Tensor] = {}
+
+    def add(self, chunk: PrefillChunk, state: SequenceState, states: torch.Tensor) -> None:
+        """Take a chunk's hidden states, from the token that `pooled_from` named.
+
+        They are added one by one in float64, so the sum does not depend on where chunks end.
+
+        Args:
+            states: After the final norm, [n, hidden].
+        """
+        wide = states.double()
+        if state.sampling.pooling == "mean":
+            before = [] if chunk.start == 0 else [self._found[chunk.row][None]]
+            wide = torch.cumsum(torch.cat([*before, wide]), dim=0)
+        self._found[chunk.row] = wide[-1]
+
+    def take(self, row: int, state: SequenceState) -> array[float] | None:
+        """A row's embedding, which is forgotten; None where nothing was gathered."""
+        found = self._found.pop(row, None)
+        if found is None:
+            return None
+        count = len(state.prompt_ids) if state.sampling.pooling == "mean" else 1
+        return array("f", (found / count).float().cpu().numpy().tobytes())
+
+    def drop(self, row: int) -> None:
+        """Forget what was gathered of a row."""
+        self._found.pop(row, None)

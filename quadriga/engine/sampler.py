@@ -19,6 +19,7 @@ import torch
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.core.request import SampledToken, SamplingParams, SequenceState, TokenLogprob
 from quadriga.engine.random import uniforms
+from quadriga.engine.transfers import index_on, to_device
 from quadriga.errors import InvalidRequest
 from quadriga.text.grammar import Bits, GrammarMatcher, allowed, grammars_of
 
@@ -102,8 +103,9 @@ class RowSampler:
         """
         p = self.params
         if self._bias.device != logits.device:  # the first time; they stay there
-            self._banned = self._banned.to(logits.device)
-            self._biased, self._bias = self._biased.to(logits.device), self._bias.to(logits.device)
+            self._banned = to_device(self._banned.numpy(), logits.device)
+            self._biased = to_device(self._biased.numpy(), logits.device)
+            self._bias = to_device(self._bias.numpy(), logits.device)
         if self._biased.numel():
             logits.index_add_(0, self._biased, self._bias)
         if self._banned.numel() and len(self.state.output_ids) + len(drafted) < p.min_tokens:
@@ -111,12 +113,12 @@ class RowSampler:
         if self._output_counts is None or self._prompt_seen is None:
             return
         if self._output_counts.device != logits.device:  # the first time; they stay there
-            self._prompt_seen = self._prompt_seen.to(logits.device)
-            self._output_counts = self._output_counts.to(logits.device)
+            self._prompt_seen = to_device(self._prompt_seen.numpy(), logits.device)
+            self._output_counts = to_device(self._output_counts.numpy(), logits.device)
         counts = self._output_counts
         self._count_new_tokens(counts)
         if drafted:
-            more = torch.tensor(drafted, device=counts.device)
+            more = index_on(counts.device, drafted)
             counts = counts.index_put((more,), torch.ones_like(more, dtype=counts.dtype), True)
         if p.repetition_penalty != 1.0:
             seen = self._prompt_seen | (counts > 0)
@@ -233,9 +235,10 @@ def _mask(logits: torch.Tensor, rows: Sequence[Sampler], formed: list[int]) -> N
     if len(formed) == len(rows):
         ban(logits, bits)
         return
-    own = logits[formed]
+    at = index_on(logits.device, formed)
+    own = logits.index_select(0, at)
     ban(own, bits)
-    logits[formed] = own
+    logits.index_copy_(0, at, own)
 
 
 def ban(logits: torch.Tensor, bits: Bits) -> None:
@@ -250,7 +253,7 @@ def ban(logits: torch.Tensor, bits: Bits) -> None:
         kept = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
         torch.where(torch.from_numpy(kept), logits, logits.new_tensor(-math.inf), out=logits)
     else:
-        on_device = torch.from_numpy(bits).to(logits.device, non_blocking=True)
+        on_device = to_device(bits, logits.device)
         logits.masked_fill_(~unpacked(on_device, vocab_size), -math.inf)
 
 
@@ -271,17 +274,22 @@ def choose(logits: torch.Tensor, rows: Sequence[Sampler], exit_layer: int) -> li
     """`sample` for logits that are already processed; keeps them."""
     best = logits.argmax(dim=-1)
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if drawn:
-        subset = logits if len(drawn) == len(rows) else logits[drawn]
-        best[drawn] = _draw(subset, [rows[i] for i in drawn])
+    if len(drawn) == len(rows):
+        best = _draw(logits, rows)
+    elif drawn:
+        at = index_on(logits.device, drawn)
+        best.index_copy_(0, at, _draw(logits.index_select(0, at), [rows[i] for i in drawn]))
     chosen: list[int] = best.tolist()  # waits for the device
     sampled = [SampledToken(token_id, exit_layer) for token_id in chosen]
     for i, row in enumerate(rows):
         if row.matcher is not None:
             sampled[i].error = row.error
-        if row.params.num_logprobs is not None:
-            report = token_logprobs(logits[i : i + 1], [chosen[i]], row.params.num_logprobs)
-            sampled[i].logprob = report[0]
+    for num_top in {n for row in rows if (n := row.params.num_logprobs) is not None}:
+        places = [i for i, row in enumerate(rows) if row.params.num_logprobs == num_top]
+        asked = logits.index_select(0, index_on(logits.device, places))
+        reports = token_logprobs(asked, [chosen[i] for i in places], num_top)
+        for i, report in zip(places, reports, strict=True):
+            sampled[i].logprob = report
     return sampled
 
 
@@ -290,22 +298,31 @@ def token_logprobs(
 ) -> list[TokenLogprob]:
     """Log-probabilities of given tokens and of the `num_top` best ones, if so many are possible.
 
+    Waits for the device, once.
+
     Args:
         logits: float32 [n, vocab], processed.
         token_ids: n tokens.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
-    own = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
+    own = logprobs.gather(1, index_on(logits.device, token_ids)[:, None])
     if num_top == 0:
-        return [TokenLogprob(t, lp) for t, lp in zip(token_ids, own, strict=True)]
-    best = torch.topk(logprobs, min(num_top, logprobs.shape[-1]), dim=-1)
+        return [TokenLogprob(t, lp) for t, lp in zip(token_ids, own[:, 0].tolist(), strict=True)]
+    num_top = min(num_top, logprobs.shape[-1])
+    best = torch.topk(logprobs, num_top, dim=-1)
+    # float64 holds both exactly: one copy instead of three.
+    packed = torch.cat([own.double(), best.values.double(), best.indices.double()], dim=1)
     return [
         TokenLogprob(
-            t, lp, tuple((i, v) for i, v in zip(ids, values, strict=True) if v > -math.inf)
+            t,
+            found[0],
+            tuple(
+                (int(i), v)
+                for i, v in zip(found[1 + num_top :], found[1 : 1 + num_top], strict=True)
+                if v > -math.inf
+            ),
         )
-        for t, lp, ids, values in zip(
-            token_ids, own, best.indices.tolist(), best.values.tolist(), strict=True
-        )
+        for t, found in zip(token_ids, packed.tolist(), strict=True)
     ]
 
 
@@ -316,9 +333,9 @@ def _draw(logits: torch.Tensor, rows: Sequence[Sampler]) -> torch.Tensor:
         int64 [n], on the logits' device, which is not waited for.
     """
     device = logits.device
-    temperature = torch.tensor(
-        [max(r.params.temperature, LEAST_DIVISOR) for r in rows], device=device
-    )[:, None]
+    temperature = _column(
+        [max(r.params.temperature, LEAST_DIVISOR) for r in rows], np.float32, device
+    )
     # The maximum goes first, so that a tiny temperature gives -inf, not inf - inf.
     scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperature
     scaled = _truncate(scaled, rows)
@@ -330,7 +347,12 @@ def _draw(logits: torch.Tensor, rows: Sequence[Sampler]) -> torch.Tensor:
     )
     if device.type == "cpu":
         return torch.tensor(invert_cdf(probs.numpy(), u))
-    return invert_cdf_on_device(probs, torch.from_numpy(u).to(device, non_blocking=True))
+    return invert_cdf_on_device(probs, to_device(u, device))
+
+
+def _column(values: Sequence[float], dtype: type[np.generic], device: torch.device) -> torch.Tensor:
+    """One value a row: [n, 1]."""
+    return to_device(np.array(values, dtype=dtype), device)[:, None]
 
 
 def invert_cdf(probs: npt.NDArray[np.float64], u: npt.NDArray[np.float64]) -> list[int]:
@@ -356,7 +378,7 @@ def invert_cdf_on_device(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     it may choose the neighbour.
     """
     cumulative = probs.cumsum(dim=1)
-    total = cumulative[:, -1:]
+    total = cumulative[:, -1:].contiguous()
     found = torch.searchsorted(cumulative, u[:, None] * total, right=True)
     return torch.minimum(found, torch.searchsorted(cumulative, total))[:, 0]
 
@@ -364,7 +386,7 @@ def invert_cdf_on_device(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 def _truncate(scaled: torch.Tensor, rows: Sequence[Sampler]) -> torch.Tensor:
     """Set what min-p, top-k and top-p exclude to -inf; [n, vocab], row maximum 0."""
     if any(r.params.min_p > 0 for r in rows):
-        floor = torch.tensor([r.params.min_p for r in rows], device=scaled.device)[:, None].log()
+        floor = _column([r.params.min_p for r in rows], np.float32, scaled.device).log()
         scaled = scaled.masked_fill(scaled < floor, float("-inf"))
     wants_top_k = any(0 < r.params.top_k < scaled.shape[-1] for r in rows)
     wants_top_p = any(r.params.top_p < 1.0 for r in rows)
@@ -419,13 +441,11 @@ def _truncate_sorted(
     # Stable: equal logits rank by id, in every batch alike.
     values, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
     if wants_top_k:
-        limit = torch.tensor([r.params.top_k or vocab for r in rows], device=scaled.device)
+        limit = _column([r.params.top_k or vocab for r in rows], np.int64, scaled.device)
         rank = torch.arange(vocab, device=scaled.device)
-        values = values.masked_fill(rank >= limit[:, None], float("-inf"))
+        values = values.masked_fill(rank >= limit, float("-inf"))
     if wants_top_p:
-        top_p = torch.tensor(
-            [r.params.top_p for r in rows], dtype=torch.float64, device=scaled.device
-        )[:, None]
+        top_p = _column([r.params.top_p for r in rows], np.float64, scaled.device)
         probs = torch.softmax(values.double(), dim=-1)
         before = probs.cumsum(dim=-1) - probs
         outside = before >= top_p

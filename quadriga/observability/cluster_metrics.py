@@ -205,6 +205,14 @@ SCHEDULER = (
     gauge("quadriga_overload_held_sequences",
           "Sequences without a decode replica, of models that are overloaded.",
           lambda governor: sum(governor.num_held.values())),
+    gauge("quadriga_depth_pool_gain",
+          "Share of a token's time that replicas for shallow and for deep sequences apart save, or "
+          "would, by the model of a step.",
+          lambda governor: {str(c): p.gain for c, p in governor.pools.items()}, ("depth_class",)),
+    gauge("quadriga_depth_pool_shallow_replicas",
+          "Decode replicas kept for shallow sequences; 0 while all run together.",
+          lambda governor: {str(c): len(p.shallow) for c, p in governor.pools.items()},
+          ("depth_class",)),
     gauge("quadriga_migration_bandwidth_bytes_per_second", "As decisions reckon with it.",
           "bandwidth_bytes_per_s"),
 )

@@ -8,10 +8,11 @@ from types import MappingProxyType
 
 from quadriga.config.engine import PrefillConfig
 from quadriga.config.scheduling import SchedulerConfig
-from quadriga.core.replica import ReplicaSnapshot, Role
+from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
 from quadriga.core.routing import Admission, AdmitRequest
 from quadriga.errors import ContextTooLong, Overloaded, Unavailable
 from quadriga.policies.ares.overload import may_hold_more
+from quadriga.policies.least_work import expected_answer_tokens, expected_work
 from quadriga.policies.load import candidates
 from quadriga.policies.retry_reservations import MIN_WAIT_S
 from quadriga.policies.wait_estimator import (
@@ -35,8 +36,10 @@ def admit(
 ) -> Admission:
     """Choose the prefill replica with the least work ahead, and the most of the prompt at hand.
 
-    That is the least `waiting_tokens − scheduler.prefix_weight · cached_tokens`, among those whose
-    queues are not full.
+    That is the least `waiting_tokens + work − scheduler.prefix_weight · cached_tokens`, among those
+    whose queues are not full. At a mixed replica `work` is what it has to decode, as `LeastWork`
+    reckons for placement, which this is at the same time; at others it is 0. They come before those
+    whose memory is held by sequences that wait for a decode replica, and by prompts ahead.
 
     Args:
         any_depth: Prefill and decode replicas of one model may differ in depth.
@@ -56,16 +59,26 @@ def admit(
             [s for s in alive if s.info.has_layers(request.needs_depth)]
             for alive in (prefills, decodes)
         )
-    classes = {s.info.depth_class for s in decodes}
-    if any_depth and decodes:
-        classes |= {s.info.depth_class for s in prefills}
-    prefills = [s for s in prefills if s.info.depth_class in classes]
-    if not prefills:
+
+    def kind(snapshot: ReplicaSnapshot) -> tuple[DepthClass | None, str]:
+        info = snapshot.info
+        return (None if any_depth else info.depth_class), info.numerics
+
+    kinds = {kind(s) for s in decodes}
+    able = [s for s in prefills if kind(s) in kinds]
+    if not able:
+        names = {s.info.numerics for s in (*prefills, *decodes)}
+        why = (
+            f", and those that are compute differently, which a deterministic deployment does not "
+            f"mix ({', '.join(sorted(names))}): give them the same CPUs, compiler and settings"
+        )
         raise Unavailable(
             f"no prefill and decode replica of {request.model!r} "
-            f"{'with all layers ' if request.needs_depth else ''}is ready; retry shortly",
+            f"{'with all layers ' if request.needs_depth else ''}is ready"
+            f"{why if prefills and decodes and len(names) > 1 else ''}; retry shortly",
             retry_after_s=1.0,
         )
+    prefills = able
     needed = request.num_prompt_tokens + request.max_tokens
     largest = max(s.info.kv_capacity_tokens for s in decodes)
     if needed > largest:
@@ -79,10 +92,14 @@ def admit(
         is_long = snapshot.num_waiting >= prefill.max_queued_sequences
         return is_long or queued > prefill.max_queued_tokens
 
-    def rank(snapshot: ReplicaSnapshot) -> tuple[bool, float, int, str]:
-        name = snapshot.info.name
-        saved = scheduler.prefix_weight * cached_tokens.get(name, 0)
-        return is_full(snapshot), snapshot.waiting_tokens - saved, snapshot.num_waiting, name
+    answer_tokens = expected_answer_tokens(decodes)
+
+    def rank(snapshot: ReplicaSnapshot) -> tuple[bool, bool, float, int, str]:
+        name, is_crowded = snapshot.info.name, not _has_memory(snapshot, request)
+        ahead = snapshot.waiting_tokens - scheduler.prefix_weight * cached_tokens.get(name, 0)
+        if snapshot.info.role is Role.MIXED:
+            ahead += expected_work(snapshot, answer_tokens)
+        return is_full(snapshot), is_crowded, ahead, snapshot.num_waiting, name
 
     best = min(prefills, key=rank)
     if checks_queue and is_full(best) and best.num_waiting > 0:
@@ -116,7 +133,8 @@ def check_room(
         admission: What `admit` said.
         now_s: On the estimator's clock.
         num_held: Sequences that wait for a place and let shorter ones pass; see `ares.overload`.
-            Where prefill replicas have no rows for more of them, newcomers are refused.
+            Where prefill replicas have no rows for more of them, or no memory for another prompt
+            beside theirs, newcomers are refused.
 
     Raises:
         Overloaded: With a time to come back, at which a place is kept for such a caller.
@@ -146,10 +164,11 @@ def check_room(
         )
         if turns.wait_s > max(limit_s, slower.wait_s):
             slower = turns
-        if not may_hold_more(num_held, sum(s.info.num_slots for s in prefills)):
+        has_rows = may_hold_more(num_held, sum(s.info.num_slots for s in prefills))
+        if not has_rows or (num_held and not _has_memory(first, request)):
             raise Overloaded(
                 f"{model!r} is overloaded: {num_held} sequences wait for a decode replica, and "
-                "prefill replicas have rows for no more",
+                f"prefill replicas have {'memory' if has_rows else 'rows'} for no more",
                 retry_after_s=min(max(1.0 / slower.per_s, MIN_WAIT_S), scheduler.max_retry_after_s),
             )
         in_time = replace(slower, free=slower.free + limit_s * slower.per_s)
@@ -168,6 +187,12 @@ def check_room(
         raise Overloaded(
             f"{model!r} is busy: {reason} is expected in {told_s:.1f} s", retry_after_s=told_s
         )
+
+
+def _has_memory(prefill: ReplicaSnapshot, request: AdmitRequest) -> bool:
+    """Whether a prompt fits beside all that a prefill replica has now, computed or waiting."""
+    taken = prefill.reserved_tokens + prefill.waiting_tokens
+    return taken + request.num_prompt_tokens <= prefill.info.kv_capacity_tokens
 
 
 def _alive(
@@ -200,5 +225,5 @@ def _retry_after_s(
     excess = snapshot.waiting_tokens + request.num_prompt_tokens - prefill.max_queued_tokens
     if snapshot.num_waiting >= prefill.max_queued_sequences:
         excess = max(excess, snapshot.waiting_tokens // max(1, snapshot.num_waiting))
-    rate = max(snapshot.tokens_per_s, 1e-3)
+    rate = max(snapshot.prefill_tokens_per_s, 1e-3)
     return min(max(excess / rate, MIN_WAIT_S), scheduler.max_retry_after_s)

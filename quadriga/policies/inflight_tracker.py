@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from quadriga.core.forecast import LoadForecast
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import PlaceRequest
 from quadriga.policies.ares.forecast import Promised, with_promised
@@ -51,6 +52,8 @@ class InflightTracker:
     def __init__(self) -> None:
         self._sent: dict[str, dict[str, SentRequest]] = {}
         self._begun: dict[str, dict[str, Begun]] = {}
+        # By replica: the last report's forecast, what was added to it, and the sum.
+        self._sums: dict[str, tuple[LoadForecast, list[Promised], LoadForecast]] = {}
 
     def sent(self, replica: str, sequence_id: str, sent: SentRequest) -> None:
         """A sequence goes to a replica; if it was refused by another one, it is not there."""
@@ -94,8 +97,8 @@ class InflightTracker:
 
     def forget(self, replica: str) -> None:
         """A replica is gone."""
-        self._sent.pop(replica, None)
-        self._begun.pop(replica, None)
+        for of_replica in (self._sent, self._begun, self._sums):
+            of_replica.pop(replica, None)
 
     def num_sent(self) -> dict[str, int]:
         """Sequences on their way, by replica."""
@@ -114,7 +117,7 @@ class InflightTracker:
         forecast = snapshot.forecast
         if forecast is not None:
             promised = [s.promised for s in sent.values() if s.promised is not None]
-            forecast = with_promised(forecast, promised, snapshot.step_time_s)
+            forecast = self._sum(name, forecast, promised, snapshot.step_time_s)
         new = [s for s in sent.values() if not s.is_reported]
         waiting = max(0, snapshot.num_waiting - len(begun))
         waiting_tokens = max(
@@ -130,6 +133,16 @@ class InflightTracker:
             prompt_tokens=snapshot.prompt_tokens + kv_tokens,
             reserved_tokens=snapshot.reserved_tokens + sum(s.reserved_tokens for s in new),
         )
+
+    def _sum(
+        self, name: str, forecast: LoadForecast, promised: list[Promised], step_s: float
+    ) -> LoadForecast:
+        """A forecast with what was promised; made again only where either has changed."""
+        last = self._sums.get(name)
+        if last is None or last[0] is not forecast or last[1] != promised:
+            last = (forecast, promised, with_promised(forecast, promised, step_s))
+            self._sums[name] = last
+        return last[2]
 
     def _forget_sent(self, sequence_id: str) -> bool:
         """Forget where a sequence was sent. Returns whether no report has shown it."""

@@ -59,9 +59,14 @@ def least_work(
     """The replica with the least expected work; ties go to the fewest sequences, then by name."""
     return min(
         snapshots,
-        key=lambda s: (s.prompt_tokens + answer_tokens * num_held(s), num_held(s), s.info.name),
+        key=lambda s: (expected_work(s, answer_tokens), num_held(s), s.info.name),
         default=None,
     )
+
+
+def expected_work(snapshot: ReplicaSnapshot, answer_tokens: float) -> float:
+    """Tokens of the prompts and the answers of all sequences at a replica that decodes."""
+    return snapshot.prompt_tokens + answer_tokens * num_held(snapshot)
 
 
 class LeastWork:

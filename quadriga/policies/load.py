@@ -22,17 +22,19 @@ def candidates(
     role: Role,
     depth_class: DepthClass | None = None,
     model: str | None = None,
+    numerics: str = "",
     exclude: Sequence[str] = (),
     now_unix_s: float,
     max_age_s: float,
 ) -> list[ReplicaSnapshot]:
-    """Replicas of a role that take work and fit the class."""
+    """Replicas that do a part of the work and take some: of the class, and alike, where asked."""
     return [
         s
         for s in taking_work(snapshots, now_unix_s=now_unix_s, max_age_s=max_age_s)
-        if s.info.role is role
+        if s.info.role.does(role)
         and (depth_class is None or s.info.depth_class == depth_class)
         and (model is None or s.info.depth_class.model == model)
+        and numerics in ("", s.info.numerics)
         and s.info.name not in exclude
     ]
 
@@ -45,7 +47,9 @@ def tokens_wanted(snapshot: ReplicaSnapshot, request: PlaceRequest) -> int:
         request.num_tokens,
         request.max_total_tokens,
         upper_tokens=snapshot.upper_tokens,
+        num_held=num_held(snapshot),
         prediction=request.prediction,
+        by_forecast=request.by_forecast,
     )
 
 

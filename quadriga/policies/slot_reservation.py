@@ -1,14 +1,21 @@
 """How much KV memory a new sequence is promised where memory is promised as it is used.
 
-A decode replica promises what a sequence has and what it will probably still generate: the upper
-quantile of the answers which ended on this replica lately, or that which its length head names,
-where that is less. Never more than the sequence may become. A longer answer grows block by block,
-and where it cannot, a sequence is paused (`quadriga.scheduling.preemption`), so a wrong guess costs
-a pause and never an answer.
+A decode replica promises what a sequence has and its part of what all that run there will probably
+still need together. Alone, that is the upper quantile of the answers which ended on this replica
+lately, or that which its length head names, where that is less. Among others it is less: who is
+longer than expected is made up for by who is shorter, and by who ends, so that what n sequences
+need beyond what they have grows with the root of n. A newcomer is promised what one more adds to
+that: √(n + 1) − √n of its upper quantile. Never more than the sequence may become. A longer answer
+grows block by block, and where it cannot, a sequence is paused (`quadriga.scheduling.preemption`),
+so a wrong guess costs a pause and never an answer. The upper quantile in full to each would leave
+most of a large memory unused while newcomers wait (docs/experiments/ares.md, "Promises below
+overload").
 
 One that is predicted to be long is promised no more than others: who needs room for all of it at
 once waits until a replica is nearly empty, and everybody behind it waits too
-(docs/experiments/ares.md, "What a long prediction is promised").
+(docs/experiments/ares.md, "What a long prediction is promised"). Under overload the scheduler looks
+at forecasts of the memory over time, and nothing is promised beside them
+(`quadriga.policies.ares.overload`).
 
 The replica, placement, admission and the simulator all ask here.
 """
@@ -75,7 +82,9 @@ def promised_tokens(
     max_total_tokens: int,
     *,
     upper_tokens: int,
+    num_held: int,
     prediction: LengthPrediction | None = None,
+    by_forecast: bool = False,
 ) -> int:
     """Return the tokens to promise a new sequence, at least one more than it comes with.
 
@@ -83,9 +92,12 @@ def promised_tokens(
         num_tokens: What it comes with.
         max_total_tokens: Most it may become.
         upper_tokens: `AnswerLengths.upper_tokens` of the replica.
+        num_held: Sequences that the replica holds already.
         prediction: Of its tokens still to come, where that is known; only a shorter one counts.
+        by_forecast: Whether there will be room for it, a forecast says; a token ahead is enough.
     """
-    ahead = upper_tokens
+    ahead = 1.0 if by_forecast else float(upper_tokens)
     if prediction is not None:
-        ahead = min(ahead, math.ceil(prediction.upper))
-    return min(num_tokens + max(1, ahead), max(max_total_tokens, num_tokens + 1))
+        ahead = min(ahead, prediction.upper)
+    part = math.sqrt(num_held + 1) - math.sqrt(num_held)
+    return min(num_tokens + max(1, math.ceil(part * ahead)), max(max_total_tokens, num_tokens + 1))

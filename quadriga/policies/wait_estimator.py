@@ -167,7 +167,7 @@ def queue_supply(
     The rate is measured over idle time too, so a queue held up by full decode replicas counts at
     the pace it really moves.
     """
-    per_s = sum(s.tokens_per_s for s in prefills) / max(1, request.num_prompt_tokens)
+    per_s = sum(s.prefill_tokens_per_s for s in prefills) / max(1, request.num_prompt_tokens)
     free = sum(_queue_room(snapshot, request, config) for snapshot in prefills)
     return Supply(free, max(per_s, MIN_RATE))
 
@@ -225,7 +225,7 @@ def prefill_supply(
         first: The replica with the least work ahead.
     """
     ahead_s = prefill_wait_s(first, chunk_tokens=chunk_tokens)
-    prompt_s = request.num_prompt_tokens / chunk_tokens * first.step_time_s
+    prompt_s = request.num_prompt_tokens / chunk_tokens * first.prefill_chunk_s
     per_s = num_replicas / max(prompt_s, 1.0 / MAX_RATE)
     return Supply(1.0 - ahead_s * per_s, per_s)
 
@@ -233,14 +233,15 @@ def prefill_supply(
 def _room(snapshot: ReplicaSnapshot, request: AdmitRequest) -> int:
     """How many sequences like the request a decode replica could take now."""
     info = snapshot.info
-    slots = info.num_slots - snapshot.num_running - snapshot.num_waiting
+    held = snapshot.num_running + snapshot.num_waiting
+    slots = info.num_slots - held
     wanted = longest = request.num_prompt_tokens + request.max_tokens
     capacity = info.kv_capacity_tokens
     if info.reservation == "used":
         wanted = promised_tokens(
-            request.num_prompt_tokens, longest, upper_tokens=snapshot.upper_tokens
+            request.num_prompt_tokens, longest, upper_tokens=snapshot.upper_tokens, num_held=held
         )
-        if snapshot.num_running + snapshot.num_waiting:  # a sequence alone may have it all
+        if held:  # a sequence alone may have it all
             capacity = admitted_tokens(capacity, info.num_slots, info.max_model_len)
     free = capacity - snapshot.reserved_tokens
     return max(0, min(slots, free // max(1, wanted)))
@@ -248,4 +249,4 @@ def _room(snapshot: ReplicaSnapshot, request: AdmitRequest) -> int:
 
 def prefill_wait_s(snapshot: ReplicaSnapshot, *, chunk_tokens: int) -> float:
     """Seconds until a prefill replica has computed what waits there, by its time per chunk."""
-    return snapshot.waiting_tokens / chunk_tokens * snapshot.step_time_s
+    return snapshot.waiting_tokens / chunk_tokens * snapshot.prefill_chunk_s

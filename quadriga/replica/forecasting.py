@@ -54,6 +54,18 @@ def load_lengths(runner: object, spec: EngineSpec) -> LengthModel | None:
     return None if heads is None else RunnerLengths(runner, heads)
 
 
+def predict_new(lengths: LengthModel | None) -> None:
+    """Note with the sequences whose prompts are done how long they are expected to go on.
+
+    Called after the pass that computed them.
+    """
+    asked = lengths.ask() if lengths is not None else None
+    if asked is not None:
+        states, answer = asked
+        for state, prediction in zip(states, answer(), strict=True):
+            state.prediction, state.predicted_at = prediction, len(state.output_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class _SequenceSeen:
     """What the engine's thread last wrote down; never changed afterwards."""
@@ -61,6 +73,7 @@ class _SequenceSeen:
     held: SequenceLengths
     shape: StepShape
     step_s: float
+    front_share: float
 
 
 class Forecasting:
@@ -76,6 +89,7 @@ class Forecasting:
 
     Attributes:
         is_wanted: The scheduler uses forecasts; while it does not they cost nothing.
+        depth_pool: See `ReportOptions`; noted with the sequences that run here.
         seconds: Time of the engine's thread spent on noting which sequences are held.
     """
 
@@ -94,6 +108,7 @@ class Forecasting:
         every = ares.predict_every_tokens
         self.asking = Asking(lengths, every) if lengths is not None and every else None
         self.is_wanted = False
+        self.depth_pool = ""
         self.seconds = 0.0
         self._clock = clock
         self._offers, self._leaving = offers, leaving
@@ -138,6 +153,9 @@ class Forecasting:
             return
         self._looked_s, self._num_held = now_s, num_held
         states = loop.running
+        if self.depth_pool:
+            for state in states:
+                state.depth_pool = self.depth_pool
         step_s = loop.step_time_s
         held = hold(
             states,
@@ -152,7 +170,7 @@ class Forecasting:
         context = sum([n * share for n, share in zip(held.tokens, shares, strict=False)])
         self._times.observe(step_s, sum(shares), context)
         self._outcomes.look(states)
-        self._seen = _SequenceSeen(held, self._times.shape, step_s)
+        self._seen = _SequenceSeen(held, self._times.shape, step_s, loop.front_share)
         self.seconds += self._clock.now_s() - now_s
 
     def forecast(self) -> LoadForecast | None:
@@ -169,6 +187,7 @@ class Forecasting:
                 step_s=seen.step_s,
                 bytes_per_token=self._bytes_per_token,
                 now_unix_s=self._clock.unix_s(),
+                front_share=seen.front_share,
             )
         return self._packed
 

@@ -22,11 +22,12 @@ from quadriga.errors import InvariantViolation
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.policies.rebatching import Rebatcher
 from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.prefill_loop import PrefillLoop
+from quadriga.scheduling.prefill_loop import PrefillLoop, PrefillOutput
 from quadriga.scheduling.prefill_queue import PrefillQueue
 from quadriga.scheduling.prefixes.cache import find_prefix_cache
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import Slot, SlotTable
+from quadriga.scheduling.transfer.rebuild import Replays
 
 AHEAD = 2
 """Of a run, this many sequences for each slot are running or queued: prompts of similar length are
@@ -52,12 +53,14 @@ class ColocatedLoop:
     Args:
         spec: What the runner was loaded from.
         chunk_tokens: Most prompt tokens in one forward pass.
-        max_age_s: See `PrefillQueue`, which has no limits here: the caller holds the prompts. At 0
-            the first to come is the first to be computed.
+        max_age_s, max_queued_sequences, max_queued_tokens: See `PrefillQueue`. At an age of 0 the
+            first to come is the first to be computed; there are no limits where the caller holds
+            the prompts.
         max_slots: Sequences at once, at most; None: as many as the runner has rows.
         kv_capacity_tokens: Tokens of KV over all rows; None: as many as `spec` says.
         rebatcher, counters, is_partial: See `DecodeLoop`.
         prefix_caching: Prompts that begin alike share KV; see `PrefixCache`.
+        full_depth, may_deepen, replays: See `PrefillLoop`.
 
     Attributes:
         prefill, decode: The loops.
@@ -73,6 +76,8 @@ class ColocatedLoop:
         clock: Clock,
         chunk_tokens: int = 512,
         max_age_s: float = 0.0,
+        max_queued_sequences: int = sys.maxsize,
+        max_queued_tokens: int = sys.maxsize,
         max_slots: int | None = None,
         kv_capacity_tokens: int | None = None,
         reservation: Reservation = "longest",
@@ -80,6 +85,9 @@ class ColocatedLoop:
         counters: ExitCounters | None = None,
         is_partial: bool = False,
         prefix_caching: bool = False,
+        full_depth: int = 0,
+        may_deepen: bool = True,
+        replays: Replays | None = None,
     ) -> None:
         eos_token_ids = spec.checkpoint.eos_token_ids
         slots = SlotTable(
@@ -102,12 +110,17 @@ class ColocatedLoop:
             runner=runner,
             slots=slots,
             queue=PrefillQueue(
-                max_sequences=sys.maxsize, max_tokens=sys.maxsize, max_age_s=max_age_s
+                max_sequences=max_queued_sequences,
+                max_tokens=max_queued_tokens,
+                max_age_s=max_age_s,
             ),
             eos_token_ids=eos_token_ids,
             chunk_tokens=chunk_tokens,
             layer_groups=1,
             clock=clock,
+            full_depth=full_depth,
+            may_deepen=may_deepen,
+            replays=replays,
             reserve=self._reserve,
             prefixes=find_prefix_cache(
                 runner, slots, spec.checkpoint.fingerprint, enabled=prefix_caching
@@ -183,15 +196,23 @@ class ColocatedLoop:
         """
         prefill = self.prefill
         if prefill.has_work:
-            computed = prefill.step()
-            for sequence, output in computed:
-                if output is None or (output.finish is None and output.error is None):
-                    self.on_computed(sequence)
-            return [output for _, output in computed if output is not None]
+            return [output for _, output in self.step_prompts() if output is not None]
         outputs = [emission for _, emission in self.decode.step()]
         if prefill.is_stalled and any(e.finish is not None or e.error for e in outputs):
             prefill.retry()
         return outputs
+
+    def step_prompts(self) -> list[PrefillOutput]:
+        """Compute a chunk of prompts, if there is room for any; who is done decodes from now on.
+
+        A replica calls it in turn with `decode.step`, so that no answer waits for more than a
+        chunk.
+        """
+        computed = self.prefill.step()
+        for sequence, output in computed:
+            if output is None or (output.finish is None and output.error is None):
+                self.on_computed(sequence)
+        return computed
 
     @property
     def has_work(self) -> bool:

@@ -20,7 +20,7 @@ from quadriga.errors import InvariantViolation, MigrationFailed
 from quadriga.interfaces import DraftingRunner, ModelRunner, ResizableRunner
 from quadriga.policies.drafting import Drafter
 from quadriga.policies.rebatching import Rebatcher, Waiting
-from quadriga.scheduling.sequence import NO_ROW, FinishRule, RunningSequence, SequenceStatus
+from quadriga.scheduling.sequence import NO_ROW, RunningSequence, SequenceStatus
 from quadriga.scheduling.slots import SlotTable
 
 RUNNING, AT_EXIT = SequenceStatus.RUNNING, SequenceStatus.AT_EXIT
@@ -177,8 +177,7 @@ class DecodeBatch:
         """
         state, now_s = sequence.state, self.clock.now_s()
         exits = state.exits
-        sequence.finish = FinishRule.of(
-            state,
+        sequence.set_end(
             eos_token_ids=self._eos_token_ids,
             row_capacity_tokens=self.runner.row_capacity_tokens,
         )

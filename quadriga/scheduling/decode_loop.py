@@ -59,6 +59,8 @@ class DecodeLoop:
     Attributes:
         batch: The table of its sequences.
         answers: Lengths of those that ended here; newcomers are promised memory by them.
+        is_overloaded: There is overload: the scheduler sends by forecast, and nothing is promised
+            to newcomers beyond what they come with.
         preemption: Moves to host memory and back.
         export: Ways out to another replica.
         depth: What follows from changes of the depth that is loaded.
@@ -83,6 +85,7 @@ class DecodeLoop:
         self.slots = slots
         self.counters = counters or ExitCounters()
         self.answers = AnswerLengths()
+        self.is_overloaded = False
         self.meter = StepMeter()
         self._runner = runner
         self._clock = clock
@@ -119,7 +122,8 @@ class DecodeLoop:
             KVCacheExhausted: No room now, or the paused come before new ones.
             ContextTooLong: It can never fit.
         """
-        upper_tokens = self.answers.upper_tokens
+        is_foreseen = self.is_overloaded and prediction is not None
+        upper_tokens = 1 if is_foreseen else self.answers.upper_tokens
         self.preemption.make_room(
             max_total_tokens,
             num_tokens,
@@ -392,7 +396,7 @@ class DecodeLoop:
                 if error is not None:
                     break
                 output_ids.append(token.token_id)
-                finish = sequence.finish.reason(output_ids)
+                finish = sequence.finish_reason()
                 if finish is not None:
                     break
             token_ids = output_ids[first:]
@@ -533,6 +537,12 @@ class DecodeLoop:
             pays = self.batch.drafter.pays(self.batch.num_drafting)
             return "drafts" if pays else "drafts_not_worth_it"
         return "tested" if self.batch.rebatcher.tests(ends.index(layer)) else "not_worth_it"
+
+    @property
+    def front_share(self) -> float:
+        """Of the layers, those up to the first exit in use: what every token runs."""
+        ends, tests = self.batch.ends, self.batch.rebatcher.tests
+        return next((end for i, end in enumerate(ends[:-1]) if tests(i)), ends[-1]) / ends[-1]
 
     @property
     def num_reserved(self) -> int:

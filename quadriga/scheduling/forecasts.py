@@ -203,11 +203,13 @@ def forecast(
     step_s: float,
     bytes_per_token: float,
     now_unix_s: float,
+    front_share: float = 1.0,
 ) -> LoadForecast:
     """Pack what a replica holds into the forecast of its snapshot.
 
     Args:
         step_s: A step as lately measured; 0 before the first.
+        front_share: See `LoadForecast`.
     """
     moved_s = np.array(held.moved_unix_s)
     rows = forecast_rows(
@@ -231,6 +233,7 @@ def forecast(
         costs=StepCosts(shape.per_sequence_s, shape.per_token_s),
         bytes_per_token=bytes_per_token,
         has_predictions=held.is_known,
+        front_share=front_share,
     )
 
 

@@ -24,7 +24,6 @@ from quadriga.scheduling.sequence import (
     RunningSequence,
     SequenceStatus,
     append_token,
-    finish_reason,
 )
 from quadriga.scheduling.slots import Slot, SlotTable
 from quadriga.scheduling.transfer.rebuild import (
@@ -132,9 +131,11 @@ class PrefillLoop:
         sequence.min_layers = self._min_layers(sequence.state)
         here = self._runner.num_layers
         if sequence.min_layers > here and not self._may_deepen:
+            policy = f"exit_policy: {sequence.state.exits.policy!r} may need"
+            what = policy if sequence.state.sampling.pooling is None else "embeddings need"
             raise Unavailable(
-                f"exit_policy: {sequence.state.exits.policy!r} may need {sequence.min_layers} "
-                f"layers, and this replica has {here}; retry shortly, it goes to one that has them",
+                f"{what} {sequence.min_layers} layers, and this replica has {here}; retry shortly, "
+                "it goes to one that has them",
                 retry_after_s=1.0,
             )
         now_s = self._clock.now_s()
@@ -299,6 +300,8 @@ class PrefillLoop:
 
     def _min_layers(self, state: SequenceState) -> int:
         """Layers that a sequence's first token may need; 0 where any will do."""
+        if state.sampling.pooling is not None:
+            return self._full_depth
         exits = state.exits
         if not exits.is_strict or state.output_ids or not state.sampling.max_tokens:
             return 0
@@ -380,11 +383,11 @@ class PrefillLoop:
             logprobs = [token.logprob] if token.logprob is not None else None
             state.logprobs += logprobs or ()
             state.prompt_logprobs = token.prompt_logprobs
-        finish = finish_reason(
-            state,
+        sequence.set_end(
             eos_token_ids=self._eos_token_ids,
             row_capacity_tokens=self._runner.row_capacity_tokens,
         )
+        finish = sequence.finish_reason()
         if finish is not None:
             self.release(state.sequence_id)
         return EngineOutput(
@@ -396,6 +399,7 @@ class PrefillLoop:
             prompt_logprobs=token.prompt_logprobs,
             finish=finish,
             cached_tokens=sequence.num_cached,
+            embedding=token.embedding,
         )
 
     def check(self) -> None:
@@ -411,6 +415,16 @@ class PrefillLoop:
     @property
     def _prefilling(self) -> list[RunningSequence]:
         return [s for s in self.running if s.status is SequenceStatus.PREFILLING]
+
+    @property
+    def states(self) -> list[SequenceState]:
+        """Of all sequences that are queued, computed, or handed on."""
+        return self._queue.states + [s.state for s in self.running]
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of sequences that have no row yet."""
+        return self._queue.num_tokens
 
     @property
     def needs_depth(self) -> int:

@@ -6,6 +6,7 @@ import bisect
 import sys
 from collections.abc import Callable, Sequence
 
+from quadriga.core.request import SequenceState
 from quadriga.errors import Overloaded
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.transfer.rebuild import num_prefill_tokens
@@ -126,6 +127,11 @@ class PrefillQueue:
     def find(self, sequence_id: str) -> RunningSequence | None:
         """The waiting sequence of this id, or None."""
         return next((s for s in self._waiting if s.state.sequence_id == sequence_id), None)
+
+    @property
+    def states(self) -> list[SequenceState]:
+        """Of all that wait."""
+        return [s.state for s in self._waiting]
 
     def expired(self, *, now_unix_s: float) -> list[RunningSequence]:
         """Sequences whose deadline has passed."""

@@ -28,39 +28,6 @@ class SequenceStatus(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
-class FinishRule:
-    """When one sequence is over; worked out once, because it is checked after every token.
-
-    The end token, or the stop id, that ended the sequence stays in `output_ids`: it was
-    generated and is counted; the ingress does not render it.
-
-    Attributes:
-        ends: Tokens that end it, from `min_tokens` output tokens on.
-        max_tokens: Output tokens at which it is over in any case.
-    """
-
-    ends: frozenset[int] = frozenset()
-    min_tokens: int = 0
-    max_tokens: int = 0
-
-    @classmethod
-    def of(
-        cls, state: SequenceState, *, eos_token_ids: tuple[int, ...], row_capacity_tokens: int
-    ) -> FinishRule:
-        params = state.sampling
-        ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
-        most = min(params.max_tokens, row_capacity_tokens - len(state.prompt_ids))
-        return cls(frozenset(ends), params.min_tokens, most)
-
-    def reason(self, output_ids: list[int]) -> FinishReason | None:
-        """Why the sequence is over with its last output token, or None while it goes on."""
-        count = len(output_ids)
-        if count and output_ids[-1] in self.ends and count >= self.min_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if count >= self.max_tokens else None
-
-
 @dataclass(slots=True, eq=False)
 class RunningSequence:
     """A sequence that a replica holds; each replica has one table of them by sequence id.
@@ -71,6 +38,9 @@ class RunningSequence:
         row: KV row that it occupies; `NO_ROW` while it has none.
         since_s: When it came to its status, to the exit where its token waits, or to those
             that wait for a place.
+        end_tokens: Tokens that end it, from `min_tokens` output tokens on. That which did stays in
+            `output_ids`: it was generated and is counted; the ingress does not render it.
+        most_tokens: Output tokens at which it is over in any case.
 
     Attributes of a sequence on a prefill replica:
         order: Rank by arrival among the sequences that wait for the same thing.
@@ -90,7 +60,6 @@ class RunningSequence:
             at exit i.
         is_parked: Its token may neither leave that exit nor go on: for want of deeper layers, or
             until the row's KV has the layers behind.
-        finish: When it is over.
         threshold: What its request asks of a token that leaves early.
         min_confidence: Confidence from which its token may leave early; infinite for never.
         leaves_from: The same for the token that comes next: less, while the replica is under
@@ -122,6 +91,8 @@ class RunningSequence:
     status: SequenceStatus = SequenceStatus.QUEUED
     row: int = NO_ROW
     since_s: float = 0.0
+    end_tokens: frozenset[int] = frozenset()
+    most_tokens: int = 0
     order: int = 0
     min_layers: int = 0
     num_computed: int = 0
@@ -134,7 +105,6 @@ class RunningSequence:
     num_tokens: int = 0
     next_segment: int = 0
     is_parked: bool = False
-    finish: FinishRule = FinishRule()
     threshold: float = 0.0
     min_confidence: float = 0.0
     leaves_from: float = 0.0
@@ -158,18 +128,24 @@ class RunningSequence:
     stays_until: int = 0
     suspended: Any = None
 
+    def set_end(self, *, eos_token_ids: tuple[int, ...], row_capacity_tokens: int) -> None:
+        """Work out when it is over, which is asked after every token."""
+        params = self.state.sampling
+        ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
+        self.end_tokens = frozenset(ends)
+        self.most_tokens = min(params.max_tokens, row_capacity_tokens - len(self.state.prompt_ids))
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why it is over with its last output token, or None while it goes on; see `set_end`."""
+        output_ids = self.state.output_ids
+        count = len(output_ids)
+        if count and output_ids[-1] in self.end_tokens:
+            if count >= self.state.sampling.min_tokens:
+                return FinishReason.STOP
+        return FinishReason.LENGTH if count >= self.most_tokens else None
+
 
 def append_token(state: SequenceState, token: SampledToken) -> None:
     """Record a sampled token in its sequence's state."""
     state.output_ids.append(token.token_id)
     state.exit_layers.append(token.exit_layer)
-
-
-def finish_reason(
-    state: SequenceState, *, eos_token_ids: tuple[int, ...], row_capacity_tokens: int
-) -> FinishReason | None:
-    """Why the sequence is over with its last output token, or None while it goes on."""
-    rule = FinishRule.of(
-        state, eos_token_ids=eos_token_ids, row_capacity_tokens=row_capacity_tokens
-    )
-    return rule.reason(state.output_ids)

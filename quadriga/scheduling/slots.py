@@ -121,7 +121,11 @@ class SlotTable:
             return self._rounded(max_total_tokens)
         return self._rounded(
             promised_tokens(
-                num_tokens, max_total_tokens, upper_tokens=upper_tokens, prediction=prediction
+                num_tokens,
+                max_total_tokens,
+                upper_tokens=upper_tokens,
+                num_held=self.num_held,
+                prediction=prediction,
             )
         )
 

@@ -25,7 +25,7 @@ from quadriga.policies.ares.forecast import (
     sizes,
     tokens_ahead,
 )
-from quadriga.sim.decode import SimulatedDecodeReplica
+from quadriga.sim.decode.replica import SimulatedDecodeReplica
 from quadriga.sim.prediction import RemainingPredictor
 from quadriga.sim.profiles import CostProfile
 
@@ -44,9 +44,12 @@ class Board:
         moves, moved_s: Migrations so far, and when the last one was.
         is_draining: Replicas that take nothing new.
         num_paused: Sequences preempted and not back.
-        upper_tokens: What each replica takes an answer to be; see `policies.promises`.
+        upper_tokens: What each replica takes an answer to be; see `policies.slot_reservation`.
         depth: Layers of each replica.
         is_strict: Requests that need the deepest.
+        is_lock_step: A step of all takes as long as the slowest one's.
+        stays: How often a token of each request goes on behind the first exit.
+        front_share: Of the layers, those before that exit; 1 without one.
     """
 
     def __init__(
@@ -56,11 +59,14 @@ class Board:
         input_tokens: NDArray[np.int64],
         output_tokens: NDArray[np.int64],
         depths: Sequence[int] = (),
+        *,
+        is_lock_step: bool = False,
     ) -> None:
         n, num_requests = len(names), len(input_tokens)
-        self.names, self.profile = names, profile
+        self.names, self.profile, self.is_lock_step = names, profile, is_lock_step
         self.depth = np.array(depths or [1] * n, dtype=np.int64)
         self.is_strict = np.zeros(num_requests, dtype=bool)
+        self.stays, self.front_share = np.ones(num_requests), 1.0
         self.input_tokens = input_tokens.astype(np.float64)
         self.final_tokens = (input_tokens + output_tokens).astype(np.float64)
         self.owner = np.full(num_requests, NOWHERE, dtype=np.int64)
@@ -105,11 +111,11 @@ class Board:
         self._steps[index] = replica.steps
         self._tokens[index] = replica.tokens
         self._num[index] = num = len(replica.running)
-        cost, factor = replica.profile.step, replica.factor
-        self._first_s[index] = first_s = cost.step_s(num, replica.tokens)
-        self._slope_s[index] = cost.per_token_s * num
-        self._half_s[index] = half_s = factor * cost.per_token_s * num / 2.0
-        self._linear_s[index] = factor * first_s - half_s
+        cost = replica.profile.step
+        self._first_s[index] = replica.modelled_step_s
+        self._slope_s[index] = cost.per_token_s * replica.work
+        self._half_s[index] = half_s = replica.slope_s / 2.0
+        self._linear_s[index] = replica.first_step_s - half_s
         self._aside_tokens[index] = replica.held_tokens - replica.tokens
         spare = replica.spare_tokens()
         self._spare_tokens[index] = sum(spare)
@@ -135,8 +141,15 @@ class Board:
         return np.where(self._num > 0, steps, 0.0)
 
     def step_s(self, new_steps: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds of the step each replica is at, [n]."""
+        """Seconds of the step each replica is at, [n]; in lock step of its own work in it."""
         return self._first_s + self._slope_s * new_steps
+
+    def pace_s(self, new_steps: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Seconds between two tokens of a sequence on each replica, [n]."""
+        step_s = self.step_s(new_steps)
+        if not self.is_lock_step:
+            return step_s
+        return np.full(len(step_s), step_s[self.is_alive].max(initial=0.0))
 
     def running_tokens(self, new_steps: NDArray[np.float64]) -> NDArray[np.float64]:
         """KV tokens of running sequences: what a replica's memory really holds, [n]."""
@@ -181,7 +194,7 @@ class Board:
         """What the packed snapshots of all living replicas would say at this moment."""
         new_steps = self.new_steps(now_s)
         alive = np.flatnonzero(self.is_alive)
-        step_s = self.step_s(new_steps)
+        step_s = self.pace_s(new_steps)
         requests = self.held()
         owner = self.owner[requests]
         at = np.searchsorted(alive, owner)  # a replica that holds a request is alive
@@ -201,6 +214,7 @@ class Board:
             movable=np.where(
                 self.is_running[requests], RUNS, np.where(self.is_paused[requests], PAUSED, FIXED)
             ),
+            share=self.front_share + (1.0 - self.front_share) * self.stays[requests],
             least_layers=np.where(self.is_strict[requests], self.depth[owner], 0),
         )
         # From the rows as packed, in single precision, as a worker's own sums are.
@@ -232,6 +246,8 @@ class Board:
             owner=at,
             sequence_ids=_Ids(requests),
             has_predictions=predictor is not None,
+            base_s=step.base_s,
+            front_share=self.front_share,
         )
 
 

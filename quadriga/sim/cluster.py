@@ -27,7 +27,9 @@ from quadriga.policies.admission import admit
 from quadriga.policies.ares.overload import may_hold_more
 from quadriga.sim.board import NOWHERE, Board
 from quadriga.sim.config import DEPTH_CLASS, MODEL, Failure, SimConfig
-from quadriga.sim.decode import SimulatedDecodeReplica
+from quadriga.sim.decode.lock_step import LockStep, LockStepReplica
+from quadriga.sim.decode.replica import SimulatedDecodeReplica
+from quadriga.sim.decode.vllm import VllmDecodeReplica
 from quadriga.sim.moving import Moving
 from quadriga.sim.placing import Placing, RoomlessSequence
 from quadriga.sim.policies import PolicySet
@@ -37,7 +39,6 @@ from quadriga.sim.profiles import NO_DELAYS, drawn
 from quadriga.sim.records import Gaps, Happened, Sequence
 from quadriga.sim.results import Sample, SimulatedRun
 from quadriga.sim.scaling import Autoscaler
-from quadriga.sim.vllm import VllmDecodeReplica
 
 _SCHEDULER = SchedulerConfig()
 _MOST_ASKED = 16
@@ -55,7 +56,7 @@ class Simulation:
         predictor: In place of the policy's own; policies that do not foresee ask none.
         on_tick: Called at each tick with the time and the number of open requests.
         stop: Asked at each tick, with the time; True ends the run there.
-        on_decision: Called with (now, cluster, costs, busy, load_only, orders, overload) of each
+        on_decision: Called with (now, cluster, costs, busy, load_only, orders, placing) of each
             decision, for recordings.
         make_replica: Makes the decode replicas; by default as `config.memory` says. Tests put a
             plain one here.
@@ -85,16 +86,29 @@ class Simulation:
         self.result = self._run = run = SimulatedRun(len(arrivals_s), config.num_prefill)
         profile = config.profile
         names = [f"decode-{i:04}" for i in range(config.num_decode)]
-        is_vllm = config.memory.on_full == "vllm"
-        made = make_replica or (VllmDecodeReplica if is_vllm else SimulatedDecodeReplica)
+        made = make_replica or _replica_class(config)
         self._decode = [
             made(n, config.profile_of(i), config.memory, run.gaps.append)
             for i, n in enumerate(names)
         ]
-        self._board = Board(names, profile, input_tokens, output_tokens, depths=config.depths)
+        if config.lock_step:
+            LockStep([r for r in self._decode if isinstance(r, LockStepReplica)])
+        self._board = Board(
+            names,
+            profile,
+            input_tokens,
+            output_tokens,
+            depths=config.depths,
+            is_lock_step=config.lock_step,
+        )
         if config.strict_share:
             draws = np.random.default_rng([config.seed, 0x57C1]).random(len(arrivals_s))
             self._board.is_strict = draws < config.strict_share
+        if config.exits is not None:
+            self._board.stays = config.exits.drawn(len(arrivals_s), config.seed)
+            self._board.front_share = config.exits.front_share
+            for replica in self._decode:
+                replica.front_share = config.exits.front_share
         self._placing = Placing(config, policy, self._board, output_tokens, predictor)
         self._moving = Moving(
             config, self._board, self._decode, run, changed=self._changed, at=self._at
@@ -279,6 +293,7 @@ class Simulation:
             prompt_tokens=self._input[index],
             arrival_s=float(self._arrivals_s[index]),
             promised_tokens=promised if keeps_promises else 0,
+            stays=float(self._board.stays[index]),
         )
         if self._handoff_s is None:
             handoff_s = self._config.link.seconds(tokens)
@@ -328,7 +343,9 @@ class Simulation:
         if version != self._versions[replica]:
             return  # something else happened there first
         happened = self._decode[replica].run_to_event(now_s)
-        self._changed(replica)
+        # In lock step all made these steps, and the next may take longer or shorter.
+        for index in range(len(self._decode)) if self._config.lock_step else (replica,):
+            self._changed(index)
         self._note(now_s, replica, happened)
         if self._roomless and (happened.finished or happened.left):
             self._place_roomless(now_s)
@@ -430,14 +447,24 @@ class Simulation:
             now_s, placing.grid_s, self._config.profile.kv_capacity_tokens, placing.predictor
         )
         placing.look_for_overload(cluster, len(self._roomless))
+        placing.look_at_depths(cluster, now_s)
+        if placing.pools is not None:
+            self._run.depth_gains.append(placing.pools.gain)
+            self._run.num_ticks_apart += placing.pools.is_on
         overload, load_only = placing.overload, placing.drift.is_drifting
         busy = frozenset(self._moving.busy)
         costs = self._moving.costs
         orders = rescheduler.decide_all(
-            cluster, DEPTH_CLASS, costs, busy=busy, load_only=load_only, overload=overload
+            cluster,
+            DEPTH_CLASS,
+            costs,
+            busy=busy,
+            load_only=load_only,
+            overload=overload,
+            pools=placing.pools,
         )
         if self._on_decision is not None:
-            self._on_decision(now_s, cluster, costs, busy, load_only, orders, overload)
+            self._on_decision(now_s, cluster, costs, busy, load_only, orders, placing)
         placing.forecast = cluster if self._policy.places_ahead else None
         for order in orders:
             self._moving.start(now_s, order)
@@ -506,6 +533,12 @@ class Simulation:
             self._wake(now_s)
         self._changed(replica)
         self._place_roomless(now_s)
+
+
+def _replica_class(config: SimConfig) -> type[SimulatedDecodeReplica]:
+    if config.lock_step:
+        return LockStepReplica
+    return VllmDecodeReplica if config.memory.on_full == "vllm" else SimulatedDecodeReplica
 
 
 def _draw_one(quantiles: tuple[float, ...], rng: np.random.Generator) -> float:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quadriga.config.engine import PrefillConfig
 from quadriga.config.scheduling import ScalingConfig
 from quadriga.core.replica import DepthClass
@@ -48,6 +51,45 @@ class SimScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class SimExits:
+    """An exit that tokens may leave at.
+
+    A step reads the layers behind it where any token goes on; nobody waits for a fuller batch.
+
+    Attributes:
+        front_share: Of the layers, those before it.
+        stays: How often a token of a request goes on, on average; each request has a rate of its
+            own, drawn by the seed from a beta distribution.
+        spread: Standard deviation of these rates.
+        full_share: Of the requests, whose tokens may not leave early.
+    """
+
+    front_share: float
+    stays: float = 0.07
+    spread: float = 0.05
+    full_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("front_share", "stays"):
+            if not 0.0 < getattr(self, name) < 1.0:
+                raise ConfigError(f"exits.{name}: must be between 0 and 1", param=f"exits.{name}")
+        most = self.stays * (1.0 - self.stays)
+        if not 0.0 < self.spread**2 < most or not 0.0 <= self.full_share <= 1.0:
+            raise ConfigError(
+                f"exits: spread {self.spread} must be above 0 and its square below {most:.3g}, "
+                f"full_share {self.full_share} in 0..1",
+                param="exits",
+            )
+
+    def drawn(self, count: int, seed: int) -> NDArray[np.float64]:
+        """How often a token of each request goes on: [count]."""
+        rng = np.random.default_rng([seed, 0xDE3])
+        weight = self.stays * (1.0 - self.stays) / self.spread**2 - 1.0
+        stays = rng.beta(self.stays * weight, (1.0 - self.stays) * weight, count)
+        return np.where(rng.random(count) < self.full_share, 1.0, stays)
+
+
+@dataclass(frozen=True, slots=True)
 class SimConfig:
     """One simulated cluster.
 
@@ -65,6 +107,9 @@ class SimConfig:
         depths: Layers that each decode replica has loaded; empty: all have the same. A step takes
             its share of the profile's, which is the deepest's; KV memory is as many tokens.
         strict_share: Of the requests, that need the deepest there are; drawn by the seed.
+        lock_step: Decode replicas step together, as ranks of data-parallel attention do: each step
+            takes as long as the slowest one's.
+        exits: Tokens may leave early; None: all run all layers.
         limit_s: The run is cut at this simulated time; what is unfinished then counts as failed.
     """
 
@@ -85,6 +130,8 @@ class SimConfig:
     scaling: SimScaling | None = None
     depths: tuple[int, ...] = ()
     strict_share: float = 0.0
+    lock_step: bool = False
+    exits: SimExits | None = None
     prefill: PrefillConfig = field(default_factory=_deep_queue)
 
     def __post_init__(self) -> None:
@@ -101,10 +148,14 @@ class SimConfig:
             )
         if self.depths and self.scaling is not None:
             raise ConfigError("depths: not with scaling, whose replicas are alike", param="depths")
+        if self.exits is not None and self.depths:
+            raise ConfigError("exits: not with depths", param="exits")
         if not 0.0 <= self.strict_share <= 1.0:
             raise ConfigError(
                 f"strict_share: {self.strict_share} must be in 0..1", param="strict_share"
             )
+        if self.lock_step:
+            self._check_lock_step()
         if any(not 0 <= f.replica < self.num_decode for f in self.failures):
             raise ConfigError(f"failures: replicas are 0..{self.num_decode - 1}", param="failures")
         if self.scaling is not None and not 1 <= self.scaling.start_replicas <= self.num_decode:
@@ -112,6 +163,20 @@ class SimConfig:
                 f"scaling.start_replicas: {self.scaling.start_replicas} must lie in "
                 f"1..{self.num_decode}",
                 param="scaling.start_replicas",
+            )
+
+    def _check_lock_step(self) -> None:
+        """Raises: ConfigError: With what ranks that live and step together cannot have."""
+        if self.memory.on_full == "vllm":
+            raise ConfigError(
+                "lock_step: not with the memory rules of vLLM; use pause or recompute",
+                param="lock_step",
+            )
+        if self.failures or self.scaling is not None:
+            raise ConfigError(
+                "lock_step: not with failures or scaling: ranks that step together come and go "
+                "together",
+                param="lock_step",
             )
 
     def profile_of(self, replica: int) -> CostProfile:

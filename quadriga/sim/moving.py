@@ -21,7 +21,7 @@ from quadriga.core.migration import MigrationOrder
 from quadriga.policies.ares.settings import LinkMeter, TransferCosts
 from quadriga.sim.board import Board
 from quadriga.sim.config import SimConfig
-from quadriga.sim.decode import SimulatedDecodeReplica
+from quadriga.sim.decode.replica import SimulatedDecodeReplica
 from quadriga.sim.records import Sequence
 from quadriga.sim.results import Moved, SimulatedRun
 

@@ -11,9 +11,14 @@ from quadriga.core.forecast import LengthPrediction
 from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import PlaceRequest
 from quadriga.policies.ares.cluster import ClusterForecast
+from quadriga.policies.ares.depth_pools import DepthPools, is_due, plan_pools
 from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
 from quadriga.policies.ares.governor import DriftMonitor
-from quadriga.policies.ares.overload import OverloadPlan, is_overdue, plan_overload
+from quadriga.policies.ares.overload import (
+    OverloadPlan,
+    is_overdue,
+    plan_overload,
+)
 from quadriga.policies.ares.placement import best_replica
 from quadriga.policies.ares.settings import horizon_s
 from quadriga.policies.least_work import expected_of
@@ -52,6 +57,7 @@ class Placing:
         predictor: None for policies that do not foresee.
         forecast: Of the last tick; None where the policy does not look ahead, or replicas changed.
         overload: What the overload that the last tick saw calls for; None without one.
+        pools: Whether shallow and deep sequences run apart; None where there is no choice.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class Placing:
             )
         self.forecast: ClusterForecast | None = None
         self.overload: OverloadPlan | None = None
+        self.pools: DepthPools | None = None
         self.drift = DriftMonitor()
         reference_s = config.reference_step_s or config.profile.half_memory_step_s
         self.grid_s = np.array(horizon_s(reference_s))
@@ -110,23 +117,27 @@ class Placing:
         is_first = tokens == self._board.input_tokens[index] + 1
         is_unknown = is_first and self.overload is None and not self._policy.knows
         known = None if is_unknown else prediction
+        by_forecast = self.overload is not None and prediction is not None
         longest = tokens + 1
         if self._config.memory.reservation == "used":
             longest = int(self._board.input_tokens[index]) + self._config.profile.max_tokens
+        upper_tokens, num_held = self._board.upper_tokens.tolist(), self._board.num_held.tolist()
         wanted = np.array(
             [
-                promised_tokens(tokens, longest, upper_tokens=upper, prediction=known)
-                for upper in self._board.upper_tokens.tolist()
+                promised_tokens(
+                    tokens,
+                    longest,
+                    upper_tokens=upper,
+                    num_held=held,
+                    prediction=known,
+                    by_forecast=by_forecast,
+                )
+                for upper, held in zip(upper_tokens, num_held, strict=True)
             ]
         )
         takes = self._takes(reserved, wanted) & self._board.has_layers(index)
-        if self.overload is not None and prediction is not None and takes.any():
-            takes = self.overload.open_to(
-                self._board.names,
-                takes,
-                tokens + prediction.mean,
-                is_overdue=is_overdue(waited_s, prediction, self._step_s(now_s)),
-            )
+        if self.overload is not None and prediction is not None:
+            takes = self._open(self.overload, takes, tokens, prediction, waited_s)
         is_shown = self._config.report_every_s == 0.0 or self.overload is not None
         if is_shown and not takes.any():
             return None  # what no policy places
@@ -137,6 +148,8 @@ class Placing:
             max_total_tokens=longest,
             prediction=known,
             waited_s=waited_s,
+            by_forecast=by_forecast,
+            leaves_early=bool(self._board.stays[index] < 1.0),
         )
         cluster = self.forecast
         if prediction is None or cluster is None or self.drift.is_drifting:
@@ -154,6 +167,21 @@ class Placing:
             self._said.setdefault(index, prediction)
         return chosen, promised
 
+    def _open(
+        self,
+        plan: OverloadPlan,
+        takes: NDArray[np.bool_],
+        tokens: int,
+        prediction: LengthPrediction,
+        waited_s: float,
+    ) -> NDArray[np.bool_]:
+        """Those of the replicas with room that overload leaves open to a sequence, [n]."""
+        is_open = np.zeros_like(takes)
+        if self.forecast is not None and takes.any():
+            alive = np.flatnonzero(self._board.is_alive)
+            is_open[alive] = plan.open_to(self.forecast, takes[alive], tokens, prediction, waited_s)
+        return is_open
+
     def waiting(self, now_s: float, index: int, tokens: int) -> RoomlessSequence:
         """A prefilled sequence found no room. Arguments as in `choose`."""
         return RoomlessSequence(now_s, tokens, self.predict(index, tokens))
@@ -167,10 +195,18 @@ class Placing:
     def look_for_overload(self, cluster: ClusterForecast, num_held: int) -> None:
         """Look at a tick's forecast, and at how many sequences have no decode replica."""
         may = self._policy.places_ahead and self._policy.settings.overload
-        if not may or self.drift.is_drifting or not cluster.is_one_class:
+        if not may or self.drift.is_drifting:
             self.overload = None
             return
         self.overload = plan_overload(cluster, self.overload, num_held=num_held)
+
+    def look_at_depths(self, cluster: ClusterForecast, now_s: float) -> None:
+        """Look at a tick's forecast, and whether shallow and deep sequences shall run apart."""
+        may = self._policy.places_ahead and self._policy.settings.depth_pools
+        if not may or not cluster.is_one_class:
+            self.pools = None
+        elif is_due(self.pools, cluster.names, now_s):
+            self.pools = plan_pools(cluster, self._policy.settings, self.pools, now_s)
 
     def reported(self, now_s: float, replica: int) -> None:
         """A replica reports what it holds, what is on its way to it included."""
@@ -191,7 +227,7 @@ class Placing:
     def _step_s(self, now_s: float) -> float:
         """Of the replicas that serve, on average."""
         board = self._board
-        return float(board.step_s(board.new_steps(now_s))[board.is_alive].mean())
+        return float(board.pace_s(board.new_steps(now_s))[board.is_alive].mean())
 
     def predict(self, index: int, tokens: int) -> LengthPrediction | None:
         """What is predicted of a sequence with so many KV tokens; None where nothing is."""
@@ -216,7 +252,9 @@ class Placing:
         takes: NDArray[np.bool_],
     ) -> int | None:
         alive = np.flatnonzero(self._board.is_alive)
-        row = best_replica(cluster, request, expected, takes[alive], self._policy.settings)
+        row = best_replica(
+            cluster, request, expected, takes[alive], self._policy.settings, self.pools
+        )
         if row is None:
             return None
         # Until the next tick, what was just placed counts too.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quadriga.core.replica import Reservation
 from quadriga.errors import ConfigError
@@ -19,6 +19,7 @@ PLACEMENTS = {
     "shedding": "least_work",
     "reschedule": "current_load",
     "ares": "least_work",
+    "ares-mixed": "least_work",
     "oracle": "least_work",
 }
 """By policy, the placement without forecasts."""
@@ -61,7 +62,8 @@ def make_policy(
     reschedule      current load, and moves by the present load alone ("vLLM + rescheduling")
     ares            what a service does by default: placement, moves by forecast, with predictions
                     as wrong as those of ARES's head
-    oracle          the same with true lengths
+    ares-mixed      the same, shallow and deep sequences never apart
+    oracle          as ares, with true lengths
 
     Args:
         reservation: How the replicas promise memory; see `MemoryRules.reservation`.
@@ -75,7 +77,9 @@ def make_policy(
             param="policy",
         )
     settings = settings_under(settings or AresSettings(), reservation)
-    foresees = name in ("ares", "oracle")
+    if name == "ares-mixed":
+        settings = replace(settings, depth_pools=False)
+    foresees = name in ("ares", "ares-mixed", "oracle")
     moves = foresees or name == "reschedule"
     return PolicySet(
         name=name,

@@ -10,10 +10,10 @@ from quadriga.core.migration import MigrationOrder
 from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Reservation, Role
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import pack
-from quadriga.policies.ares.overload import OverloadPlan
 from quadriga.policies.ares.recording import RecordedTick, write_tick
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
 from quadriga.sim.config import DEPTH_CLASS, SimConfig
+from quadriga.sim.placing import Placing
 from quadriga.sim.policies import make_policy
 
 
@@ -36,7 +36,7 @@ class Recorder:
         busy: frozenset[str],
         load_only: bool,
         orders: list[MigrationOrder],
-        overload: OverloadPlan | None,
+        placing: Placing,
     ) -> None:
         """Write one decision."""
         profile = self._config.profile
@@ -57,7 +57,8 @@ class Recorder:
                 load_only=load_only,
                 busy=busy,
                 orders=orders,
-                overload=overload,
+                overload=placing.overload,
+                pools={} if placing.pools is None else {DEPTH_CLASS: placing.pools},
             ),
         )
 
@@ -91,6 +92,7 @@ def snapshots_of(
             base_s=base_s,
             costs=cluster.costs,
             has_predictions=cluster.has_predictions,
+            front_share=cluster.front_share,
         )
         capacity = int(cluster.capacity_tokens[i])
         info = ReplicaInfo(

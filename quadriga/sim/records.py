@@ -18,7 +18,8 @@ class MemoryRules:
     Attributes:
         on_full: `recompute`: the victim's KV is dropped and computed again on this replica, while
             the batch stands still. `pause`: it goes to host memory and comes back over the link.
-            `vllm`: as vLLM's V1 scheduler does; see `quadriga.sim.vllm`. Marks mean nothing there.
+            `vllm`: as vLLM's V1 scheduler does, where marks mean nothing; see
+            `quadriga.sim.decode.vllm`.
         high: Share of the memory down to which sequences are preempted once it is full.
         low: Share of the memory up to which they come back.
         admits: Share of the memory up to which new sequences are let in; with `pause` by what they
@@ -62,6 +63,7 @@ class Sequence:
         promised_tokens: KV tokens that its replica keeps for it where memory is promised as it is
             used; nothing once it has more.
         num_pauses: How often its replica paused it.
+        stays: How often one of its tokens runs on behind the first exit.
     """
 
     index: int
@@ -73,6 +75,7 @@ class Sequence:
     base: int = 0
     promised_tokens: int = 0
     num_pauses: int = 0
+    stays: float = 1.0
 
 
 @dataclass(slots=True)

@@ -92,6 +92,9 @@ class SimulatedRun:
         prefill_blocked: Spans in which one stood still with a queue, because all its rows held
             sequences that waited for a decode replica.
         num_cancelled: Migrations given up before the source let go.
+        depth_gains: By tick: what shallow and deep sequences apart save of a token's time, or
+            would; none where there is no choice.
+        num_ticks_apart: Ticks at which they were apart.
         end_s: When the run ended.
     """
 
@@ -113,6 +116,8 @@ class SimulatedRun:
     prefill_busy: list[Span] = field(default_factory=list)
     prefill_blocked: list[Span] = field(default_factory=list)
     num_cancelled: int = 0
+    depth_gains: list[float] = field(default_factory=list)
+    num_ticks_apart: int = 0
     end_s: float = 0.0
 
     def __post_init__(self) -> None:

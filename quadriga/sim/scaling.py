@@ -19,7 +19,7 @@ from quadriga.policies.scaling import (
 from quadriga.policies.scaling_need import ClassLoad
 from quadriga.sim.board import Board
 from quadriga.sim.config import SimScaling
-from quadriga.sim.decode import SimulatedDecodeReplica
+from quadriga.sim.decode.replica import SimulatedDecodeReplica
 from quadriga.sim.moving import Moving
 from quadriga.sim.placing import Placing
 from quadriga.sim.recorder import snapshots_of

@@ -35,6 +35,8 @@ from quadriga.tune.states import StateStore
 
 SAMPLE_EVERY = 20
 QUANTILES = (0.1, 0.5, 0.9)
+MEDIAN = 1 + QUANTILES.index(0.5)
+"""Among a head's outputs."""
 SPLIT = (0.70, 0.15, 0.15)
 MAX_NEW_TOKENS = 700
 WIDTHS = (1 / 4, 1 / 8)  # of the model's width
@@ -56,6 +58,7 @@ class LengthData:
         prompt_lengths: int64 [num_samples].
         requests: int64 [num_samples], index of the request.
         token_ids: Per request, prompt and answer; what an auxiliary model would read.
+        ids: Per request, its prompt's.
     """
 
     depths: tuple[int, ...]
@@ -65,6 +68,7 @@ class LengthData:
     prompt_lengths: Tensor
     requests: Tensor
     token_ids: list[tuple[list[int], list[int]]]
+    ids: list[str]
 
     def inputs(self, exit_index: int) -> Tensor:
         """What the head of an exit reads: [num_samples, hidden + NUM_COUNTS]."""
@@ -107,6 +111,7 @@ def gather(
         prompt_lengths=torch.tensor([len(answer.prompt_ids) for answer in answers])[owner],
         requests=owner,
         token_ids=[(answer.prompt_ids, answer.answer_ids) for answer in answers],
+        ids=[answer.id for answer in answers],
     )
 
 
@@ -265,7 +270,7 @@ def measure(outputs: Tensor, generated: Tensor, remaining: Tensor) -> dict[str, 
         MAE) by tokens generated; `calibration`: (level, share of truths at or below it).
     """
     truth = remaining.float()
-    median = outputs[:, 1 + QUANTILES.index(0.5)]
+    median = outputs[:, MEDIAN]
     error = (median - truth).abs()
     edges = [0, 1, 21, 61, 121, 241, 481, MAX_NEW_TOKENS + 1]
     by_generated = []

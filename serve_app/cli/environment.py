@@ -47,6 +47,9 @@ def prepare_environment(*, haproxy: bool = False) -> None:
     os.environ.setdefault("RAY_SERVE_GRPC_MAX_MESSAGE_SIZE", str(MAX_GRPC_MESSAGE_BYTES))
     # Serve would wait for ever for the end of a request's headers, and read any amount of them.
     os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", HTTP_GUARD)
+    # Serve would kill a proxy that has not started within 5 s, which a busy machine may take, and
+    # the start of the service with it.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     # A record of every actor call, for a dashboard that shows them one by one.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     os.environ.setdefault("RAY_enable_timeline", "0")

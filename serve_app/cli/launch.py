@@ -116,9 +116,12 @@ def find_models(config: QuadrigaConfig) -> None:
     And for the models that may be chosen in the first one's place.
 
     Raises:
-        ConfigError: One cannot be found, or cannot be served.
+        ConfigError: One cannot be found, or cannot be served, or its exits are another's.
     """
-    found = [read_checkpoint(p.model, cache_dir=config.engine.cache_dir) for p in config.pools]
+    cache_dir = config.engine.cache_dir
+    found = [
+        read_checkpoint(p.model, cache_dir=cache_dir, heads=p.exits.folder) for p in config.pools
+    ]
     if config.helios.enabled:
         from quadriga.control.helios_setup import check_catalogue
 
@@ -150,6 +153,7 @@ class LocalService:
         self._ray_options = ray_options
         self._processes = RayProcesses()
         self._is_serving = False
+        self._begun: object = None  # the actors' start
 
     def start(self) -> None:
         """Start everything and return once all replicas serve.
@@ -224,6 +228,7 @@ class LocalService:
     def _start_serve(self) -> None:
         from ray import serve
 
+        from actors.rpc.lookup import begin_cluster
         from serve_app.app import application
 
         grpc_options = None
@@ -234,6 +239,8 @@ class LocalService:
             }
         began_s = time.monotonic()
         try:
+            # Models are loaded while Serve starts; the ingress waits for it, and tells what fails.
+            self._begun = begin_cluster(self.config)
             serve.start(
                 proxy_location="HeadOnly",
                 http_options=self.addresses.http_options(),

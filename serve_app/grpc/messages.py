@@ -143,6 +143,25 @@ def generation_fields(request: Any) -> dict[str, Any]:
     return fields
 
 
+def embedding_fields(request: Any) -> dict[str, Any]:
+    """As `generation_fields`, of an `EmbedRequest`.
+
+    Raises: InvalidRequest.
+    """
+    names = ("pooling", "normalize", "priority", "deadline_ms", "user", "cache_salt")
+    fields: dict[str, Any] = {name: getattr(request, name) for name in names if _set(request, name)}
+    if request.model:
+        fields["model"] = request.model
+    inputs: list[str | list[int]] = []
+    for i, item in enumerate(request.inputs):
+        form = item.WhichOneof("input")
+        if form is None:
+            raise InvalidRequest(f"input.{i}: give text or token_ids", param=f"input.{i}")
+        inputs.append(item.text if form == "text" else list(item.token_ids.ids))
+    fields["input"] = inputs
+    return fields
+
+
 def _chat_message(message: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
     for name in ("name", "tool_call_id"):
@@ -266,6 +285,9 @@ def usage_message(request: Request) -> Any:
         message.pauses += sequence.progress.num_pauses
         message.breaches += sequence.progress.num_breaches
         message.lowered += sequence.progress.num_lowered
+        pool = sequence.progress.depth_pool
+        if pool and pool not in message.depth_pools:
+            message.depth_pools.append(pool)
         if (said := sequence.progress.expected) is not None:
             message.predicted.add(
                 choice=sequence.index, tokens=said.mean, lower=said.lower, upper=said.upper

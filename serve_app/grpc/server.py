@@ -23,6 +23,8 @@ from quadriga.observability import tracing
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.auth.keys import ApiKey
 from serve_app.auth.rate_limiter import MAX_WATCHES, ConcurrencyLimiter
+from serve_app.embeddings.body import EmbeddingsBody, embedding_request
+from serve_app.embeddings.rendering import vectors
 from serve_app.grpc import messages as wire
 from serve_app.openai.bodies import parse_body
 from serve_app.openai.errors import as_quadriga
@@ -118,6 +120,35 @@ class GrpcServer:
         finally:
             self._end(stream, code)
 
+    async def embed(self, data: bytes, context: Any) -> Any:
+        """Embed: returns `EmbedResponse`."""
+        stream: OutputStream | None = None
+        code = Cancelled.grpc_code  # of a call that is cancelled
+        try:
+            caller = self._caller(context)
+            message = wire.parse_request(pb.EmbedRequest, data, self._limits.max_body_bytes)
+            request = await self._embedding(message)
+            request.traceparent = _traceparent(context)
+            stream = (await self._begun(caller, message, request)).reader()
+            request = stream.request
+            with self._engine_client.answering():
+                while await stream.read():
+                    pass
+            found = vectors(request, normalize=message.normalize)
+            code = OK
+            return pb.EmbedResponse(
+                request_id=request.request_id,
+                model=request.model,
+                embeddings=[pb.Embedding(values=vector) for vector in found],
+                prompt_tokens=request.num_prompt_tokens,
+            )
+        except Exception as exc:  # as above
+            error = self._failed(exc, context)
+            code = error.grpc_code
+            return pb.EmbedResponse(error=wire.error_message(error))
+        finally:
+            self._end(stream, code)
+
     async def cancel(self, data: bytes, context: Any) -> Any:
         """Cancel: returns `CancelResponse`."""
         try:
@@ -144,6 +175,7 @@ class GrpcServer:
                         root=row["root"],
                         max_model_len=row["max_model_len"],
                         created_unix_s=row["created"],
+                        parent=row["parent"] or "",
                     )
                     for row in rows
                 ]
@@ -186,9 +218,7 @@ class GrpcServer:
         message = wire.parse_request(pb.GenerateRequest, data, self._limits.max_body_bytes)
         request = await self._validated(message)
         request.eta_in_chunks = message.include_eta
-        if tracing.is_on():
-            traceparent = dict(context.invocation_metadata()).get("traceparent")
-            request.traceparent = traceparent if isinstance(traceparent, str) else None
+        request.traceparent = _traceparent(context)
         request = await self._begun(caller, message, request)
         try:
             digests = list(message.resume_digest)
@@ -198,23 +228,30 @@ class GrpcServer:
             raise
 
     async def _begun(self, caller: ApiKey, message: Any, request: Request) -> Request:
+        """The caller's request of this id, or this one, begun.
+
+        Args:
+            message: A `GenerateRequest` or an `EmbedRequest`.
+        """
+        may_resume = isinstance(message, pb.GenerateRequest)
         if not message.request_id:
-            if message.resume_from:
+            if may_resume and message.resume_from:
                 raise InvalidRequest("resume_from: needs request_id", param="resume_from")
             return self._engine_client.open(request, caller=caller)
-        content = pb.GenerateRequest()
+        content = type(message)()
         content.CopyFrom(message)
-        content.ClearField("resume_from")
-        content.ClearField("resume_digest")
+        if may_resume:
+            content.ClearField("resume_from")
+            content.ClearField("resume_digest")
         content.ClearField("deadline_ms")  # what is left of it shrinks from try to try
-        fingerprint = hashlib.sha256(content.SerializeToString(deterministic=True)).digest()
+        serialised = content.SerializeToString(deterministic=True)
         return await self._engine_client.open_or_resume(
             request,
             caller,
             message.request_id,
-            fingerprint,
-            is_resumption=any(message.resume_from),
-            may_begin=bool(message.resume_digest),
+            hashlib.sha256(type(message).__name__.encode() + b"\0" + serialised).digest(),
+            is_resumption=may_resume and any(message.resume_from),
+            may_begin=may_resume and bool(message.resume_digest),
         )
 
     async def _validated(self, message: Any) -> Request:
@@ -224,17 +261,33 @@ class GrpcServer:
         model = models.find(message.model or AUTO_MODEL)
         check_length(len(message.prompt_token_ids.ids), model, "prompt")
         fields = wire.generation_fields(message)
-        request_id = message.request_id or uuid.uuid4().hex
-        check_key(request_id, "request_id")
-        common: dict[str, Any] = {
-            "request_id": request_id,
-            "now_unix_s": self._engine_client.clock.unix_s(),
-        }
+        common = self._name_and_time(message)
         if "messages" in fields:
             chat = parse_body(ChatBody, fields)
             return await chat_request(chat, model, self._limits, models, **common)
         body = parse_body(CompletionBody, fields)
         return await completion_request(body, model, self._limits, models, **common)
+
+    async def _embedding(self, message: Any) -> Request:
+        # As above.
+        models, inputs = self._engine_client.models, message.inputs
+        if len(inputs) > self._limits.max_prompts:
+            raise InvalidRequest(
+                f"input: {len(inputs)} inputs, above the limit of {self._limits.max_prompts}; send "
+                "them in several requests",
+                param="input",
+            )
+        model = models.find(message.model or AUTO_MODEL)
+        for i, item in enumerate(inputs):
+            check_length(len(item.token_ids.ids), model, f"input.{i}")
+        body = parse_body(EmbeddingsBody, wire.embedding_fields(message))
+        return await embedding_request(body, self._limits, models, **self._name_and_time(message))
+
+    def _name_and_time(self, message: Any) -> dict[str, Any]:
+        """Of a request that begins now. Raises: InvalidRequest: Its id is none."""
+        request_id = message.request_id or uuid.uuid4().hex
+        check_key(request_id, "request_id")
+        return {"request_id": request_id, "now_unix_s": self._engine_client.clock.unix_s()}
 
     def _caller(self, context: Any) -> ApiKey:
         """Raises: Unauthenticated, KeyLimitReached."""
@@ -261,6 +314,14 @@ class GrpcServer:
             stream.close()
             self._engine_client.leave(stream.request)
         self._engine_client.metrics.requests.labels("grpc", code).inc()
+
+
+def _traceparent(context: Any) -> str | None:
+    """The client's, where traces are written."""
+    if not tracing.is_on():
+        return None
+    traceparent = dict(context.invocation_metadata()).get("traceparent")
+    return traceparent if isinstance(traceparent, str) else None
 
 
 def _check_counts(message: Any, max_n: int) -> None:

@@ -1,4 +1,5 @@
-"""Generation over HTTP: completions, chats and responses, whole or as events, resumable by key."""
+"""The models' answers over HTTP: completions, chats and responses, whole or as events, and
+embeddings; resumable by key."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from quadriga.errors import Cancelled, InvalidRequest, QuadrigaError
 from quadriga.observability import tracing
 from quadriga.text import TextTokenizer
 from serve_app.auth.keys import ApiKey
+from serve_app.embeddings.body import EmbeddingsBody, embedding_request
+from serve_app.embeddings.rendering import EmbeddingsFormat
 from serve_app.http.call import Call, Headers
 from serve_app.openai.bodies import ignored_fields, parse_body, parse_json
 from serve_app.openai.models import ModelDirectory
-from serve_app.openai.rendering import CHAT, COMPLETION, StreamFormat
+from serve_app.openai.rendering import CHAT, COMPLETION, AnswerFormat, StreamFormat
 from serve_app.openai.schema import ChatBody, CompletionBody
 from serve_app.openai.validation import chat_request, completion_request
 from serve_app.request.engine_client import EngineClient
@@ -34,7 +37,7 @@ SSE_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 MAX_WARNED_FIELDS = 8
-ReadBody = Callable[[Any], Awaitable[tuple[Request, StreamFormat]]]
+ReadBody = Callable[[Any], Awaitable[tuple[Request, AnswerFormat]]]
 """From a body's JSON to the request, and how its answer is written."""
 
 
@@ -60,11 +63,12 @@ class HttpGeneration:
         await self._generate(call, self._chat)
 
     async def responses(self, call: Call) -> None:
-        if _is_resumption(call):
-            raise InvalidRequest(
-                "x-resume-index: not on this route; leave it out", param="x-resume-index"
-            )
+        _refuse_resumption(call)
         await self._generate(call, self._response)
+
+    async def embeddings(self, call: Call) -> None:
+        _refuse_resumption(call)
+        await self._generate(call, self._embedding)
 
     async def _generate(self, call: Call, read: ReadBody) -> None:
         request, answer_format = await self._open(call, read)
@@ -80,6 +84,7 @@ class HttpGeneration:
             headers = self._warning_headers(request)
             with self._engine_client.answering():
                 if request.stream:
+                    assert isinstance(answer_format, StreamFormat)  # of every body with `stream`
                     await _stream(call, stream, answer_format, tokenizer, headers)
                 else:
                     while await stream.read():
@@ -91,7 +96,7 @@ class HttpGeneration:
             stream.close()
             self._engine_client.leave(request)
 
-    async def _open(self, call: Call, read: ReadBody) -> tuple[Request, StreamFormat]:
+    async def _open(self, call: Call, read: ReadBody) -> tuple[Request, AnswerFormat]:
         """Read and validate a request and begin it, or find it under the idempotency key."""
         caller = self._engine_client.rate_limiter.http_caller(call.headers.get("authorization"))
         raw = await call.read_body(self._engine_client)
@@ -100,7 +105,7 @@ class HttpGeneration:
             request.traceparent = call.headers.get("traceparent")
         return await self._begun(call, caller, raw, request), answer_format
 
-    async def _completion(self, data: Any) -> tuple[Request, StreamFormat]:
+    async def _completion(self, data: Any) -> tuple[Request, AnswerFormat]:
         body = parse_body(CompletionBody, data)
         model = self._models.find(body.model)
         request = await completion_request(
@@ -108,10 +113,10 @@ class HttpGeneration:
         )
         return request, COMPLETION
 
-    async def _chat(self, data: Any) -> tuple[Request, StreamFormat]:
+    async def _chat(self, data: Any) -> tuple[Request, AnswerFormat]:
         return await self._chat_request(parse_body(ChatBody, data)), CHAT
 
-    async def _response(self, data: Any) -> tuple[Request, StreamFormat]:
+    async def _response(self, data: Any) -> tuple[Request, AnswerFormat]:
         body = parse_body(ResponsesBody, data)
         try:
             request = await self._chat_request(as_chat(body))
@@ -119,6 +124,11 @@ class HttpGeneration:
             raise in_its_words(exc) from exc
         request.ignored_fields = ignored_fields(body)
         return request, ResponsesFormat(body)
+
+    async def _embedding(self, data: Any) -> tuple[Request, AnswerFormat]:
+        body = parse_body(EmbeddingsBody, data)
+        request = await embedding_request(body, self._limits, self._models, **self._name_and_time())
+        return request, EmbeddingsFormat(body)
 
     async def _chat_request(self, body: ChatBody) -> Request:
         model = self._models.find(body.model)
@@ -181,6 +191,14 @@ async def _stream(
 def _is_resumption(call: Call) -> bool:
     """Whether the request states that the client has tokens already."""
     return any(part.strip(" 0") for part in call.headers.get("x-resume-index", "").split(","))
+
+
+def _refuse_resumption(call: Call) -> None:
+    """Raises: InvalidRequest: The client has tokens already, on a route without such."""
+    if _is_resumption(call):
+        raise InvalidRequest(
+            "x-resume-index: not on this route; leave it out", param="x-resume-index"
+        )
 
 
 def _resume_cursors(call: Call, request: Request) -> list[int]:

@@ -79,11 +79,13 @@ class HttpServer:
             ("GET", "/version", self.version),
             ("GET", "/load", self.load),
             ("GET", "/metrics", self.metrics),
+            ("GET", "/metrics/endpoint", self.endpoint_metrics),
             ("GET", "/v1/models", self.models),
             ("GET", "/v1/models/{model:path}", self.model),
             ("POST", "/v1/completions", generation.completions),
             ("POST", "/v1/chat/completions", generation.chat),
             ("POST", "/v1/responses", generation.responses),
+            ("POST", "/v1/embeddings", generation.embeddings),
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
             *(("GET", path, page) for path, page in docs_pages(TITLE)),
@@ -122,6 +124,13 @@ class HttpServer:
     async def metrics(self, call: Call) -> None:
         self._check_caller(call, admin=True)
         await answer_metrics(self._engine_client, call)
+
+    async def endpoint_metrics(self, call: Call) -> None:
+        """For a gateway's endpoint picker: the whole cluster is one model server."""
+        if not self._limits.open_endpoint_metrics:
+            self._check_caller(call)
+        page = self._engine_client.endpoint_metrics_page()
+        await call.answer(page, content_type=CONTENT_TYPE.encode())
 
     async def models(self, call: Call) -> None:
         self._check_caller(call)

@@ -51,7 +51,7 @@ class ModelCard(Answer):
     created: int = Field(description="When the service was started, Unix seconds.")
     owned_by: str = Field(description="Always `quadriga`.")
     root: str = Field(description="The model behind an alias; else the same as `id`.")
-    parent: str | None = Field(description="Always null.")
+    parent: str | None = Field(description="Of a LoRA adapter: the model it changes.")
     max_model_len: int = Field(description="Most tokens of prompt and answer together.")
 
 
@@ -118,6 +118,11 @@ class QuadrigaUsage(BaseModel):
     )
     lowered: int = Field(
         description="Tokens that left below their threshold within `quality_budget`."
+    )
+    depth_pools: list[str] | None = Field(
+        None,
+        description="`shallow`, `deep`: the replicas that the choices ended on, where sequences of "
+        "either kind have their own.",
     )
     predicted: list[PredictedTokensAnswer] | None = Field(
         None, description="Of each choice whose length was predicted."

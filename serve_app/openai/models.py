@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from quadriga.catalogue.adapters import read_adapters
 from quadriga.checkpoint.exits import NO_EXITS, ExitSpec
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.config.loader import QuadrigaConfig
@@ -16,7 +17,7 @@ from quadriga.config.resolve import configured_exits
 from quadriga.core.grammar import Grammar
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.request import AUTO_MODEL
-from quadriga.errors import ContextTooLong, UnknownModel
+from quadriga.errors import ConfigError, ContextTooLong, UnknownModel
 from quadriga.text import TextTokenizer, load_tokenizer
 from serve_app.openai.grammar_checker import GrammarChecker
 
@@ -38,6 +39,7 @@ class ServedModel:
         depth: Layers of the deepest replicas.
         is_auto: It stands for the model that the cluster chooses; all have one tokenizer.
         is_deterministic: No answer may depend on the load.
+        adapter: It stands for this LoRA adapter of the checkpoint; empty: for the checkpoint alone.
     """
 
     checkpoint: Checkpoint
@@ -47,10 +49,11 @@ class ServedModel:
     depth: int = 0
     is_auto: bool = False
     is_deterministic: bool = False
+    adapter: str = ""
 
     @property
     def id(self) -> str:
-        return self.checkpoint.id
+        return self.adapter or self.checkpoint.id
 
     @property
     def longer_remedy(self) -> str:
@@ -104,6 +107,18 @@ class ModelDirectory:
                 depth,
                 is_deterministic=config.deterministic,
             )
+        for index, pool in enumerate(config.pools):
+            if pool.adapters is None:
+                continue
+            base = read_checkpoint(pool.model, cache_dir=config.engine.cache_dir).id
+            for adapter in read_adapters(pool.adapters):
+                named = replace(models[base], adapter=adapter.name)
+                if models.setdefault(adapter.name, named) != named:
+                    raise ConfigError(
+                        f"pools.{index}.adapters: two models are called {adapter.name!r}; rename "
+                        "the adapter's folder",
+                        param=f"pools.{index}.adapters",
+                    )
         return cls(list(models.values()), chooses=config.helios.enabled)
 
     def follow(self, snapshots: Iterable[ReplicaSnapshot]) -> None:
@@ -117,9 +132,10 @@ class ModelDirectory:
             if info.max_model_len:
                 model, most = info.depth_class.model, info.max_model_len
                 limits[model] = min(most, limits.get(model, most))
-        for model, most in limits.items():
-            if model in self._models and self._models[model].max_model_len != most:
-                self._models[model] = replace(self._models[model], max_model_len=most)
+        for name, served in self._models.items():
+            length = limits.get(served.checkpoint.id, served.max_model_len)
+            if served.max_model_len != length:
+                self._models[name] = replace(served, max_model_len=length)
         of_default = (
             min(limits.values())
             if self._default.is_auto and limits
@@ -184,10 +200,11 @@ class ModelDirectory:
 
     async def check_grammar(self, model: ServedModel, grammar: Grammar, field: str) -> None:
         """See `GrammarChecker.check`."""
-        checker = self._checkers.get(model.id)
+        name = model.checkpoint.id
+        checker = self._checkers.get(name)
         if checker is None:
             checker = GrammarChecker(model.checkpoint, model.tokenizer)
-            self._checkers[model.id] = checker
+            self._checkers[name] = checker
         await checker.check(grammar, field)
 
     def close(self) -> None:
@@ -204,6 +221,11 @@ class ModelDirectory:
     def ids(self) -> list[str]:
         return list(self._models)
 
+    @property
+    def adapters(self) -> list[str]:
+        """Ids of those that are LoRA adapters."""
+        return [name for name, model in self._models.items() if model.adapter]
+
     def listing(self) -> dict[str, Any]:
         """The body of GET /v1/models."""
         rows = [self.describe(model) for model in self._models]
@@ -218,6 +240,6 @@ class ModelDirectory:
             "created": self._created_unix_s,
             "owned_by": "quadriga",
             "root": found.id,
-            "parent": None,
+            "parent": found.checkpoint.id if found.adapter else None,
             "max_model_len": found.max_model_len,
         }

@@ -27,6 +27,8 @@ from quadriga.errors import (
     UnknownModel,
 )
 from quadriga.observability.metrics import CONTENT_TYPE
+from serve_app.embeddings.answers import EmbeddingsAnswer
+from serve_app.embeddings.body import EmbeddingsBody
 from serve_app.openai import openapi_examples as examples
 from serve_app.openai.answers import (
     Alive,
@@ -104,10 +106,15 @@ _METRICS = (
     "Prometheus text: the whole cluster, each series labelled `replica`. With keys on, for keys "
     "with `admin`; the admin port has it too."
 )
+_ENDPOINT_METRICS = (
+    "Prometheus text for a gateway's endpoint picker: the load of the whole cluster as that of one "
+    "model server, a series each. `ingress.open_endpoint_metrics`: without a key."
+)
 _RESPONSES = (
     "Answer a conversation, in the form of OpenAI's Responses API; nothing is stored. With "
     "`stream: true` the answer is `text/event-stream`, its events those of that API."
 )
+_EMBEDDINGS = "Make vectors of texts, of the whole model's last hidden states."
 _OPS, _GENERATION = "operation", "generation"
 # fmt: off
 OPERATIONS = (
@@ -119,6 +126,8 @@ OPERATIONS = (
     Operation("get", "/version", _OPS, "Which version runs.", Version, _ALWAYS),
     Operation("get", "/load", _OPS, "How much there is to do now.", LoadAnswer, _KEYED),
     Operation("get", "/metrics", _OPS, _METRICS, CONTENT_TYPE, (*_KEYED, Forbidden, Unavailable)),
+    Operation(
+        "get", "/metrics/endpoint", _OPS, _ENDPOINT_METRICS, CONTENT_TYPE, (*_KEYED, Unavailable)),
     Operation("get", "/v1/models", "models", "The models served.", ModelList, _KEYED),
     Operation(
         "get", "/v1/models/{model}", "models", "One model.", ModelCard, (*_KEYED, UnknownModel)),
@@ -131,6 +140,9 @@ OPERATIONS = (
     Operation(
         "post", "/v1/responses", _GENERATION, _RESPONSES, ResponsesAnswer, _GENERATED,
         ResponsesBody),
+    Operation(
+        "post", "/v1/embeddings", _GENERATION, _EMBEDDINGS, EmbeddingsAnswer, _GENERATED,
+        EmbeddingsBody),
     Operation(
         "post", "/tokenize", "tokens", "Text or messages to token ids.", TokenizeAnswer, _POSTED,
         TokenizeBody),
@@ -170,7 +182,7 @@ def openapi_document(limits: IngressConfig, *, needs_key: bool = False) -> dict[
             "that is not here 405, both as any other error.",
         },
         "tags": [
-            {"name": "generation", "description": "Text from a model."},
+            {"name": "generation", "description": "Text and vectors from a model."},
             {"name": "models", "description": "What is served."},
             {"name": "tokens", "description": "The models' tokenizers."},
             {"name": "operation", "description": "For those who run it."},
@@ -317,7 +329,7 @@ def _header_parameter(name: str, text: str, more: dict[str, Any]) -> dict[str, A
 
 def _state_limits(schemas: dict[str, Any], limits: IngressConfig) -> None:
     """Write the deployment's own bounds into the schemas of the generation bodies."""
-    for body in (CompletionBody, ChatBody):
+    for body in (CompletionBody, ChatBody, EmbeddingsBody):
         fields = schemas[body.__name__]["properties"]
         for name, bound in (
             ("n", largest_n(limits)),
@@ -332,11 +344,12 @@ def _state_limits(schemas: dict[str, Any], limits: IngressConfig) -> None:
             variant |= {"maxItems": limits.max_stop_strings, "items": {"type": "string"} | text}
         for variant in _variants(fields, "stop", "string"):
             variant |= text
-    completion = schemas["CompletionBody"]["properties"]
-    completion["prompt"] = deepcopy(completion["prompt"])  # pydantic hands out the model's own
-    for form in completion["prompt"]["anyOf"]:
-        if form["type"] == "array" and form["items"]["type"] != "integer":
-            form["maxItems"] = limits.max_prompts
+    for body, name in ((CompletionBody, "prompt"), (EmbeddingsBody, "input")):
+        fields = schemas[body.__name__]["properties"]
+        fields[name] = deepcopy(fields[name])  # pydantic hands out the model's own
+        for form in fields[name]["anyOf"]:
+            if form["type"] == "array" and form["items"]["type"] != "integer":
+                form["maxItems"] = limits.max_prompts
     for variant in _variants(schemas["ChatBody"]["properties"], "max_tokens", "integer"):
         variant["minimum"] = 1
 

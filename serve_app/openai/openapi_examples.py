@@ -55,10 +55,18 @@ ANSWERS: dict[str, Any] = {
     "/version": {"version": "0.1.0"},
     "/load": {"server_load": 3, "num_running": 4, "num_waiting": 0},
     "/metrics": "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 3.0\n",
+    "/metrics/endpoint": "# TYPE vllm:num_requests_waiting gauge\n"
+    'vllm:num_requests_waiting{model_name="smollm2-135m-instruct"} 2.0\n',
     "/v1/models": {"object": "list", "data": [MODEL | {"id": SERVED}, MODEL]},
     "/v1/models/{model}": MODEL,
     "/tokenize": {"tokens": [52, 81, 84], "count": 3, "max_model_len": 8192},
     "/detokenize": {"prompt": "The capital of France is"},
+    "/v1/embeddings": {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": [0.25, -1.5, 0.125]}],
+        "model": SERVED,
+        "usage": {"prompt_tokens": 5, "total_tokens": 5},
+    },
     "/v1/completions": {
         "id": "cmpl-5f0c1d",
         "object": "text_completion",
@@ -190,6 +198,10 @@ REQUESTS: dict[str, dict[str, Any]] = {
                 }
             },
         },
+    },
+    "/v1/embeddings": {
+        "texts": {"input": ["The capital of France is", QUESTION], "normalize": True},
+        "ids": {"input": [52, 81, 84], "encoding_format": "base64", "pooling": "last"},
     },
     "/tokenize": {
         "text": {"prompt": "The capital of France is"},

@@ -57,6 +57,9 @@ def usage(request: Request, *, num_read: int | None = None) -> dict[str, Any]:
             "breaches": sum(s.progress.num_breaches for s in sequences),
             "lowered": sum(s.progress.num_lowered for s in sequences),
         }
+        pools = sorted({s.progress.depth_pool for s in sequences if s.progress.depth_pool})
+        if pools:
+            counts["quadriga"]["depth_pools"] = pools
         predicted = [
             {
                 "choice": s.index,
@@ -77,8 +80,16 @@ def usage(request: Request, *, num_read: int | None = None) -> dict[str, Any]:
     return counts
 
 
-class StreamFormat(ABC):
+class AnswerFormat(ABC):
     """How a request's answer is written."""
+
+    @abstractmethod
+    def whole(self, request: Request, tokenizer: TextTokenizer) -> dict[str, Any]:
+        """The answer of a request that does not stream."""
+
+
+class StreamFormat(AnswerFormat):
+    """How an answer is written that may also come as events."""
 
     @abstractmethod
     def events(
@@ -90,16 +101,12 @@ class StreamFormat(ABC):
     def closing_events(self, request: Request) -> bytes:
         """What follows the last chunk of a stream that ended well."""
 
-    @abstractmethod
-    def whole(self, request: Request, tokenizer: TextTokenizer) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
-
     def error_event(self, exc: QuadrigaError) -> bytes:
         """The last event of a stream that broke."""
         return error_frame(exc)
 
 
-class AnswerFormat(StreamFormat):
+class ChoicesFormat(StreamFormat):
     """Of completions and chats."""
 
     object_name: str
@@ -174,7 +181,7 @@ class AnswerFormat(StreamFormat):
         """Text, log-probabilities and finish reason of a finished sequence."""
 
 
-class CompletionFormat(AnswerFormat):
+class CompletionFormat(ChoicesFormat):
     """`text_completion`, with the old form of log-probabilities."""
 
     object_name = "text_completion"
@@ -214,7 +221,7 @@ class CompletionFormat(AnswerFormat):
         }
 
 
-class ChatFormat(AnswerFormat):
+class ChatFormat(ChoicesFormat):
     """`chat.completion` and its chunks; the role comes with the first text, not before it."""
 
     object_name = "chat.completion"

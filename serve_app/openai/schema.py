@@ -122,12 +122,25 @@ class StructuredOutputs(RequestBody):
     json_object: bool | None = Field(None, description="Any JSON object.")
 
 
-class GenerationFields(RequestBody):
-    """Fields that completions, chats and gRPC share."""
+class RequestFields(RequestBody):
+    """Fields of every request that a model computes."""
 
     model: str = Field(
         "quadriga-auto", max_length=512, description="Model id; `quadriga-auto` lets us choose."
     )
+    priority: int | None = Field(
+        None, ge=INT32_MIN, le=INT32_MAX, description="Lower is served first; default 0."
+    )
+    deadline_ms: int | None = Field(
+        None, ge=1, le=INT32_MAX, description="Answer 504 when not done by then."
+    )
+    user: str | None = Field(None, max_length=4096, description="Accepted; changes nothing.")
+    cache_salt: CacheSalt | None = Field(None, description=CACHE_SALT)
+
+
+class GenerationFields(RequestFields):
+    """Fields that completions, chats and gRPC share."""
+
     max_tokens: int | None = Field(
         None,
         ge=0,
@@ -190,14 +203,6 @@ class GenerationFields(RequestBody):
     return_token_ids: bool | None = Field(
         None, description="`token_ids` of the output in every choice, chunks included."
     )
-    priority: int | None = Field(
-        None, ge=INT32_MIN, le=INT32_MAX, description="Lower is served first; default 0."
-    )
-    deadline_ms: int | None = Field(
-        None, ge=1, le=INT32_MAX, description="Answer 504 when not done by then."
-    )
-    user: str | None = Field(None, max_length=4096, description="Accepted; changes nothing.")
-    cache_salt: CacheSalt | None = Field(None, description=CACHE_SALT)
     response_format: ResponseFormat | None = Field(
         None, description="The form of the answer: JSON of any kind, or that a schema allows."
     )
@@ -234,22 +239,23 @@ class GenerationFields(RequestBody):
     )
 
 
+PROMPT_FORMS = "A string, a list of strings, token ids, or a list of lists of token ids."
+PROMPT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        _TEXT,
+        _TOKENS,
+        {"type": "array", "minItems": 1, "items": _TEXT},
+        {"type": "array", "minItems": 1, "items": _TOKENS},
+    ]
+}
+
+
 class CompletionBody(GenerationFields):
     """POST /v1/completions."""
 
     unsupported = COMPLETIONS
 
-    prompt: Any = Field(
-        description="A string, a list of strings, token ids, or a list of lists of token ids.",
-        json_schema_extra={
-            "anyOf": [
-                _TEXT,
-                _TOKENS,
-                {"type": "array", "minItems": 1, "items": _TEXT},
-                {"type": "array", "minItems": 1, "items": _TOKENS},
-            ]
-        },
-    )
+    prompt: Any = Field(description=PROMPT_FORMS, json_schema_extra=PROMPT_SCHEMA)
     echo: bool | None = Field(None, description="Begin the answer with the prompt.")
     logprobs: int | None = Field(
         None, ge=0, le=INT32_MAX, description="Alternatives to report per token."

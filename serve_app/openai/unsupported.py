@@ -235,6 +235,21 @@ RESPONSES = _table(
 )
 """Of POST /v1/responses, and of its `text`."""
 
+EMBEDDINGS = _table(
+    (
+        _Field("dimensions"),
+        _Field("truncate_prompt_tokens"),
+        _Field("truncate", (False,)),
+        _Field("input_type"),
+        _Field("prompt_name"),
+        _Field("messages", instead="input"),
+        _Field("add_special_tokens", (True,)),
+        _Field("embed_dtype", ("float32",)),
+        _Field("mm_processor_kwargs", ({},)),
+    )
+)
+"""Of POST /v1/embeddings."""
+
 TOKENIZE = _table(
     TEMPLATE,
     (

@@ -27,6 +27,7 @@ from serve_app.openai.schema import (
     ChatMessage,
     CompletionBody,
     GenerationFields,
+    RequestFields,
     ToolCallBody,
 )
 from serve_app.openai.tools import NO_TOOLS, ChatTools, read_tools
@@ -66,7 +67,7 @@ async def completion_request(
             param="best_of",
         )
     echo = bool(body.echo)
-    prompts, texts = await _read_prompts(body.prompt, model, limits, models, n=n, echo=echo)
+    prompts, texts = await read_prompts(body.prompt, model, limits, models, n=n, echo=echo)
     longest = max(len(prompt_ids) for prompt_ids in prompts)
     wanted = body.max_tokens
     if wanted is None:
@@ -82,7 +83,7 @@ async def completion_request(
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_logprobs if echo else None,
     )
-    _check_context(longest, wanted, model, "prompt", "max_tokens")
+    check_context(longest, wanted, model, "prompt", "max_tokens")
     sampling = await _with_grammar(sampling, body, model, models)
     return _request(body, model, limits, request_id, now_unix_s, prompts, texts, n, sampling, echo)
 
@@ -119,7 +120,7 @@ async def chat_request(
         raise InvalidRequest(f"{field}: must be at least 1", param=field)
     if wanted is None:
         wanted = max(1, model.max_model_len - len(token_ids))
-    _check_context(len(token_ids), wanted, model, "messages", field)
+    check_context(len(token_ids), wanted, model, "messages", field)
     sampling = _read_sampling(body, model, limits, max_tokens=wanted, num_logprobs=num_logprobs)
     sampling = await _with_grammar(sampling, body, model, models, tools)
     request = _request(
@@ -164,7 +165,7 @@ def _logprobs(wanted: int | None, limits: IngressConfig, field: str) -> int | No
     return wanted
 
 
-def _check_context(
+def check_context(
     prompt: int, wanted: int, model: ServedModel, prompt_field: str, field: str
 ) -> None:
     limit = model.max_model_len
@@ -197,15 +198,6 @@ def _request(
 ) -> Request:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options: needs stream: true", param="stream_options")
-    deadline_s = limits.default_deadline_s
-    if body.deadline_ms is not None:
-        deadline_s = body.deadline_ms / 1000
-        if deadline_s > limits.max_deadline_s:
-            raise InvalidRequest(
-                f"deadline_ms: {body.deadline_ms} is above the limit of "
-                f"{int(limits.max_deadline_s * 1000)}",
-                param="deadline_ms",
-            )
     options = body.stream_options
     return Request(
         request_id=request_id,
@@ -220,7 +212,7 @@ def _request(
         echo=echo,
         priority=body.priority or 0,
         arrival_unix_s=now_unix_s,
-        deadline_unix_s=now_unix_s + deadline_s,
+        deadline_unix_s=now_unix_s + read_deadline_s(body, limits),
         ignored_fields=ignored_fields(body),
         stream=bool(body.stream),
         usage_chunk=bool(options and options.include_usage),
@@ -229,6 +221,20 @@ def _request(
         return_token_ids=bool(body.return_token_ids),
         cache_salt=body.cache_salt or "",
     )
+
+
+def read_deadline_s(body: RequestFields, limits: IngressConfig) -> float:
+    """Seconds that a request may take. Raises: InvalidRequest."""
+    if body.deadline_ms is None:
+        return limits.default_deadline_s
+    deadline_s = body.deadline_ms / 1000
+    if deadline_s > limits.max_deadline_s:
+        raise InvalidRequest(
+            f"deadline_ms: {body.deadline_ms} is above the limit of "
+            f"{int(limits.max_deadline_s * 1000)}",
+            param="deadline_ms",
+        )
+    return deadline_s
 
 
 def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
@@ -278,29 +284,36 @@ def _plain_call(call: ToolCallBody) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-async def _read_prompts(
+async def read_prompts(
     value: object,
     model: ServedModel,
     limits: IngressConfig,
     models: ModelDirectory,
     *,
-    n: int,
-    echo: bool,
+    field: str = "prompt",
+    n: int = 1,
+    echo: bool = False,
 ) -> tuple[list[list[int]], list[str]]:
-    """Read the four forms of `prompt`; returns token ids and texts."""
+    """Read the four forms of `prompt`; returns token ids and texts.
+
+    Args:
+        field: Where it is from, for the errors.
+
+    Raises: InvalidRequest, ContextTooLong.
+    """
     items: list[Any]
     if isinstance(value, list) and value and isinstance(value[0], (str, list)):
-        items, names = value, [f"prompt.{i}" for i in range(len(value))]
+        items, names = value, [f"{field}.{i}" for i in range(len(value))]
     elif isinstance(value, str) or (isinstance(value, list) and value):
-        items, names = [value], ["prompt"]
+        items, names = [value], [field]
     else:
         what = "is empty" if value == [] else f"must be text or token ids, got {shown(value)}"
-        raise InvalidRequest(f"prompt: {what}", param="prompt")
+        raise InvalidRequest(f"{field}: {what}", param=field)
     if len(items) > limits.max_prompts:
         raise InvalidRequest(
-            f"prompt: {len(items)} prompts, above the limit of {limits.max_prompts}; "
+            f"{field}: {len(items)} prompts, above the limit of {limits.max_prompts}; "
             "send them in several requests",
-            param="prompt",
+            param=field,
         )
     if len(items) * n > limits.max_choices:
         raise InvalidRequest(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prometheus_client import Counter, Histogram
 
+from quadriga.core.replica import Role
 from quadriga.core.routing import ClusterView
 from quadriga.observability.metrics import (
     FINE_LATENCY_BUCKETS_S,
@@ -157,6 +159,50 @@ VIEW_GAUGES = {
     "quadriga_tokens_per_s": "Recent rate: prefilled or emitted.",
     "quadriga_replica_draining": "1 while the replica takes nothing new.",
 }
+
+ADAPTERS_INFO = "vllm:lora_requests_info"
+"""Of the page for endpoint pickers alone, where adapters are loaded."""
+
+
+def endpoint_gauges(
+    view: ClusterView, model: str, adapters: Sequence[str] = (), now_unix_s: float = 0.0
+) -> bytes:
+    """Return the whole service's load as that of one model server: one series a name.
+
+    A sequence counts once: on a prefill replica until it is handed on, then where it decodes.
+    Source: the model server protocol of Kubernetes' Gateway API Inference Extension (proposal
+    003), with vLLM's names.
+
+    Args:
+        model: For the label of vLLM's series; the numbers are those of all models.
+        adapters: LoRA adapters, each of which every replica of its model has loaded.
+        now_unix_s: When; the value of the adapters' series.
+    """
+    waiting = running = used = capacity = 0
+    for snapshot in view.snapshots:
+        running += snapshot.num_running
+        role = snapshot.info.role
+        waiting += snapshot.num_waiting if role.does(Role.PREFILL) else snapshot.num_paused
+        if role.does(Role.DECODE):
+            used += snapshot.used_tokens
+            capacity += snapshot.info.kv_capacity_tokens
+    values = (running, waiting, used / max(1, capacity))
+    labels = (("model_name", model),)
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    texts = ("Sequences being computed.", "Sequences queued or paused.", VIEW_GAUGES[names[2]])
+    families = {
+        name: Family("gauge", text, {(name, labels): float(value)})
+        for name, text, value in zip(names, texts, values, strict=True)
+    }
+    if adapters:
+        loaded = (
+            ("max_lora", str(len(adapters))),
+            ("running_lora_adapters", ",".join(adapters)),
+            ("waiting_lora_adapters", ""),
+        )
+        text = "The adapters that are loaded; when this was so, Unix seconds."
+        families[ADAPTERS_INFO] = Family("gauge", text, {(ADAPTERS_INFO, loaded): now_unix_s})
+    return render(families)
 
 
 def view_gauges(view: ClusterView) -> bytes:

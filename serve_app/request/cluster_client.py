@@ -15,7 +15,7 @@ from typing import Any
 
 from quadriga.clock import Clock
 from quadriga.core.output import PollReply
-from quadriga.core.replica import ReplicaSnapshot, Role
+from quadriga.core.replica import PARTS, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL, ResumableSequence, SequenceState
 from quadriga.core.routing import Admission, AdmitRequest, AutoReport, ClusterView
 from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError, Unavailable
@@ -236,7 +236,7 @@ class ClusterStateCache:
         """Raises: Unavailable while a role has no replica that is known to serve."""
         if self._clock.now_s() - self._taken_s > self._max_age_s:
             raise Unavailable("the cluster has not been heard of lately", retry_after_s=1.0)
-        for role in Role:
+        for role in PARTS:
             if not self._serving(role):
                 raise Unavailable(f"no {role} replica is ready", retry_after_s=1.0)
 
@@ -266,7 +266,7 @@ class ClusterStateCache:
         return [
             s
             for s in self.view.snapshots
-            if s.info.role is role
+            if s.info.role.does(role)
             and not s.draining
             and (model is None or s.info.depth_class.model == model)
         ]

@@ -31,7 +31,7 @@ from serve_app.auth.rate_limiter import MAX_BODIES, MAX_READERS, ConcurrencyLimi
 from serve_app.http.server_metrics import HTTP_SERVER
 from serve_app.openai.models import ModelDirectory
 from serve_app.ops.auto_reports import AutoReports
-from serve_app.ops.metrics import IngressMetrics, view_gauges
+from serve_app.ops.metrics import IngressMetrics, endpoint_gauges, view_gauges
 from serve_app.ops.tasks import Tasks
 from serve_app.request.cluster_client import ClusterClient, ClusterStateCache
 from serve_app.request.request import Request, caller_fingerprints, resume_claims
@@ -191,7 +191,8 @@ class EngineClient:
         """
         self._check_room(request.num_sequences)
         request.cache_salt = caller.salted(request.cache_salt)
-        request.make_sequences(self.models.find(request.model).tokenizer, self.ingress_id)
+        model = self.models.find(request.model)
+        request.make_sequences(model.tokenizer, self.ingress_id, model.checkpoint.id, model.adapter)
         self.rate_limiter.begin(caller, request.num_prompt_tokens)
         request.key, request.fingerprint, request.caller = key, fingerprint, caller.name
         request.arrived_s = self.clock.now_s()
@@ -217,7 +218,8 @@ class EngineClient:
         if key is not None:
             self.requests.add(request)
         sampling = request.sampling
-        if sampling.max_tokens == 0 and sampling.num_prompt_logprobs is None:
+        asks_for_text = sampling.num_prompt_logprobs is None and sampling.pooling is None
+        if sampling.max_tokens == 0 and asks_for_text:
             for sequence in request.sequences:  # only the prompt's own text was asked for
                 sequence.finish = FinishReason.LENGTH
             self._request_ended(request)
@@ -341,6 +343,14 @@ class EngineClient:
         """The whole cluster's metrics, own ones as of now. Raises: QuadrigaError."""
         await self._push_metrics()
         return await self.cluster.metrics() + view_gauges(self._cluster_state.view)
+
+    def endpoint_metrics_page(self) -> bytes:
+        """The cluster's load as one model server's. Raises: Unavailable: It takes no requests."""
+        self.check_ready()
+        models = self.models
+        return endpoint_gauges(
+            self._cluster_state.view, models.ids()[0], models.adapters, self.clock.unix_s()
+        )
 
     # The ends of requests.
 

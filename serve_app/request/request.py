@@ -129,15 +129,22 @@ class Request:
     deadline_timer: asyncio.TimerHandle | None = None
     span: StageSpan | None = None
 
-    def make_sequences(self, tokenizer: TextTokenizer, ingress_id: str) -> None:
-        """Make the sequences of all prompts, with new names."""
+    def make_sequences(
+        self, tokenizer: TextTokenizer, ingress_id: str, base: str, adapter: str = ""
+    ) -> None:
+        """Make the sequences of all prompts, with new names.
+
+        Args:
+            base: The model that runs them; `model` itself, unless that is an adapter of it.
+        """
         marks = None if self.tools is None else self.tools.marks
         for prompt_ids in self.prompts:
             for k in range(self.n):
                 state = SequenceState(
                     sequence_id=f"{self.request_id}-{uuid.uuid4().hex[:12]}",
                     request_id=self.request_id,
-                    model=self.model,
+                    model=base,
+                    adapter=adapter,
                     prompt_ids=prompt_ids,
                     sampling=self.sampling,
                     exits=self.exits,
@@ -197,6 +204,12 @@ class Request:
     def num_output_tokens(self) -> int:
         return sum(len(sequence.state.output_ids) for sequence in self.sequences)
 
+    @property
+    def _shown_model(self) -> str:
+        """What ran it: an adapter by its own name, else the model, which may have been chosen."""
+        state = self.sequences[0].state if self.sequences else None
+        return self.model if state is None or state.adapter else state.model
+
     def prompt_text(self, index: int) -> str:
         """The prompt of the sequence with this index, as text."""
         return self.prompt_texts[index // self.n]
@@ -246,7 +259,7 @@ class Request:
         return {
             "request_id": self.request_id,
             "api_key": self.caller,
-            "model": sequences[0].state.model if sequences else self.model,
+            "model": self._shown_model,
             "result": error.code if error is not None else "+".join(sorted(finishes)),
             "replicas": " ".join(sorted({s.replica for s in sequences if s.replica is not None})),
             "num_prompt_tokens": self.num_prompt_tokens,

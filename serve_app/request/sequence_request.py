@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, replace
 
 from quadriga.checkpoint.exits import MAX_LAYERS
@@ -88,6 +89,7 @@ class SequenceRequest:
         spans: (model, layers loaded, tokens) one after the other, where depths change.
         progress: What its replicas said became of it, over all times that it was begun.
         num_cached: Prompt tokens that were not computed for its first token.
+        embedding: Of the prompt, where that is what was asked for: float32 [hidden].
         nll, num_scored: Sum of −log p, over so many tokens, where the cluster asked for it.
         sure_layers: See `EngineOutput`; where the cluster chooses the model.
     """
@@ -106,6 +108,7 @@ class SequenceRequest:
         self.lost_s: float | None = None
         self.num_rebuilds = 0
         self.num_cached = 0
+        self.embedding: array[float] | None = None
         self.num_stalled = 0
         self.pieces: list[str] = []
         self.tail = ""
@@ -199,6 +202,8 @@ class SequenceRequest:
         state, exits = self.state, self.state.exits
         num_tokens = num_prefill_tokens(state)
         needs_depth = exits.max_depth or MAX_LAYERS if exits.is_strict else 0
+        if state.sampling.pooling is not None:
+            needs_depth = MAX_LAYERS
         return AdmitRequest(
             sequence_id=state.sequence_id,
             model=AUTO_MODEL if self.is_auto else state.model,
@@ -209,7 +214,7 @@ class SequenceRequest:
             needs_depth=needs_depth,
             is_rebuild=self.num_rebuilds > 0,
             visitor=self.caller_fingerprint,
-            prefix_marks=prefix_marks(state.prompt_ids, state.cache_salt),
+            prefix_marks=prefix_marks(state.prompt_ids, state.prefix_salt),
         )
 
     def fail(self, error: QuadrigaError) -> None:
@@ -291,6 +296,8 @@ class SequenceRequest:
             return 0
         if output.prompt_logprobs is not None:
             self.state.prompt_logprobs = output.prompt_logprobs
+        if output.embedding is not None:
+            self.embedding = output.embedding
         if output.cached_tokens and not self.state.output_ids:
             self.num_cached = output.cached_tokens
         num_new = self._append(output)

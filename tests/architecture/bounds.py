@@ -14,14 +14,14 @@ class Bound(NamedTuple):
 
 BOUNDS = {
     # Of a running service; `tests/e2e/test_road.py`.
-    "road_files": Bound(115, 50),
-    "road_lines": Bound(26_800, 10_000),
-    "request_classes": Bound(13, 10),
-    "service_lines": Bound(43_000, 33_000),
+    "road_files": Bound(118, 50),
+    "road_lines": Bound(27_750, 10_000),
+    "request_classes": Bound(12, 10),
+    "service_lines": Bound(46_200, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(92_600, 58_000),
-    "test_lines": Bound(67_300, 38_000),
-    "reliability_lines": Bound(4_960, 4_000),
+    "product_lines": Bound(97_450, 58_000),
+    "test_lines": Bound(74_150, 38_000),
+    "reliability_lines": Bound(5_010, 4_000),
     "circles": Bound(0, 0),
     "largest_folder": Bound(15, 15),
     "old_names": Bound(0, 0),

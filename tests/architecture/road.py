@@ -229,9 +229,9 @@ def _lasting(clients: list[Client], processes: Processes) -> tuple[set[str], set
 def _alive_during(clients: list[Client], processes: Processes) -> Counter[str] | None:
     """Count by class what lives while all streams run; None when one ended before that."""
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        begun = [Event() for _ in clients]
+        begun, left = [Event() for _ in clients], Event()
         streams = [
-            pool.submit(client.stream, LONG_TOKENS, event)
+            pool.submit(client.stream, LONG_TOKENS, event, left)
             for client, event in zip(clients, begun, strict=True)
         ]
         for event, stream in zip(begun, streams, strict=True):
@@ -241,6 +241,7 @@ def _alive_during(clients: list[Client], processes: Processes) -> Counter[str] |
         time.sleep(APART_S)
         during = _counts(processes, "still_alive")
         are_over = [stream.done() for stream in streams]
+        left.set()
     for stream in streams:
         stream.result()
     return None if any(are_over) else during
@@ -264,8 +265,14 @@ class Client:
     def close(self) -> None:
         self._connection.close()
 
-    def stream(self, num_tokens: int, begun: Event | None = None) -> None:
-        """Read one chat completion to its end, and say when its first tokens are there."""
+    def stream(
+        self, num_tokens: int, begun: Event | None = None, left: Event | None = None
+    ) -> None:
+        """Read one chat completion, and say when its first tokens are there.
+
+        Args:
+            left: Once it is set, the stream is left; else it is read to its end.
+        """
         body = json.dumps(BODY | {"max_tokens": num_tokens, "ignore_eos": True})
         headers = {"Content-Type": "application/json"}
         self._connection.request("POST", "/v1/chat/completions", body, headers)
@@ -276,4 +283,7 @@ class Client:
             tail = (tail + part)[-TAIL_BYTES:]
             if num_bytes > BEGUN_BYTES and begun is not None:
                 begun.set()
+            if left is not None and left.is_set():
+                self._connection.close()
+                return
         assert tail.endswith(b"data: [DONE]\n\n"), tail

@@ -31,7 +31,12 @@ EVERYTHING: Values = {
     "image": {"digest": f"sha256:{'0' * 64}", "pullPolicy": "Always"},
     "imagePullSecrets": [{"name": "pull"}],
     "models": [
-        {"model": "quadriga-s", "prefill_replicas": 1, "decode_replicas": 1},
+        {
+            "model": "quadriga-s",
+            "adapters": "/models/adapters",
+            "prefill_replicas": 1,
+            "decode_replicas": 1,
+        },
         {
             "download": {"repo": "org/tiny", "revision": "0123abc"},
             "prefill_replicas": 1,
@@ -39,7 +44,11 @@ EVERYTHING: Values = {
         },
     ],
     "config": {
-        "ingress": {"replicas": 2, "max_body_bytes": 4_000_000},
+        "ingress": {
+            "replicas": 2,
+            "max_body_bytes": 4_000_000,
+            "open_endpoint_metrics": True,
+        },
         "scheduler": {"placement": "round_robin"},
     },
     "apiKeys": {"existingSecret": "api-keys", "key": "lines"},
@@ -100,6 +109,10 @@ EVERYTHING: Values = {
     },
     "workerGroups": {"prefill": {"replicas": 2, "maxReplicas": 3}, "decode": {"maxReplicas": 4}},
     "ingress": {"enabled": True, "hosts": ["llm.example.com"], "tlsSecret": "web"},
+    "inferencePool": {
+        "enabled": True,
+        "endpointPicker": {"name": "picker", "failureMode": "FailClose"},
+    },
     "networkPolicy": {"egress": {"enabled": True, "extra": [{"ports": [{"port": 443}]}]}},
     "podDisruptionBudget": {"enabled": True},
     "podMonitor": {"enabled": True, "keySecret": {"name": "admin"}, "labels": {"release": "p"}},

@@ -79,6 +79,14 @@ def test_versions_come_from_the_constraints(target: str) -> None:
     assert len(torch) == 1 and "constraints.txt" in torch[0]
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_image_lists_what_it_holds(target: str) -> None:
+    lines = instructions(f"build-{target}")
+    listing = [line for line in lines if "cyclonedx-py environment" in line]
+    assert listing == [lines[-1]], "after everything is installed"
+    assert listing[0].endswith("--output-file /opt/venv/sbom.cdx.json /opt/venv")
+
+
 def test_what_kuberay_and_the_compilers_need_is_there() -> None:
     [packages] = [line for line in instructions("runtime") if "apt-get install" in line]
     assert {"bash", "wget", "g++"} <= set(packages.split())

@@ -9,6 +9,7 @@ import pytest
 
 from quadriga.config.engine import PoolConfig
 from quadriga.config.loader import QuadrigaConfig
+from quadriga.config.resolve import num_replicas
 from tests.deploy.charts import CASES, CHART, needs_helm, render
 
 pytestmark = needs_helm
@@ -48,6 +49,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no gateway": (
         KEYS | {"gateway": {"enabled": True, "hostnames": ["a.b"]}},
         "gateway.parentRefs",
+    ),
+    "no endpoint picker": (
+        {"inferencePool": {"enabled": True}},
+        "inferencePool.endpointPicker.name",
+    ),
+    "an endpoint picker without a key": (
+        KEYS | {"inferencePool": {"enabled": True, "endpointPicker": {"name": "p"}}},
+        "config.ingress.open_endpoint_metrics",
+    ),
+    "an endpoint picker that fails otherwise": (
+        {"inferencePool": {"endpointPicker": {"failureMode": "Fail"}}},
+        "failureMode",
     ),
     "one host for both routes": (
         KEYS
@@ -186,7 +199,7 @@ def test_the_defaults_that_templates_assume_are_ours() -> None:
     assert f"config.ingress.max_deadline_s ({longest_s:.0f})" in str(refused.value)
     pool = PoolConfig()
     models = [{"prefill_labels": {}, "decode_labels": {}}]
-    fits = pool.prefill_replicas + pool.decode_replicas
+    fits = sum(num_replicas(pool).values())
     render({"models": models, "workerGroups": _one_group(fits)})
     with pytest.raises(helm_python.HelmError, match=f"{fits} replicas ask for nodes"):
         render({"models": models, "workerGroups": _one_group(fits - 1)})

@@ -99,6 +99,43 @@ def test_nothing_selects_on_a_generated_name() -> None:
         assert template["metadata"]["labels"]["quadriga/release"] == "quadriga"
 
 
+def test_a_cluster_is_one_endpoint_of_an_inference_pool() -> None:
+    """Its head alone, on the port at which Serve listens; a route of the chart leads there."""
+    picker = {"name": "picker", "port": 9003}
+    values = {
+        "apiKeys": {"existingSecret": "keys"},
+        "config": {"ingress": {"open_endpoint_metrics": True}},
+        "gateway": {"enabled": True, "parentRefs": [{"name": "g"}], "hostnames": ["a.b"]},
+        "inferencePool": {"enabled": True, "endpointPicker": picker},
+    }
+    documents = render(values)
+    pool = one(documents, "InferencePool")
+    assert pool["apiVersion"] == "inference.networking.k8s.io/v1"
+    spec = pool["spec"]
+    assert spec["endpointPickerRef"] == {
+        "name": "picker",
+        "port": {"number": 9003},
+        "failureMode": "FailOpen",
+    }
+    head = pod_templates(documents)["head"]
+    labels = {"quadriga/release": head["metadata"]["labels"]["quadriga/release"]}
+    # KubeRay gives the other label, to the head alone.
+    assert spec["selector"]["matchLabels"] == {**labels, "ray.io/node-type": "head"}
+    ports = {p["name"]: p["containerPort"] for p in head["spec"]["containers"][0]["ports"]}
+    assert spec["targetPorts"] == [{"number": ports["serve"]}]
+    [rule] = one(documents, "HTTPRoute")["spec"]["rules"]
+    assert rule["backendRefs"] == [
+        {
+            "group": "inference.networking.k8s.io",
+            "kind": "InferencePool",
+            "name": pool["metadata"]["name"],
+        }
+    ]
+    shared = {"inferencePool": values["inferencePool"] | {"matchLabels": {"fleet": "chat"}}}
+    several = one(render(values | shared), "InferencePool")["spec"]["selector"]["matchLabels"]
+    assert several == {"fleet": "chat", "ray.io/node-type": "head"}
+
+
 def test_policy_ports_are_ports_of_the_pods() -> None:
     for case, values in CASES.items():
         documents = render(values)

@@ -36,7 +36,12 @@ from tests.deploy.strict import strict_schema
 pytestmark = needs_helm
 
 KUBERNETES_VERSIONS = ("1.29", "1.33", "1.37")
-CUSTOM_GROUPS = ("ray.io", "monitoring.coreos.com", "gateway.networking.k8s.io")
+CUSTOM_GROUPS = (
+    "ray.io",
+    "monitoring.coreos.com",
+    "gateway.networking.k8s.io",
+    "inference.networking.k8s.io",
+)
 every_case = pytest.mark.parametrize("case", CASES)
 
 

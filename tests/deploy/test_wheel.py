@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.architecture.tree import ROOT
@@ -78,6 +79,17 @@ def test_every_module_of_an_extra_imports_with_what_the_extra_installs(
     link_distributions(site, extra)
 
     assert failed_imports(wheel, names, site) == []
+
+
+def test_what_must_be_compiled_is_in_an_extra_of_its_own_below_the_version_that_waits() -> None:
+    """A build that imports torch fails where torch is installed by the same command."""
+    extras = {
+        name: {canonicalize_name(r.name): r for r in map(Requirement, lines)}
+        for name, lines in PROJECT["project"]["optional-dependencies"].items()
+    }
+    assert [name for name, required in extras.items() if "flash-attn" in required] == ["flash"]
+    versions = extras["flash"]["flash-attn"].specifier
+    assert "2.8.3" in versions and "2.8.3.post2" in versions and "2.8.4" not in versions
 
 
 def test_the_base_package_requires_nothing_and_is_typed() -> None:

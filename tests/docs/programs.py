@@ -42,6 +42,8 @@ MAINS = {
     "loadgen.bench.gpu": "loadgen.bench.gpu",
     "tests.architecture.report": "tests.architecture.report",
     "tests.architecture.mutants": "tests.architecture.mutants",
+    "tests.simulation": "tests.simulation.__main__",
+    "tests.simulation.planted": "tests.simulation.planted",
 }
 WITHOUT_OPTIONS = {"serve_app.http.haproxy", "serve_app.cli.demo"}
 # Commands that run anywhere within seconds: a fence that shows one has a test run it.

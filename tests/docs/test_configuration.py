@@ -20,6 +20,8 @@ from quadriga.config.engine import PoolConfig
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.config.resolve import Hardware, resolve
 from quadriga.errors import ConfigError
+from tests.equivalence.models import build
+from tests.lora import write_adapter
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +33,12 @@ def tuned_folder() -> str:
     return str(folder)
 
 
+def adapters_folder() -> str:
+    """A folder with an adapter, which nothing is loaded of here."""
+    path = Path(tempfile.mkdtemp(prefix="adapters-"))
+    return str(write_adapter(path / "mine", build("llama")).parent)
+
+
 HARDWARE = Hardware(num_cpus=64, num_gpus=64)
 ROWS = [*rows(QuadrigaConfig), *rows(PoolConfig)]
 KEYS = {row.key: row for row in ROWS}
@@ -38,9 +46,14 @@ OTHER_VALUES: dict[str, Any] = {
     "model": "quadriga-l",
     "exits.layers": "none",
     "exits.folder": tuned_folder(),
+    "adapters": adapters_folder(),
     "exits.mode": "bounded",
     "prefill_labels": {"zone": "a"},
     "decode_labels": {"zone": "a"},
+    "mixed_labels": {"zone": "a"},
+    "prefill_replicas": 2,
+    "decode_replicas": 3,
+    "mixed_replicas": 2,
     "ingress.cors_origins": ["https://app.example"],
     "auth.api_keys": ["alice sha256:" + "0" * 64],
     "helios.models": ["quadriga-s"],
@@ -87,6 +100,11 @@ def another(key: str) -> Any:
             return 2 if "number" in KEYS[key].kind else "x"
 
 
+ELSEWHERE = {name: {"engine.device": "cpu"} for name in ("engine.weights", "adapters")}
+ELSEWHERE["mixed_labels"] = {"mixed_replicas": 1}
+"""Settings that are refused, or change nothing, on the hardware here, and where they are not."""
+
+
 def fingerprints(settings: dict[str, Any]) -> set[str]:
     config = load_config(settings)
     plain = config.model_dump(mode="json")
@@ -108,8 +126,9 @@ def test_each_key_is_described(row: Row) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.key)
 def test_a_change_replaces_replicas_where_the_page_says_so(row: Row) -> None:
-    before = fingerprints({})
-    after = fingerprints({row.key: another(row.key)})
+    where = ELSEWHERE.get(row.key, {})
+    before = fingerprints(where)
+    after = fingerprints(where | {row.key: another(row.key)})
     assert (after != before) is row.replaces
 
 

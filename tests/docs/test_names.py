@@ -17,17 +17,22 @@ from deploy.grafana import DASHBOARDS
 from quadriga.config.engine import PoolConfig
 from quadriga.config.loader import QuadrigaConfig
 from serve_app.ops.metric_catalogue import catalogue
+from serve_app.ops.metrics import ADAPTERS_INFO
 from tests.docs.pages import DOCUMENTS, ROOT, fences
 from tests.promql import Metrics
 
 DECLARED = list(itertools.chain(*catalogue().values()))
 METRICS = {metric.name for metric in DECLARED}
-SAMPLES = METRICS | {
-    f"{metric.name}_{part}"
-    for metric in DECLARED
-    if metric.kind == "histogram"
-    for part in ("bucket", "sum", "count")
-}
+SAMPLES = (
+    METRICS
+    | {
+        f"{metric.name}_{part}"
+        for metric in DECLARED
+        if metric.kind == "histogram"
+        for part in ("bucket", "sum", "count")
+    }
+    | {ADAPTERS_INFO}
+)
 KEYS = {row.key for model in (QuadrigaConfig, PoolConfig) for row in rows(model)}
 VALUES = {path for path, _, _ in documented_values()}
 SECTIONS = {name for name, field in QuadrigaConfig.model_fields.items() if section(field)}

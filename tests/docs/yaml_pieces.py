@@ -30,12 +30,23 @@ def check_yaml(text: str) -> None:
         serve_file(tree)
     elif "scrape_configs" in keys:
         scrape(tree)
+    elif tree.get("kind") == "InferencePool":
+        inference_pool(tree)
     elif "version" in keys:
         catalogue(tree)
     elif keys <= HELM_KEYS and keys - AMBIGUOUS:
         render_values(tree)
     else:
         load_config(tree)
+
+
+def inference_pool(tree: dict[str, Any]) -> None:
+    """A pool that selects pods by labels which the chart, or KubeRay, gives them."""
+    spec = tree["spec"]
+    assert set(spec) == {"selector", "targetPorts", "endpointPickerRef"}, spec
+    labels = (charts.CHART / "templates" / "_names.tpl").read_text(encoding="utf-8")
+    for name in spec["selector"]["matchLabels"]:
+        assert name == "ray.io/node-type" or f"{name}:" in labels, name
 
 
 def scrape(tree: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """The real service, started once for all end-to-end tests.
 
-`QUADRIGA_E2E_HTTP`, `QUADRIGA_E2E_GRPC` and `QUADRIGA_E2E_KEY` point the suites at a service that
-runs already, which must serve `quadriga-s` with a body time limit of a few seconds.
+With `QUADRIGA_E2E_ROLES=mixed` it has two mixed replicas; see `roles`. `QUADRIGA_E2E_HTTP`,
+`QUADRIGA_E2E_GRPC` and `QUADRIGA_E2E_KEY` point the suites at a service that runs already, which
+must serve `quadriga-s` with a body time limit of a few seconds.
 """
 
 from __future__ import annotations
@@ -14,17 +15,22 @@ from dataclasses import dataclass
 import httpx
 import pytest
 import pytest_asyncio
+from transformers import AutoModelForCausalLM
 
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.client import AsyncClient, Client
 from quadriga.config.loader import load_config
 from quadriga.ports import free_port
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.cli.environment import prepare_environment
 from serve_app.cli.launch import Addresses, LocalService
+from tests.e2e.roles import settings
+from tests.lora import write_adapter
 from tests.otlp import Collector
 
 MODEL = "quadriga-s"
-BODY_TIMEOUT_S = 2.0
+ADAPTER = "quadriga-s-adapted"
+BODY_TIMEOUT_S = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,7 @@ class Service:
 
     Attributes:
         admin_url, log_folder: Empty for a service that ran before.
+        adapters: The folder with its one LoRA adapter, `ADAPTER`; empty for one that ran before.
         traces: Where it sends the traces that a client began; None for one that ran before.
     """
 
@@ -42,12 +49,13 @@ class Service:
     model: str = MODEL
     admin_url: str = ""
     log_folder: str = ""
+    adapters: str = ""
     traces: Collector | None = None
 
 
 @pytest.fixture(scope="session")
-def service() -> Iterator[Service]:
-    """One prefill and two decode replicas, eager, with HTTP and gRPC."""
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One prefill and two decode replicas, or two mixed ones, eager, with HTTP and gRPC."""
     if "QUADRIGA_E2E_HTTP" in os.environ:
         yield Service(
             os.environ["QUADRIGA_E2E_HTTP"],
@@ -58,15 +66,20 @@ def service() -> Iterator[Service]:
     with Collector() as collector, pytest.MonkeyPatch.context() as patched:
         patched.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         patched.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
-        yield from _started(collector)
+        path = tmp_path_factory.mktemp("adapters")
+        model = AutoModelForCausalLM.from_pretrained(read_checkpoint(MODEL).path)
+        write_adapter(path / ADAPTER, model, strength=0.05)
+        yield from _started(collector, str(path))
 
 
-def _started(collector: Collector) -> Iterator[Service]:
+def _started(collector: Collector, adapters: str) -> Iterator[Service]:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     prepare_environment()
     config = load_config(
         {
             "model": MODEL,
+            "adapters": adapters,
+            **settings(2),
             "deterministic": True,  # early exits and all, the same answer every time
             "engine.compile": "off",
             "ingress.body_timeout_s": BODY_TIMEOUT_S,
@@ -91,6 +104,7 @@ def _started(collector: Collector) -> Iterator[Service]:
             key,
             admin_url=f"http://127.0.0.1:{admin_port}",
             log_folder=str(running.log_folder()),
+            adapters=adapters,
             traces=collector,
         )
     finally:

@@ -16,6 +16,7 @@ import httpx
 
 from quadriga.client import Client, RetryPolicy
 from quadriga.ports import free_port
+from tests.e2e.roles import argument
 
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 240.0
@@ -37,7 +38,7 @@ class ServeCommand:
         self._processes: dict[int, str] = {}
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "serve_app", "model=quadriga-s", "decode_replicas=1"),
+                *(sys.executable, "-m", "serve_app", "model=quadriga-s", argument(1)),
                 "engine.compile=off",
                 *("--http-port", str(http_port), "--grpc-port", str(grpc_port), *arguments),
             ],

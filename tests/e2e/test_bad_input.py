@@ -63,6 +63,12 @@ def expect_error(reply: httpx.Response, status: int, param: str | None = None) -
     return error
 
 
+DEEP = '{"items":' * 3000 + "{}" + "}" * 3000
+"""A schema of a depth that no parser should follow."""
+SLOW = {"allOf": [{"type": "string", "pattern": f".*a{{{i}}}.*"} for i in range(1, 20)]}
+"""A schema that compiles for minutes, and is given a few seconds in a process of its own."""
+BIG = {"enum": ["a" * 200_000]}
+
 BODIES = {
     "not JSON": b"{",
     "empty": b"",
@@ -153,7 +159,17 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": {"type": "nothing"}}, "guided_json"),
     ({"guided_regex": "("}, "guided_regex"),
     ({"guided_regex": "(a{1000}){1000}"}, "guided_regex"),
-    ({"structured_outputs": {"json": {"enum": ["a" * 200_000]}}}, "structured_outputs.json"),
+    ({"guided_regex": "(" * 5000 + ")" * 5000}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": ["a"] * 5000}, "guided_choice"),
+    ({"guided_grammar": "start: nobody"}, "guided_grammar"),
+    ({"guided_json": DEEP}, "guided_json"),
+    ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json"),
+    ({"structured_outputs": {"json": BIG}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": SLOW}}, "structured_outputs.json"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": "a" * 257}, "cache_salt"),
     ({"exit_threshold": 1.5}, "exit_threshold"),
     ({"exit_threshold": -0.1}, "exit_threshold"),
     ({"exit_policy": "lenient"}, "exit_policy"),
@@ -191,7 +207,17 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     ({"tools": [{"type": "function"}]}, "tools.0.function"),
     ({"tools": [{"type": "function", "function": {"name": "a"}}] * 2}, "tools.1.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": BIG}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": f"t{i}"}} for i in range(129)]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "a"}}],
+            "tool_choice": {"type": "function", "function": {"name": "b"}},
+        },
+        "tool_choice.function.name",
+    ),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"top_logprobs": 2}, "top_logprobs"),
@@ -205,6 +231,50 @@ CHATS: list[tuple[dict[str, Any], str]] = [
 def test_bad_chats(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
     body = {"model": "quadriga-s", "messages": [{"role": "user", "content": "a"}]} | fields
     expect_error(http.post("/v1/chat/completions", json=body), 400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [""]}, "input.0"),
+        ({"input": ["a"] * 5000}, "input"),
+        ({"input": "seven " * 4000}, "input"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"pooling": "first"}, "pooling"),
+        ({"dimensions": 3}, "dimensions"),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+def test_bad_embeddings(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    body = {"model": "quadriga-s", "input": "a"} | fields
+    expect_error(http.post("/v1/embeddings", json=body), 400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/embeddings", {"input": "a"}),
+    ],
+)
+@pytest.mark.parametrize("name", ["quadriga-s-unknown", "../quadriga-s", "quadriga-s/adapter"])
+def test_unknown_adapters(http: httpx.Client, path: str, body: dict[str, Any], name: str) -> None:
+    error = expect_error(http.post(path, json=body | {"model": name}), 404, "model")
+    assert error["code"] == "model_not_found"
+
+
+def test_a_schema_of_ten_megabytes(http: httpx.Client) -> None:
+    schema = {"enum": ["a" * 10_000_000]}
+    tool = {"type": "function", "function": {"name": "a", "parameters": schema}}
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    for path, body in (
+        ("/v1/completions", {"prompt": "a", "guided_json": schema}),
+        ("/v1/chat/completions", chat | {"tools": [tool]}),
+    ):
+        assert expect_error(http.post(path, json=body), 413)["code"] == "body_too_large"
 
 
 def test_unknown_model(http: httpx.Client) -> None:
@@ -330,7 +400,28 @@ def wants(**fields: Any) -> bytes:
     return bytes(pb.GenerateRequest(**({"prompt": "a"} | fields)).SerializeToString())
 
 
+def wants_form(**form: Any) -> bytes:
+    return wants(structured_outputs=pb.StructuredOutputs(**form))
+
+
+def wants_tools(*tools: pb.Tool, **fields: Any) -> bytes:
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="a")])
+    return bytes(pb.GenerateRequest(chat=chat, tools=tools, **fields).SerializeToString())
+
+
 MESSAGES: list[tuple[bytes, str]] = [
+    (wants_form(json=DEEP), "structured_outputs.json"),
+    (wants_form(json=json.dumps(SLOW)), "structured_outputs.json"),
+    (wants_form(json=json.dumps(BIG)), "structured_outputs.json"),
+    (wants_form(regex="(a{1000}){1000}"), "structured_outputs.regex"),
+    (wants_form(grammar="start: nobody"), "structured_outputs.grammar"),
+    (wants_form(choice=pb.Texts(texts=[])), "structured_outputs.choice"),
+    (wants_form(choice=pb.Texts(texts=["a"] * 5000)), "structured_outputs.choice"),
+    (wants_tools(pb.Tool(name="a"), pb.Tool(name="a")), "tools.1.function.name"),
+    (wants_tools(pb.Tool(name="a", parameters=DEEP)), "tools.0.parameters"),
+    (wants_tools(pb.Tool(name="a"), tool_name="b"), "tool_choice.function.name"),
+    (wants_tools(tool_choice="required"), "tool_choice"),
+    (wants(cache_salt="a" * 257), "cache_salt"),
     (wants(prompt=""), "prompt"),
     (b"", "prompt"),
     (wants(max_tokens=-1), "max_tokens"),
@@ -399,8 +490,14 @@ def test_grpc_resumption_of_nothing(service: Service, channel: grpc.Channel) -> 
 
 
 def test_grpc_ten_megabytes(service: Service, channel: grpc.Channel) -> None:
-    status, metadata = status_of(service, channel, wants(prompt="a" * 10_000_000))
-    assert (status, metadata["quadriga-error-code"]) == ("INVALID_ARGUMENT", "body_too_large")
+    schema = json.dumps({"enum": ["a" * 10_000_000]})
+    for data in (
+        wants(prompt="a" * 10_000_000),
+        wants_form(json=schema),
+        wants_tools(pb.Tool(name="a", parameters=schema)),
+    ):
+        status, metadata = status_of(service, channel, data)
+        assert (status, metadata["quadriga-error-code"]) == ("INVALID_ARGUMENT", "body_too_large")
 
 
 @pytest.mark.parametrize("compression", [None, grpc.Compression.Gzip], ids=["plain", "bomb"])
@@ -418,7 +515,11 @@ def test_grpc_messages_are_bounded_before_they_are_unpacked(
 
 
 def test_grpc_unknown_model_and_method(service: Service, channel: grpc.Channel) -> None:
-    assert status_of(service, channel, wants(model="gpt-9"))[0] == "NOT_FOUND"
+    for name in ("gpt-9", "quadriga-s-unknown"):
+        assert status_of(service, channel, wants(model=name))[0] == "NOT_FOUND"
+    embed = pb.EmbedRequest(model="gpt-9", inputs=[pb.EmbedInput(text="a")]).SerializeToString()
+    method = "/quadriga.v1.Quadriga/Embed"
+    assert status_of(service, channel, embed, method=method)[0] == "NOT_FOUND"
     unknown = status_of(service, channel, b"", method="/quadriga.v1.Quadriga/Divine")
     assert unknown[0] == "UNIMPLEMENTED"
 

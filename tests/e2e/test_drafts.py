@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from quadriga.client import Client
-from quadriga.core.replica import Role
 from tests.e2e.observe import series, total
+from tests.e2e.roles import DECODE
 from tests.e2e.test_replica_death import replicas
 from tests.random_drafter import draft_as_it_pays, draft_at_random
 
@@ -53,11 +53,11 @@ ASKED: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def drafting(http: httpx.Client) -> Iterator[None]:
     """Live replicas draft at random, whether it pays or not."""
-    names = replicas(Role.DECODE)
+    names = replicas(DECODE)
     for seed, name in enumerate(names):
         draft_at_random(name, seed)
     yield
-    for name in set(names) & set(replicas(Role.DECODE)):
+    for name in set(names) & set(replicas(DECODE)):
         draft_as_it_pays(name)
 
 
@@ -105,6 +105,7 @@ async def test_beside_answers_that_may_be_others(
     async def one(kind: str, policy: str) -> None:
         body = plain[kind] | {"exit_policy": policy}
         reply = await ahttp.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
         assert reply.json()["choices"] == alone[kind, policy], (kind, policy)
 
     for _ in range(2):

@@ -29,6 +29,11 @@ EXPECTED = {
     "openai_stream.py": ["3 4 5", "tokens"],
     "openai_async.py": ["5 6 7 -> Reversed: 7 6 5", "9 8 -> Reversed: 8 9"],
     "openai_errors.py": ["400 invalid_value, field temperature", "404 model_not_found", "504 dead"],
+    "openai_embeddings.py": ["Reverse: 8 2 6", "quadriga-s: ", " numbers, "],
+    "features/forms.py": ["['yes', 'no']} -> ", "keys: ['city', 'is_capital']"],
+    "features/lora.py": ["quadriga-s: '", "quadriga-s-adapted: '"],
+    "features/prefixes.py": ["salt mine: False (0 of", "salt mine: True", "another: False (0 of"],
+    "features/responses.py": ["1 3 7 9", " tokens"],
     "openai_tools.py": ["weather {'city': '", "is_raining="],
     "sdk_generate.py": ["quadriga-auto: up to 2048 tokens", "1 3 7 9", "by layers run: {"],
     "sdk_stream.py": ["3 4 5", "tokens"],
@@ -62,7 +67,11 @@ def run(name: str, service: Service, python: str) -> str:
 
 
 def test_every_example_is_run() -> None:
-    files = {path.name for path in FOLDER.iterdir() if path.is_file()}
+    files = {
+        str(path.relative_to(FOLDER))
+        for path in FOLDER.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert files == {*EXPECTED, *APART, *ELSEWHERE}
 
 

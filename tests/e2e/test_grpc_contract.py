@@ -18,13 +18,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from quadriga.client import AsyncClient, Client, Message, Piece
 from quadriga.core.request import FinishReason
 from quadriga.errors import DeadlineExceeded
-from tests.e2e.conftest import Service
+from tests.e2e.conftest import ADAPTER, Service
 
 PROMPT = "Sort: 42 7 19 7 88\n"
 
 
 def test_models(sdk: Client) -> None:
-    assert [(m.id, m.root) for m in sdk.models()] == [
+    assert [(m.id, m.root) for m in sdk.models() if m.id != ADAPTER] == [
         ("quadriga-s", "quadriga-s"),
         ("quadriga-auto", "quadriga-s"),
     ]
@@ -63,6 +63,14 @@ def test_chat_echo_and_token_ids(sdk: Client, http: httpx.Client) -> None:
     echoed = sdk.generate(PROMPT, max_tokens=8, temperature=0, echo=True, logprobs=0)
     assert echoed.text == PROMPT + by_ids.text
     assert [row.token_id for row in echoed.choices[0].prompt_logprobs] == ids
+
+
+def test_embeddings(sdk: Client, http: httpx.Client) -> None:
+    found = sdk.embed([PROMPT, "a"], pooling="last")
+    reply = http.post("/v1/embeddings", json={"input": [PROMPT, "a"], "pooling": "last"}).json()
+    assert [list(vector) for vector in found.vectors] == [d["embedding"] for d in reply["data"]]
+    assert found.prompt_tokens == reply["usage"]["prompt_tokens"]
+    assert found.model == "quadriga-s"
 
 
 async def test_many_streams(async_sdk: AsyncClient) -> None:
@@ -159,6 +167,7 @@ def test_health_and_reflection(service: Service) -> None:
         assert [m.name for m in service_file.service[0].method] == [
             "Generate",
             "GenerateOnce",
+            "Embed",
             "Cancel",
             "ListModels",
         ]

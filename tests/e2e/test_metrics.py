@@ -9,6 +9,7 @@ import httpx
 
 from tests.e2e.conftest import Service
 from tests.e2e.observe import series, total
+from tests.e2e.roles import DECODE
 
 SETTLE_S = 4.0  # every process pushes at least once in it
 
@@ -45,7 +46,7 @@ def test_no_counter_falls_over_fifty_scrapes(service: Service, http: httpx.Clien
             thread.join()
     sources = {key.split('replica="')[1].split('"')[0] for key in last}
     assert sum("ingress" in source for source in sources) >= 2
-    assert sum(":decode:" in source for source in sources) >= 2  # the dead keep theirs
+    assert sum(f":{DECODE}:" in source for source in sources) >= 2  # the dead keep theirs
 
 
 def settled(http: httpx.Client) -> dict[str, float]:

@@ -10,8 +10,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
+from transformers import AutoModel
 
-from tests.e2e.conftest import Service
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.text import load_tokenizer
+from tests.e2e.conftest import ADAPTER, Service
 
 PROMPT = "Sort: 42 7 19 7 88\n"
 
@@ -59,10 +63,38 @@ def test_health_and_live(http: httpx.Client) -> None:
 
 def test_models(client: openai.OpenAI, http: httpx.Client) -> None:
     ids = [model.id for model in client.models.list().data]
-    assert ids == ["quadriga-s", "quadriga-auto"]
+    assert [name for name in ids if name != ADAPTER] == ["quadriga-s", "quadriga-auto"]
     card = http.get("/v1/models/quadriga-auto").json()
     assert (card["root"], card["object"], card["max_model_len"]) == ("quadriga-s", "model", 2048)
     assert client.models.retrieve("quadriga-s").owned_by == "quadriga"
+
+
+def test_embeddings_equal_transformers(client: openai.OpenAI) -> None:
+    """By openai's package as it is, which asks for base64 where nobody says otherwise."""
+    texts = [PROMPT, "Count from 3 to 20.\n" * 30]
+    path = read_checkpoint("quadriga-s").path
+    model = AutoModel.from_pretrained(path, dtype=torch.float32)
+    tokenizer = load_tokenizer(path, "quadriga-s")
+    for pooling in ("mean", "last"):
+        answer = client.embeddings.create(
+            model="quadriga-s", input=texts, extra_body={"pooling": pooling}
+        )
+        plain = client.embeddings.create(
+            model="quadriga-s",
+            input=texts,
+            encoding_format="float",
+            extra_body={"pooling": pooling},
+        )
+        total = 0
+        for row, (text, said) in enumerate(zip(texts, answer.data, strict=True)):
+            ids = tokenizer.encode(text)
+            total += len(ids)
+            with torch.inference_mode():
+                states = model(torch.tensor([ids])).last_hidden_state[0]
+            exact = states.mean(0) if pooling == "mean" else states[-1]
+            assert (torch.tensor(said.embedding) - exact).abs().max() < 1e-4
+            assert (torch.tensor(plain.data[row].embedding) - exact).abs().max() < 1e-4
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == total
 
 
 def test_tokenize_and_back(http: httpx.Client) -> None:

@@ -20,6 +20,7 @@ import pytest
 from quadriga.checkpoint.folder import ASSETS
 from quadriga.ports import LOOPBACK, free_port
 from tests.e2e.observe import wait_until_free
+from tests.e2e.roles import argument
 
 pytestmark = pytest.mark.slow  # a service of its own
 
@@ -57,7 +58,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The service as a user starts it, in a process and a Ray of its own."""
     port = free_port()
-    settings = [f"model={checkpoint}", "decode_replicas=1", "prefill.chunk_tokens=48"]
+    settings = [f"model={checkpoint}", argument(1), "prefill.chunk_tokens=48"]
     command = [sys.executable, "-m", "serve_app", "--http-port", str(port), "--no-grpc", *settings]
     log = tmp_path_factory.mktemp("log") / "output"
     with log.open("wb") as output:

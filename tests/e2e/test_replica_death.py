@@ -13,8 +13,9 @@ import ray
 
 from actors.rpc.lookup import get_actor
 from quadriga.core.replica import Role
-from tests.e2e.conftest import Service
+from tests.e2e.conftest import ADAPTER, Service
 from tests.e2e.observe import series, total, wait_until_free
+from tests.e2e.roles import DECODE
 from tests.random_drafter import draft_at_random
 
 NAMESPACE = "quadriga"
@@ -44,7 +45,7 @@ def stream_until_killed(http: httpx.Client, body: dict[str, Any]) -> list[Any]:
         for line in filter(None, reply.iter_lines()):
             frames.append(line.removeprefix("data: "))
             if len(frames) == 20:
-                kill(Role.DECODE)
+                kill(DECODE)
     assert frames.pop() == "[DONE]"
     return [json.loads(frame) for frame in frames]
 
@@ -64,12 +65,13 @@ FORMED: dict[str, Any] = {
     "seed": 3,
     "structured_outputs": {"json": NUMBERS},
 }
+ADAPTED: dict[str, Any] = EARLY | {"model": ADAPTER, "max_tokens": 900}
 
 
 @pytest.mark.parametrize(
     "fields",
-    [PLAIN, EARLY, DRAFTED, FORMED],
-    ids=["plain", "with exits", "drafted", "of a given form"],
+    [PLAIN, EARLY, DRAFTED, FORMED, ADAPTED],
+    ids=["plain", "with exits", "drafted", "of a given form", "of an adapter"],
 )
 @pytest.mark.skipif(
     "QUADRIGA_E2E_HTTP" in os.environ, reason="kills actors, so it needs the service it started"
@@ -85,7 +87,7 @@ def test_a_stream_survives_all_decode_replicas(
     streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
     for _ in range(MAX_DEATHS):  # the last token may have been on its way when they died
         if fields is DRAFTED:
-            for name in replicas(Role.DECODE):
+            for name in replicas(DECODE):
                 draft_at_random(name, 0)
         parsed = stream_until_killed(http, streamed)
         text = "".join(choice["text"] for frame in parsed for choice in frame["choices"])

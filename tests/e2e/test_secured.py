@@ -30,6 +30,7 @@ from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.auth.keys import ApiKey, KeyLimits, digest
 from serve_app.openai.openapi import OPERATIONS
 from tests.certificates import Authority, Pair
+from tests.e2e.roles import argument
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 150
@@ -100,7 +101,7 @@ def started(folder: Path, *options: str) -> Iterator[Secured]:
     write_keys(keys_file)
     https, plain_grpc, grpc_tls, admin = (free_port() for _ in range(4))
     command = [
-        *(sys.executable, "-m", "serve_app", "model=quadriga-s", "decode_replicas=1"),
+        *(sys.executable, "-m", "serve_app", "model=quadriga-s", argument(1)),
         "engine.compile=off",
         "deterministic=true",  # early exits and all, the same answer every time
         *(f"auth.api_keys_file={keys_file}", f"admin.port={admin}"),

@@ -18,6 +18,7 @@ def test_with_everything_on_no_answer_changes_and_nothing_stays_behind() -> None
     words += ["--warm-up-s", "6", "--turn-s", "5", "--every-s", "3", "--places", "6"]
     words += ["--max-tokens", "48", "--max-slope", "1e6", "--set", "engine.compile=off"]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ran.stdout.strip(), ran.stderr[-4000:]
     last = json.loads(ran.stdout.strip().splitlines()[-1])
     wanted = dict.fromkeys(("failed", "differing", "duplicated", "leaked"), 0)
     assert {name: last[name] for name in wanted} == wanted, last

@@ -25,6 +25,12 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # Under inference mode compositions arrive whole: `item` must not hide what it reads with.
+        if func._can_decompose():
+            with self:
+                made = func.decompose(*args, **(kwargs or {}))
+            if made is not NotImplemented:
+                return made
         assert not any(name in str(func) for name in FORBIDDEN), f"{func} cannot be recorded"
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))

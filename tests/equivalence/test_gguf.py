@@ -106,8 +106,11 @@ def of_transformers(file: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def assert_same_logits(folder: Path, model: PreTrainedModel, ids: list[int], **spec: Any) -> None:
-    """The engine's logits are within `TOLERANCE` of the model's, the model's own rounding apart.
+def assert_same_logits(
+    folder: Path, model: PreTrainedModel, ids: list[int], specs: tuple[dict[str, Any], ...] = ({},)
+) -> None:
+    """The engine's logits, with each spec, are within `TOLERANCE` of the model's, the model's own
+    rounding apart.
 
     Two computations in fp32 are apart by the rounding of both; the model's own is measured in fp64.
     """
@@ -117,8 +120,9 @@ def assert_same_logits(folder: Path, model: PreTrainedModel, ids: list[int], **s
     assert wanted.abs().max() > 0.1
     own_rounding = float((wanted - exact).abs().max())
     assert own_rounding < TOLERANCE
-    found = logits_of(folder, ids, **spec)
-    assert float((found - wanted).abs().max()) < TOLERANCE + own_rounding
+    for spec in specs:
+        found = logits_of(folder, ids, **spec)
+        assert float((found - wanted).abs().max()) < TOLERANCE + own_rounding
 
 
 def some_ids(vocab_size: int) -> list[int]:
@@ -206,5 +210,4 @@ def test_smollm2(smol: Path) -> None:
     tokenizer = load_tokenizer(smol, "smollm2")
     question = tokenizer.render_chat([{"role": "user", "content": "What is the capital of Peru?"}])
     ids = tokenizer.encode(question, add_special_tokens=False)
-    assert_same_logits(smol, of_transformers(smollm2()), ids)
-    assert_same_logits(smol, of_transformers(smollm2()), ids, compile="wait")
+    assert_same_logits(smol, of_transformers(smollm2()), ids, ({}, {"compile": "wait"}))

@@ -38,7 +38,7 @@ def test_a_model_of_that_shape_starts_and_answers(
     wanted = model.generate(
         torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
     )[0, len(prompt) :].tolist()
-    for role in Role:
+    for role in (Role.PREFILL, Role.DECODE):
         spec = next(r.engine for r in found.replicas if r.role is role)
         assert 2048 <= spec.row_capacity_tokens <= 131_072
         loaded = load_runner(replace(spec, shared_in=None))

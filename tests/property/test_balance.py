@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from quadriga.core.migration import MigrationOrder
 from quadriga.policies.ares.cluster import ClusterForecast, relative_work, weights
-from quadriga.policies.ares.overload import OverloadPlan
 from quadriga.policies.ares.settings import AresSettings
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import SimConfig
-from quadriga.sim.decode import SimulatedDecodeReplica
+from quadriga.sim.decode.replica import SimulatedDecodeReplica
+from quadriga.sim.placing import Placing
 from quadriga.sim.policies import make_policy
 from quadriga.sim.profiles import CPU, CostProfile
 
@@ -101,9 +101,9 @@ def decisions(outputs: list[int], slower: list[float]) -> list[Decision]:
 
     def decided(
         now_s: float, cluster: ClusterForecast, costs: object, busy: object, blind: object,
-        orders: list[MigrationOrder], overload: OverloadPlan | None,
+        orders: list[MigrationOrder], placing: Placing,
     ) -> None:  # fmt: skip
-        if overload is not None:  # balance is not what it is about then
+        if placing.overload is not None:  # balance is not what it is about then
             return
         work = relative_work(cluster, points)
         for order in orders:

@@ -24,6 +24,7 @@ from quadriga.observability.metrics import parse_exposition
 from tests.ray.ingress import Ingress, call
 
 START_TIMEOUT_S = 120.0
+MIN_LOOK_INTERVAL_S, MAX_LOOK_INTERVAL_S = 0.02, 0.2
 IDLE = (0, 0, 0, 0, 0)
 IDLE_S = 6.0
 """Longer than a busy machine stands still, shorter than what ends work by itself: a transfer's
@@ -125,13 +126,15 @@ def wait_until(
     """Wait for something to become the case. Raises: AssertionError when it does not in time.
 
     Only a look that begins after that time tells: a slow one shows what was the case long before.
+    The longer it takes, the rarer the looks: they need the processors that others wait for, too.
     """
-    give_up = time.monotonic() + timeout_s
+    began = time.monotonic()
     is_last = False
     while not is_true():
         assert not is_last, f"not within {timeout_s} s: {explain()}"
-        time.sleep(0.02)
-        is_last = time.monotonic() > give_up
+        waited = time.monotonic() - began
+        time.sleep(min(MAX_LOOK_INTERVAL_S, MIN_LOOK_INTERVAL_S + waited / 20))
+        is_last = time.monotonic() > began + timeout_s
 
 
 def pids(app: str) -> dict[str, int]:

@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from actors.rpc.lookup import controller_name, forget_actor, get_actor, scheduler_name
 from actors.rpc.ray_rpc import from_ray
 from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
+from quadriga.checkpoint.families import MAX_LAYERS
 from quadriga.core.output import EngineOutput, PollReply
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.core.routing import Admission, AdmitRequest
@@ -143,6 +144,7 @@ class Ingress:
         deadline_s: float = 60.0,
         priority: int = 0,
         exits: ExitParams = FULL_DEPTH,
+        adapter: str = "",
         **sampling: Any,
     ) -> Stream:
         """Admit and submit one sequence; greedy, end tokens ignored, unless told otherwise."""
@@ -159,9 +161,16 @@ class Ingress:
             deadline_unix_s=now + deadline_s,
             priority=priority,
             exits=exits,
+            adapter=adapter,
         )
         request = AdmitRequest(
-            state.sequence_id, self.model, len(prompt), max_tokens, priority, state.deadline_unix_s
+            state.sequence_id,
+            self.model,
+            len(prompt),
+            max_tokens,
+            priority,
+            state.deadline_unix_s,
+            needs_depth=exits.max_depth or MAX_LAYERS if exits.is_strict else 0,
         )
         admission: Admission = call(scheduler_name(self.app), "admit", request)
         call(admission.prefill_replica, "submit", state)
@@ -170,7 +179,7 @@ class Ingress:
         return stream
 
     def cancel(self, *streams: Stream) -> None:
-        """Cancel where the sequences are, as far as is known here."""
+        """Cancel where the sequences are, as far as is known here; the scheduler hears of it."""
         by_replica: dict[str, list[str]] = {}
         for stream in streams:
             for name in {stream.replica, *stream.next_owners}:
@@ -178,6 +187,8 @@ class Ingress:
             self.streams.pop(stream.state.sequence_id, None)
         for replica, sequence_ids in by_replica.items():
             call(replica, "cancel", sequence_ids)
+        given_up = [stream.state.sequence_id for stream in streams]
+        call(scheduler_name(self.app), "finished", given_up, 0)
 
     def poll(self, timeout_s: float = 0.05) -> None:
         """Poll every replica that holds a stream once; a dead one fails what it holds."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +24,8 @@ from tests.ray.apps import wait_until
 from tests.ray.ingress import Ingress, Stream, call
 
 UNPACED = PaceProfile("unpaced", 0.0, 0.0, 0.0, "as fast as it goes")
+HELD_STEP_S = 0.1
+"""Hundreds of tokens take most of a minute."""
 
 
 def class_of(replica: str) -> DepthClass:
@@ -97,6 +101,38 @@ def free_memory(replica: str) -> None:
 def set_pace(replica: str, pace: str | None) -> None:
     """Change the pace of a paced replica; without one it goes as fast as it can."""
     set_device(replica, UNPACED if pace is None else find_profile(pace))
+
+
+def hold(replica: str, step_s: float) -> None:
+    """Have a live replica, paced or not, wait so long before each step; 0: as it is by itself."""
+
+    def change(actor: Any) -> None:
+        core = actor.engine.core
+        vars(core).pop("step", None)
+        if step_s > 0.0:
+            step = core.step
+
+            def wait_and_step() -> None:
+                time.sleep(step_s)
+                step()
+
+            core.step = wait_and_step
+
+    actor: Any = get_actor(replica)
+    ray.get(actor.__ray_call__.remote(change), timeout=30)
+
+
+@contextmanager
+def held(replicas: Iterable[str], step_s: float = HELD_STEP_S) -> Iterator[None]:
+    """Hold replicas in this block: what they run outlasts what a busy machine does meanwhile."""
+    names = list(replicas)
+    for name in names:
+        hold(name, step_s)
+    try:
+        yield
+    finally:
+        for name in names:
+            hold(name, 0.0)
 
 
 def set_device(replica: str, device: PacedDevice) -> None:

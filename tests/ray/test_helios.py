@@ -24,6 +24,7 @@ from tests.ray.choosing import (
     kill_controller,
     until_another,
 )
+from tests.ray.moves import held
 
 FULL = {"quadriga-s": 8, "quadriga-l": 12}
 
@@ -108,21 +109,20 @@ async def test_another_ingress_goes_on_with_a_request_whose_model_was_chosen(cho
     headers = {"idempotency-key": "of-two", "x-resume-index": "2"}
     async with OwnIngress(choosing) as first, OwnIngress(choosing, "another-ingress") as second:
         await first.until(choosing, lambda now: now["target"] is not None)
-        for attempt in range(5):  # it may be over before the other one asks
-            headers["idempotency-key"] = f"of-two-{attempt}"
+        path = "/v1/completions"
+        replicas = await asyncio.to_thread(choosing.replicas, "decode")
+        with held(replicas):
             begun = asyncio.create_task(
-                first.http.post(
-                    "/v1/completions", json=body, headers=headers | {"x-resume-index": "0"}
-                )
+                first.http.post(path, json=body, headers=headers | {"x-resume-index": "0"})
             )
             while not any(  # noqa: ASYNC110
                 s.num_running for s in await asyncio.to_thread(decoding, choosing)
             ):
                 await asyncio.sleep(0.01)
-            answer = await second.http.post("/v1/completions", json=body, headers=headers)
-            told = (await begun).text
-            if answer.status_code == 200:
-                break
+            resumed = asyncio.create_task(second.http.post(path, json=body, headers=headers))
+            # The first ingress ends its stream when the second one has taken the request over.
+            await asyncio.wait({begun, resumed}, return_when=asyncio.FIRST_COMPLETED)
+        answer, told = await resumed, (await begun).text
         assert answer.status_code == 200, answer.text
         assert "resumed elsewhere" in told
     *parts, usage = [json.loads(x[6:]) for x in answer.text.splitlines() if x.startswith("data: {")]
@@ -140,7 +140,6 @@ def decoding(app: App) -> list[ReplicaSnapshot]:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.slow
 async def test_profile_choose_serve_break_and_load_more(choosing: App) -> None:
     async with OwnIngress(choosing) as ingress:
         # Almost everything may leave at the first exits.

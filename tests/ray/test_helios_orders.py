@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import RayError
 
 from actors.rpc.lookup import controller_name
 from quadriga.checkpoint.folder import ASSETS
 from quadriga.core.replica import DepthClass
+from quadriga.errors import QuadrigaError
 from tests.ray.apps import App, wait_until
 from tests.ray.choosing import (
     EASY,
@@ -28,6 +31,7 @@ from tests.ray.choosing import (
     write_history,
 )
 from tests.ray.ingress import call
+from tests.ray.moves import set_pace
 
 S, L = "quadriga-s", "quadriga-l"
 S4, S8, L6, L12 = (DepthClass(m, k) for m, k in ((S, 4), (S, 8), (L, 6), (L, 12)))
@@ -186,7 +190,15 @@ async def test_a_switch_moves_what_runs_to_those_that_still_have_the_model(
     try:
         async with OwnIngress(app) as ingress:
             doubtful = {"exit_threshold": UNSURE, "max_tokens": 1000}
-            answers = await asyncio.gather(*(ingress.complete(**doubtful) for _ in range(6)))
+            asked = [asyncio.create_task(ingress.complete(**doubtful)) for _ in range(6)]
+            await asyncio.to_thread(
+                until, app, lambda _: app.metric("quadriga_migrations_total") >= 1, 120.0
+            )
+            # They have moved. The second replica goes over once they have ended there.
+            for name in await asyncio.to_thread(app.replicas, "decode"):
+                with suppress(QuadrigaError, RayError):  # of one that is loading
+                    await asyncio.to_thread(set_pace, name, None)
+            answers = await asyncio.gather(*asked)
         now = await asyncio.to_thread(
             until, app, lambda n: is_served(n) and n["counters"]["switches"] >= 3, 120.0
         )

@@ -25,6 +25,7 @@ from tests.ray.choosing import (
     write_history,
 )
 from tests.ray.ingress import Ingress, Stream, call
+from tests.ray.moves import set_pace
 
 S4, S8 = DepthClass("quadriga-s", 4), DepthClass("quadriga-s", 8)
 EXITS = ExitParams(0.0, "bounded", 0)
@@ -32,10 +33,9 @@ EXITS = ExitParams(0.0, "bounded", 0)
 below its threshold would have layers loaded."""
 
 SLOTS = 4
-LONG = 1900
-"""Tokens; half a minute at the pace."""
-
-pytestmark = pytest.mark.slow
+PACE = "steady-60ms"
+LONG = 700
+"""Tokens; most of a minute at the pace, which ends with what needs it."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def scaled(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
         **{
             "decode_replicas": 1,
             "decode.max_slots": SLOTS,
-            "decode.pace": "steady-15ms",
+            "decode.pace": PACE,
             "decode.rebatching": "drex",
             "deterministic": True,
             "engine.max_model_len": 2048,
@@ -131,6 +131,8 @@ def test_up_under_load_and_down_by_moving_the_rest(scaled: App) -> None:
     assert (decision["what"], decision["replica"]) == ("RetireReplica", leaving)
     assert set(work) == set(names) and work[leaving] == min(work.values())
 
+    for name in set(names) - {leaving}:
+        set_pace(name, None)
     ingress.finish(*kept, timeout_s=120.0)
     assert [s.error for s in kept] == [None] * len(kept)
     assert [len(s.token_ids) for s in kept] == [LONG] * len(kept)
@@ -138,9 +140,12 @@ def test_up_under_load_and_down_by_moving_the_rest(scaled: App) -> None:
     moves = sum(len(s.moved_to) - 1 for s in kept)  # the first one is from the prefill replica
     assert moves >= 1, "what the leaving one held was moved"
     when(ingress, lambda: len(decodes(app)) == 1 and not decodes(app, "retiring"), 60.0)
+    for name in decodes(app):
+        set_pace(name, PACE)
     app.until_idle(5.0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_replica_that_never_comes_freezes_nothing(scaled: App) -> None:
     app = scaled

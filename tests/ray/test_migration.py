@@ -17,7 +17,7 @@ from quadriga.core.request import FinishReason
 from tests.random_drafter import draft_as_it_pays, draft_at_random, num_dropped_drafts
 from tests.ray.apps import App, wait_until
 from tests.ray.ingress import Ingress, Stream, call
-from tests.ray.moves import Mover, free_memory, open_books, order, pause
+from tests.ray.moves import Mover, free_memory, held, hold, open_books, order, pause
 
 NUM_STREAMS = 10
 NUM_OUTPUT = 220
@@ -110,17 +110,12 @@ def assert_same(streams: list[Stream], wanted: list[Stream]) -> None:
 
 @pytest.mark.timeout(120)
 def test_what_is_refused(moving: App) -> None:
-    for _ in range(8):
+    with held(moving.replicas("decode")):
         mover, (stream,) = submit(moving, 1, num_output=NUM_LONG)
         ingress = mover.ingress
-        ingress.until(lambda s=stream: len(s.tokens) > 2)  # type: ignore[misc]
+        ingress.until(lambda: len(stream.tokens) > 2)
         source = stream.replica
-        is_paused = pause(source, stream.state.sequence_id)  # else it ends while we ask
-        if is_paused:
-            break
-        free_memory(source)
-        ingress.finish(stream)
-    assert is_paused
+        assert pause(source, stream.state.sequence_id)  # else it ends while we ask
     other, third = (name for name in mover.replicas if name != source)
     made = order(stream, source, other)
 
@@ -143,23 +138,22 @@ def test_what_is_refused(moving: App) -> None:
 
 @pytest.mark.timeout(120)
 def test_one_move_of_a_sequence_at_a_time_and_few_of_all(moving: App) -> None:
-    for _ in range(5):
+    with held(moving.replicas("decode")):
         mover, streams = submit(moving, NUM_STREAMS, num_output=400)
         ingress = mover.ingress
         until_speaking(ingress, streams)
         source = streams[0].replica
         here = [s for s in streams if s.replica == source]
         other = next(name for name in mover.replicas if name != source)
+        hold(source, 2.0)  # the first move is not over when the last order comes
         for stream in (*here, *here):
             mover.start(stream, other)
-        mover.wait()
-        ingress.finish(*streams)
-        assert [s.error for s in streams] == [None] * NUM_STREAMS
-        num_refused = mover.reasons["refused under_way"] + mover.reasons["refused busy"]
-        if mover.outcomes["moved"] and num_refused:  # else they were over before their turn came
-            break
+        ingress.until(lambda: bool(mover.collect() or mover.reports))
+    mover.wait()
+    ingress.finish(*streams)
+    assert [s.error for s in streams] == [None] * NUM_STREAMS
     assert mover.outcomes["moved"] >= 1
-    assert num_refused >= 1
+    assert mover.reasons["refused under_way"] + mover.reasons["refused busy"] >= 1
     moving.until_idle()
 
 
@@ -223,24 +217,28 @@ def test_drafts_stay_behind_where_sequences_move_and_pause(drafting: App) -> Non
     accepted = drafting.metric("quadriga_accepted_drafts_total")
     mover = Mover(alone, drafting.replicas("decode"), random.Random(6))
     num_paused = 0
-    for _ in range(6):
-        mover.ingress = drafting.ingress()
-        streams = submit_mixed(mover.ingress)
-        while not all(s.is_over for s in streams):
-            mover.ingress.poll(0.01)
-            mover.start_some(streams, at_once=2)
-            mover.collect()
-            chosen = mover.rng.choice(streams)
-            if num_paused < 5 and len(chosen.tokens) > 5 and chosen.replica in mover.replicas:
-                num_paused += pause(chosen.replica, chosen.state.sequence_id)
-                free_memory(chosen.replica)
-        mover.wait()
-        assert_alike(streams, wanted)
+
+    def is_enough() -> bool:
         dropped = sum(num_dropped_drafts(name) for name in mover.replicas)
-        if dropped > 5 and mover.outcomes["moved"] > 5 and num_paused > 2:
-            break
-    assert dropped > 5, "sequences were taken out in the middle of drafts"
-    assert mover.outcomes["moved"] > 5 and num_paused > 2
+        return dropped > 5 and mover.outcomes["moved"] > 5 and num_paused > 2
+
+    give_up_s = time.monotonic() + TIME_LIMIT_S
+    while not is_enough():
+        assert time.monotonic() < give_up_s, "too few were taken out in the middle of drafts"
+        mover.ingress = drafting.ingress()
+        with held(mover.replicas, 0.02):
+            streams = submit_mixed(mover.ingress)
+            while not all(s.is_over for s in streams) and not is_enough():
+                mover.ingress.poll(0.01)
+                mover.start_some(streams, at_once=2)
+                mover.collect()
+                chosen = mover.rng.choice(streams)
+                if num_paused < 5 and len(chosen.tokens) > 5 and chosen.replica in mover.replicas:
+                    num_paused += pause(chosen.replica, chosen.state.sequence_id)
+                    free_memory(chosen.replica)
+        mover.wait()
+        mover.ingress.finish(*streams)
+        assert_alike(streams, wanted)
     wait_until(lambda: drafting.metric("quadriga_accepted_drafts_total") > accepted, 20.0)
     drafting.until_idle()
 
@@ -270,20 +268,12 @@ def test_out_of_host_memory(moving: App) -> None:
     mover, alone = submit(moving, 3, num_output=600)
     mover.ingress.finish(*alone)
     before, resumed = (moving.metric(f"quadriga_{n}_total") for n in ("pauses", "resumes"))
-    for _ in range(8):
+    with held(moving.replicas("decode")):
         mover, streams = submit(moving, 3, num_output=600)
         ingress = mover.ingress
         until_speaking(ingress, streams)
         paused = {s.state.sequence_id: s.replica for s in streams[:2]}
-        num_paused = sum(pause(source, sequence_id) for sequence_id, source in paused.items())
-        if num_paused == 2:
-            break
-        for source in set(paused.values()):  # one was over already
-            free_memory(source)
-        ingress.finish(*streams)
-        before, resumed = before + num_paused, resumed + num_paused
-        wait_until(lambda n=resumed: moving.metric("quadriga_resumes_total") >= n, 20.0)  # type: ignore[misc]
-    assert num_paused == 2
+        assert all(pause(source, sequence_id) for sequence_id, source in paused.items())
     other = next(n for n in mover.replicas if n not in paused.values())
     for stream in streams[:2]:
         source = paused[stream.state.sequence_id]
@@ -302,17 +292,14 @@ def test_out_of_host_memory(moving: App) -> None:
 @pytest.mark.timeout(120)
 def test_metrics(moving: App) -> None:
     before = moving.metric("quadriga_migrations_total")
-    count = 0
-    for _ in range(8):
+    with held(moving.replicas("decode")):
         mover, streams = submit(moving, 2, num_output=NUM_LONG)
         until_speaking(mover.ingress, streams)
         mover.start_some(streams, at_once=2)
         mover.wait()
-        mover.ingress.finish(*streams)
-        count += len(mover.reports)
-        if mover.outcomes["moved"]:  # else they were over before their turn came
-            break
+    mover.ingress.finish(*streams)
     assert mover.outcomes["moved"] >= 1
+    count = len(mover.reports)
     wait_until(lambda: moving.metric("quadriga_migrations_total") >= before + count, 20.0)
     for name in ("bytes", "seconds", "stall_seconds", "rounds"):
         assert moving.metric(f"quadriga_migration_{name}_sum") > 0

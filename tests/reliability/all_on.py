@@ -3,15 +3,16 @@
 Two loads run side by side. Requests to one model by name ask for the whole model's tokens, drafted
 by an exit where that is faster; they must be those of the undisturbed run, whatever is moved,
 resized, paused or killed meanwhile. Requests that leave the choice of the model to HELIOS let
-tokens leave early, with a quality budget and gaps that cannot be kept, so that it is spent; and
-some ask for an answer of a given form. Prompts begin alike.
+tokens leave early, with a quality budget and gaps that cannot be kept, so that it is spent; their
+thresholds are low and high in turns, so that HELIOS changes depths; and some ask for an answer of
+a given form. Prompts begin alike.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,12 @@ pools:
 """The first is HELIOS's, and changes its model and depth; the second keeps them."""
 SETTINGS = (
     "helios.enabled=true",
+    # Looked at again after few requests, so that depths change within minutes.
+    "helios.reassess_requests=20",
+    "helios.profile_requests=2",
+    "helios.breach_window_tokens=40",
+    "helios.min_coverage=0.3",
+    "helios.max_changed_share=1",
     "decode.max_slots=8",
     "engine.compile=wait",
     "engine.max_model_len=512",
@@ -46,9 +53,13 @@ PREFIX = "Count from 3 to 40.\nSort: 7 3 9 1 4 8 2 6\n" * 3
 QUESTIONS = ("Sort: 7 3 9 1 4 8 2 6\n", "Count from 3 to 40.\n", "Reverse: 5 6 7\n")
 POLICIES = ("lossless", "off")
 FORM = {"regex": "[a-z]{3,8}( [a-z]{3,8})*"}
+EASY, HARD = 0.3, 0.999
+"""Thresholds. With the first HELIOS loads a model in part, with the second most tokens are below
+their threshold there, and it loads the rest."""
+EASY_TURNS, HARD_TURNS = 2, 1
 BUDGET: dict[str, Any] = {
     "exit_policy": "bounded",
-    "exit_threshold": 0.999,
+    "exit_threshold": HARD,
     "quality_budget": 0.3,
     "sla_tbt_ms": 0.01,
 }
@@ -72,8 +83,11 @@ def exact_streams(count: int, *, max_tokens: int, seed: int) -> list[RequestSpec
     ]
 
 
-def free_streams(count: int, *, max_tokens: int, seed: int) -> list[RequestSpec]:
+def free_streams(
+    count: int, *, max_tokens: int, seed: int, threshold: float = HARD
+) -> list[RequestSpec]:
     """Tokens leave early and below their thresholds; every fourth answer has a form."""
+    asked = BUDGET | {"exit_threshold": threshold}
     rng = random.Random(seed)
     return [
         RequestSpec(
@@ -84,7 +98,7 @@ def free_streams(count: int, *, max_tokens: int, seed: int) -> list[RequestSpec]
             ignore_eos=index % 4 != 3,
             temperature=0.9,
             seed=rng.randrange(1 << 30),
-            extra=BUDGET | ({"structured_outputs": FORM} if index % 4 == 3 else {}),
+            extra=asked | ({"structured_outputs": FORM} if index % 4 == 3 else {}),
         )
         for index in range(count)
     ]
@@ -129,6 +143,19 @@ class ReschedulingTurns:
             return None
         on, off = (self.tokens[way] / self.seconds[way] for way in (True, False))
         return round(on / off, 3)
+
+
+async def take_turns(
+    ask: Callable[[Sequence[RequestSpec]], None],
+    easy: Sequence[RequestSpec],
+    hard: Sequence[RequestSpec],
+    turn_s: float,
+) -> None:
+    """Ask for low thresholds and for high ones in turns, for ever."""
+    while True:
+        for specs, num_turns in ((easy, EASY_TURNS), (hard, HARD_TURNS)):
+            ask(specs)
+            await asyncio.sleep(num_turns * turn_s)
 
 
 async def _switched(control: ClusterControl, is_on: bool) -> bool:

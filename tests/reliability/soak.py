@@ -101,10 +101,10 @@ def run(args: argparse.Namespace) -> int:
             settings = ["--config", str(pools), *all_on.SETTINGS, *args.set]
         else:
             settings = [f"model={args.model}", *SETTINGS, *args.set]
-        with started_service(settings, log=Path(folder) / "service.log") as service:
+        args.out.mkdir(parents=True, exist_ok=True)
+        with started_service(settings, log=args.out / "service.log") as service:
             soak = Soak(args, service, console)
             asyncio.run(soak.run())
-    args.out.mkdir(parents=True, exist_ok=True)
     plot = args.out / "memory.png"
     soak.plot(plot)
     console.print(soak.table())
@@ -213,12 +213,21 @@ class Soak:
         def num_tokens() -> int:
             return sum(one.tally.tokens for one in loads)
 
-        turns = asyncio.create_task(self._turns.run(control, num_tokens, self._args.turn_s))
+        args = self._args
+        turns = asyncio.create_task(self._turns.run(control, num_tokens, args.turn_s))
+        easy, hard = (
+            all_on.free_streams(
+                NUM_SPECS, max_tokens=args.max_tokens, seed=args.seed, threshold=threshold
+            )
+            for threshold in (all_on.EASY, all_on.HARD)
+        )
+        asking = asyncio.create_task(all_on.take_turns(self._free.ask, easy, hard, args.turn_s))
         try:
             await asyncio.gather(*(self._drive(one, seconds) for one in loads))
         finally:
             turns.cancel()
-            await asyncio.gather(turns, return_exceptions=True)
+            asking.cancel()
+            await asyncio.gather(turns, asking, return_exceptions=True)
 
     async def _warm_up(self, control: ClusterControl, loads: Sequence[MixedLoad]) -> None:
         """Load and moves, so that what is made once is there: kernels, buffers, channels."""

@@ -20,6 +20,7 @@ import torch
 from actors.kv_transfer.handoff_sender import HandoffSender
 from actors.kv_transfer.placement import DecodePlacement
 from actors.replica.decode import DecodeReplica
+from actors.replica.decode_engine import DecodeEngine
 from actors.replica.prefill import PrefillReplica
 from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.background import background
@@ -37,6 +38,7 @@ from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
+from quadriga.scheduling.transfer.sequence_export import StepPhase
 from tests.simulation.choices import Choices
 from tests.simulation.network import WIRE_S, Network
 from tests.simulation.virtual_time import VirtualClock, run_virtually
@@ -144,13 +146,23 @@ def outfit(replica: Any, world: World, name: str, role: Role) -> None:
     replica._cancelled, replica._arrived = OrderedDict(), []
 
 
+class DecodeCore(DecodeEngine):
+    """A decode replica's engine around a loop and a runner of its own, without steps."""
+
+    def __init__(self, loop: Any, runner: Any) -> None:
+        self.loop, self.runner = loop, runner
+
+    def phase(self) -> StepPhase:
+        return StepPhase(0.0, 0.0)
+
+
 class Decode(DecodeReplica):
     """A decode replica; it runs what it owns for ever."""
 
     def __init__(self, world: World, name: str) -> None:
         outfit(self, world, name, Role.DECODE)
         self.rows = Rows()
-        self.engine = Engine(SimpleNamespace(loop=self.rows, runner=self.rows))  # type: ignore[assignment]
+        self.engine = Engine(DecodeCore(self.rows, self.rows))  # type: ignore[assignment]
         self.migrations = SimpleNamespace(  # type: ignore[assignment]
             under_way=(), came_back=lambda sequence_id: None, forward=lambda ids, ingress_id: None
         )

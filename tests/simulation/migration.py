@@ -32,11 +32,10 @@ from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.sequence import SequenceStatus
 from quadriga.scheduling.slots import SlotTable
-from quadriga.scheduling.transfer.sequence_export import StepPhase
 from tests.fake_runner import FakeRunner, expected_output
 from tests.ray.ingress import Stream
 from tests.simulation.choices import Choices
-from tests.simulation.handoff import CONFIG
+from tests.simulation.handoff import CONFIG, DecodeCore
 from tests.simulation.network import WIRE_S, Network
 from tests.simulation.virtual_time import VirtualClock, run_virtually
 
@@ -87,8 +86,7 @@ class Decode(DecodeReplica):
             eos_token_ids=(),
             clock=self.clock,
         )
-        phase = StepPhase(0.0, 0.0)
-        self.core = SimpleNamespace(loop=loop, runner=runner, phase=lambda: phase)
+        self.core = DecodeCore(loop, runner)
         self.engine = SimpleNamespace(  # type: ignore[assignment]
             call=self._command, require_core=lambda: self.core, is_ready=True
         )

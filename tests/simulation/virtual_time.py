@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 UNIX_EPOCH_S = 1_000_000.0
 """What `VirtualClock.unix_s` is when a run begins."""
@@ -61,6 +64,24 @@ class VirtualClock:
 
     def unix_s(self) -> float:
         return UNIX_EPOCH_S + self.now_s()
+
+
+async def in_line(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """`asyncio.to_thread`, without a thread."""
+    await asyncio.sleep(0)
+    return function(*args, **kwargs)
+
+
+@contextmanager
+def virtual_clocks() -> Iterator[None]:
+    """Have whatever runs inside read the running loop's time, and start no thread to wait for."""
+    clock = VirtualClock()
+    with (
+        patch.object(time, "monotonic", clock.now_s),
+        patch.object(time, "time", clock.unix_s),
+        patch.object(asyncio, "to_thread", in_line),
+    ):
+        yield
 
 
 def run_virtually(main: Callable[[], Awaitable[None]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from quadriga.checkpoint.exits import MAX_LAYERS, SKIPPED_KV_WEIGHTS
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.loader import QuadrigaConfig, load_config
-from quadriga.config.resolve import Hardware, resolve
+from quadriga.config.resolve import Hardware, num_replicas, resolve
 from quadriga.core.replica import Role
 from quadriga.errors import ConfigError
 
@@ -40,7 +41,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_the_embedded_default_needs_no_configuration() -> None:
     (pool,) = load_config({}).pools
-    assert (pool.prefill_replicas, pool.decode_replicas) == (1, 2)
+    assert num_replicas(pool) == {Role.PREFILL: 1, Role.DECODE: 2}
 
 
 def test_command_line_strings_and_dotted_keys() -> None:
@@ -72,7 +73,7 @@ def test_what_an_unknown_setting_was_meant_to_be(setting: str, meant: str) -> No
 
 def test_a_pool_at_fault_is_one_fault() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config({"decode_replicas": 0})
+        load_config({"depth": 0})
     assert caught.value.message.count("got") == 1
 
 
@@ -105,12 +106,52 @@ def test_resolve_fills_every_auto(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "num_gpus", "roles"),
+    [
+        ({"mixed_replicas": 2}, 0, "mixed mixed"),
+        ({}, 0, "prefill decode decode"),
+        ({}, 1, "mixed"),
+        ({}, 2, "prefill decode decode"),
+        ({"mixed_replicas": 0}, 1, "prefill decode decode"),
+        ({"decode_replicas": 1}, 1, "prefill decode"),
+        ({"engine.resources_gpus": 0.5}, 1, "prefill decode decode"),
+        ({"engine.resources_gpus": 2.0}, 3, "mixed"),
+        ({"engine.device": "cpu"}, 1, "prefill decode decode"),
+        ({"helios.enabled": True}, 1, "prefill decode decode"),
+    ],
+)
+def test_which_roles_the_replicas_have(
+    checkpoint: Path, change: dict[str, object], num_gpus: int, roles: str
+) -> None:
+    config = load_config({"model": str(checkpoint), "decode.max_slots": 4} | change)
+    hardware = replace(CPU, num_gpus=num_gpus)
+    replicas = resolve(config, hardware).replicas
+    assert " ".join(r.role for r in replicas) == roles
+    again = QuadrigaConfig.model_validate_json(config.model_dump_json())
+    assert resolve(again, hardware).replicas == replicas, "as stored by the controller"
+    for replica in replicas:
+        decodes = replica.role is not Role.PREFILL
+        assert replica.engine.can_exit == decodes
+        assert (replica.engine.num_rows == 4) == decodes
+
+
+def test_mixed_replicas_exclude_others_of_their_pool_and_helios(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="mixed_replicas 2 and decode_replicas 1 exclude each"):
+        load_config({"mixed_replicas": 2, "decode_replicas": 1})
+    config = load_config({"model": str(checkpoint), "mixed_replicas": 1, "helios.enabled": True})
+    with pytest.raises(ConfigError, match=r"mixed_replicas: 1 is not possible with helios"):
+        resolve(config, CPU)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"depth": 5}, "5 is beyond the 4 layers"),
         ({"engine.device": "cuda"}, "the cluster has no GPU"),
         ({"engine.max_model_len": 129}, "129 is beyond the 128 positions"),
         ({"engine.kv_memory_bytes": 1024}, "less than one sequence of 128"),
+        ({"engine.weights": "int8", "engine.dtype": "bfloat16"}, "'int8' is a form of the native"),
+        ({"engine.weights": "int8", "runner": "baton"}, "runs in the relay batch; use 'auto'"),
     ],
 )
 def test_what_cannot_be_served_is_refused(

@@ -52,11 +52,12 @@ def deployment(path: Path, hardware: Hardware = NODE, **settings: Any) -> Deploy
 def test_weights_are_counted_from_their_headers(models: dict[str, Path]) -> None:
     for name, num_values in {"1B": 1.236e9, "8B": 8.03e9}.items():
         found = deployment(models[name]).checkpoints[0]
-        written_out = weight_bytes(found, 4, keeps_forms=False)
+        written_out = weight_bytes(found, 4, matrices=4)
         assert written_out == pytest.approx(4 * num_values, rel=0.005)
         # Matrices stay bfloat16; only norms are float32.
-        kept = weight_bytes(found, 4, keeps_forms=True)
+        kept = weight_bytes(found, 4, matrices="stored")
         assert written_out / 2 < kept < 1.001 * written_out / 2
+        assert written_out / 4 < weight_bytes(found, 4, matrices=1) < 1.001 * written_out / 4
     by_compile = (deployment(models["1B"], **{"engine.compile": c}) for c in ("off", "auto"))
     off, auto = (found.replicas[0].engine.kv_memory_bytes for found in by_compile)
     assert off is not None and auto is not None and off < auto
@@ -182,5 +183,5 @@ def test_facts_are_read_without_weights(tmp_path: Path) -> None:
     path = sparse_checkpoint(tmp_path / "m", LLAMA_1B)
     (path / "model.safetensors").unlink()
     found: Checkpoint = deployment(path).checkpoints[0]
-    assert weight_bytes(found, 4, keeps_forms=True) == 0
+    assert weight_bytes(found, 4, matrices="stored") == 0
     assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == 16

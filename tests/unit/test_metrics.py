@@ -3,6 +3,7 @@ from __future__ import annotations
 import zlib
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import ClusterView
@@ -14,7 +15,7 @@ from quadriga.observability.metrics import (
     collect_families,
     parse_exposition,
 )
-from serve_app.ops.metrics import view_gauges
+from serve_app.ops.metrics import endpoint_gauges, view_gauges
 
 
 def make(source: str) -> tuple[Registry, MetricsHub]:
@@ -131,6 +132,37 @@ def test_creation_times_are_left_out() -> None:
     registry = Registry("a")
     registry.counter("t_total", "Things.").inc()
     assert b"_created" not in collect_families(registry.registry)
+
+
+def test_an_endpoint_picker_reads_one_series_of_each_name() -> None:
+    """By the model server protocol: gauges, each of them once, the usage a share of 1."""
+
+    def snapshot(name: str, role: Role, **load: int) -> ReplicaSnapshot:
+        return ReplicaSnapshot(
+            ReplicaInfo(name, role, DepthClass("m", 8), "n", "i", 4, 100), 0.0, **load
+        )
+
+    view = ClusterView(
+        0.0,
+        [
+            snapshot("p0", Role.PREFILL, num_running=1, num_waiting=5, used_tokens=70),
+            snapshot("d0", Role.DECODE, num_running=3, num_waiting=1, used_tokens=50),
+            snapshot("d1", Role.DECODE, num_running=2, num_waiting=2, num_paused=2, used_tokens=10),
+        ],
+    )
+    families = list(text_string_to_metric_families(endpoint_gauges(view, "m").decode()))
+    assert {f.name: f.type for f in families} == dict.fromkeys(
+        ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"),
+        "gauge",
+    )
+    found = {sample.name: sample.value for f in families for sample in f.samples}
+    assert sum(len(f.samples) for f in families) == len(found)
+    assert found == {
+        "vllm:num_requests_waiting": 7,  # queued at p0, paused at d1
+        "vllm:num_requests_running": 6,
+        "vllm:kv_cache_usage_perc": 0.3,
+    }
+    assert endpoint_gauges(ClusterView(0.0, []), "m")
 
 
 def test_gauges_of_the_view() -> None:

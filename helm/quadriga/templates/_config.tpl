@@ -51,7 +51,8 @@
 {{- if .download -}}
 {{- $_ := set $pool "model" (include "quadriga.downloadPath" (dict "root" $ "download" .download)) -}}
 {{- end -}}
-{{- range $role := list "prefill" "decode" -}}
+{{- $_ := set $pool "mixed_replicas" ($pool.mixed_replicas | default 0) -}}
+{{- range $role := ternary (list "mixed") (list "prefill" "decode") (gt (int $pool.mixed_replicas) 0) -}}
 {{- $field := printf "%s_labels" $role -}}
 {{- if and (not (hasKey $pool $field)) (hasKey $roles $role) -}}
 {{- $_ := set $pool $field (dict "quadriga/role" $role) -}}

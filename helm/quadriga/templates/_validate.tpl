@@ -46,6 +46,14 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- if $v.inferencePool.enabled -}}
+{{- if not $v.inferencePool.endpointPicker.name -}}
+{{- fail "inferencePool.endpointPicker.name: name the Service of the endpoint picker, which the chart does not install" -}}
+{{- end -}}
+{{- if and $v.apiKeys.existingSecret (not (dig "ingress" "open_endpoint_metrics" false $v.config)) -}}
+{{- fail "inferencePool: endpoint pickers send no API key; set config.ingress.open_endpoint_metrics so that they may read /metrics/endpoint" -}}
+{{- end -}}
+{{- end -}}
 {{- if and (ne $v.service.type "ClusterIP") (not $v.tls.secretName) -}}
 {{- fail (printf "service.type %s opens the pods to the outside, where API keys would travel in the clear: set tls.secretName, or let an Ingress or a Gateway do it" $v.service.type) -}}
 {{- end -}}
@@ -190,9 +198,12 @@
 {{- end -}}
 {{- $wanted := dict -}}
 {{- range $pool := include "quadriga.pools" . | fromJsonArray -}}
-{{- range $role := list "prefill" "decode" -}}
+{{- $counts := dict "mixed" $pool.mixed_replicas -}}
+{{- if not (int $pool.mixed_replicas) -}}
+{{- $counts = dict "prefill" ($pool.prefill_replicas | default 1) "decode" ($pool.decode_replicas | default 2) -}}
+{{- end -}}
+{{- range $role, $count := $counts -}}
 {{- $key := get $pool (printf "%s_labels" $role) | default dict | toJson -}}
-{{- $count := get $pool (printf "%s_replicas" $role) | default (ternary 1 2 (eq $role "prefill")) -}}
 {{- $_ := set $wanted $key (add ($count | int) (get $wanted $key | default 0)) -}}
 {{- end -}}
 {{- end -}}

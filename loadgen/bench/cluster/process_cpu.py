@@ -10,6 +10,7 @@ from pathlib import Path
 PARTS = (
     ("ray::DecodeReplica", "decode"),
     ("ray::PrefillReplica", "prefill"),
+    ("ray::MixedReplica", "mixed"),
     ("ray::ServeReplica", "ingress"),
     ("ray::ProxyActor", "proxy"),
     ("haproxy", "proxy"),

@@ -12,7 +12,10 @@ started anew; every response is checked, and the answers of all runs are compare
     ares            placement by least work, and moves by the forecast of the length heads
     ares-placement  placement by the forecast too, after the prompt is computed
 
-Source: ARES §6.2 and §6.5 (P99 TPOT, variance of step times between replicas).
+A request is good that has its first token within 5 s, and whose tokens come, on average, within 1.5
+times the step of a replica whose memory is half full.
+
+Source: ARES §6.2 and §6.5 (goodput, P99 TPOT, variance of step times between replicas).
 """
 
 from __future__ import annotations
@@ -49,10 +52,13 @@ from loadgen.report.metrics import LoadSlo, summarise, tpot_s
 from loadgen.report.output import add_out_argument
 from loadgen.runner import RunResult
 from loadgen.wire.client_http import HttpClient
+from quadriga.config.pacing import find_profile
 
 __all__ = ["POLICIES", "add_arguments", "make_specs", "run", "settings_of"]
 
 TASKS = "repeat,story,count,copy"
+SLO_TTFT_S = 5.0
+SLO_TPOT_FACTOR = 1.5
 LONG_TOKENS = 20
 """TPOT of shorter answers is mostly the hand-over from prefill; the tail without them is shown
 beside."""
@@ -137,9 +143,10 @@ def _measure(
 def _run_of(policy: str, result: RunResult, samples: list[dict[str, Any]]) -> PolicyRun:
     passed = [r for r in result.records if r.verdict.outcome is Outcome.OK]
     tpots = [(r, value) for r in passed if (value := tpot_s(r)) is not None]
+    half_full_s = find_profile(PROFILE).step_s(0, KV_CAPACITY_TOKENS // 2)
     return PolicyRun(
         policy=policy,
-        summary=summarise(result, LoadSlo()),
+        summary=summarise(result, LoadSlo(SLO_TTFT_S, SLO_TPOT_FACTOR * half_full_s)),
         tpot_s=[value for _, value in tpots],
         long_tpot_s=[v for r, v in tpots if r.verdict.choices[0].num_tokens >= LONG_TOKENS],
         step_variance_ms2=step_variances(samples),

@@ -52,7 +52,7 @@ def step_variances(samples: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def decoding(sample: dict[str, Any]) -> list[dict[str, Any]]:
-    return [r for r in sample["replicas"] if r["role"] == "decode"]
+    return [r for r in sample["replicas"] if r["role"] != "prefill"]
 
 
 def count_differences(runs: Sequence[PolicyRun]) -> int:
@@ -82,6 +82,7 @@ def figures(runs: Sequence[PolicyRun]) -> dict[str, Any]:
         "long_tpot_p99_ms": _ms(long, 99),
         "ttft_p99_ms": [round(1e3 * (r.summary.ttft.p99 or 0.0), 1) for r in runs],
         "longest_gap_ms": [round(1e3 * (r.summary.itl.max or 0.0), 1) for r in runs],
+        "good_share": round(statistics.mean(r.summary.good_share or 0.0 for r in runs), 4),
         "tokens_per_s": round(statistics.mean(r.summary.output_tokens_per_s for r in runs), 1),
         "step_variance_ms2": round(statistics.mean(variances), 3) if variances else None,
         "most_paused": max((r.num_paused for r in runs), default=0),
@@ -102,7 +103,9 @@ def headline(results: dict[str, dict[str, Any]], policies: Sequence[str]) -> dic
         before, after = base[name], ours[name]
         return None if not before or after is None else round(1.0 - float(after / before), 4)
 
+    good, before = ours["good_share"], base["good_share"]
     return {
+        "goodput_ratio": round(good / before, 4) if before else None,
         "p99_tpot_reduction": reduction("tpot_p99_ms"),
         "p99_long_tpot_reduction": reduction("long_tpot_p99_ms"),
         "step_variance_reduction": reduction("step_variance_ms2"),
@@ -118,7 +121,10 @@ def print_table(results: dict[str, dict[str, Any]], different: int) -> None:
         counted = sorted(results[policy]["moves"].items())
         return ", ".join(f"{n} {outcome}" for outcome, n in counted) or "–"
 
-    names = ("tpot_p50_ms", "tpot_p99_ms", "long_tpot_p99_ms", "step_variance_ms2", "tokens_per_s")
+    names = (
+        "good_share", "tpot_p50_ms", "tpot_p99_ms", "long_tpot_p99_ms", "step_variance_ms2",
+        "tokens_per_s",
+    )  # fmt: skip
     columns: dict[str, Callable[[str], object]] = {"policy": lambda policy: policy}
     for name in (*names, "ok", "failed", "refused", "most_paused"):
         columns[name] = lambda policy, name=name: results[policy][name]  # type: ignore[misc]

@@ -27,7 +27,10 @@ class GeneratedTokens:
 
 
 class Peer(Protocol):
-    """An engine, constructed with (checkpoint folder, threads)."""
+    """An engine, constructed with (checkpoint folder, threads, form of the weights).
+
+    The form is one of `engine.weights`; `auto` is float32 for whoever knows no other.
+    """
 
     name: str
 

@@ -18,7 +18,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,14 @@ from loadgen.bench.engines.base import GeneratedTokens
 from loadgen.bench.engines.floor import floor_s, measure_machine, model_costs
 from loadgen.bench.engines.peer_process import PeerProcess, interpreters, is_installed
 from loadgen.bench.engines.peers import PEERS
+from loadgen.bench.engines.quality import measure_quality
 from loadgen.bench.engines.workloads import Workload, WorkloadError, load_workload, make_suite
 from loadgen.options import whole
 from loadgen.report import provenance
 from loadgen.report.experiment import say
 from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.checkpoint.packaged_models import packaged_file
+from quadriga.config.engine_spec import WEIGHT_BYTES
 from quadriga.errors import ConfigError
 from quadriga.files import cache_folder
 from quadriga.gguf.cache import plain_beside
@@ -39,6 +42,7 @@ from quadriga.gguf.cache import plain_beside
 OURS = "quadriga"
 PLAIN = "quadriga-plain"
 REFERENCE = "transformers"
+LLAMA = "llama.cpp"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workload", nargs="+", type=Path, default=[], metavar="FILE", help="JSON workload files"
     )
+    parser.add_argument(
+        "--weights", choices=["auto", *WEIGHT_BYTES], default="auto",
+        help="engine.weights, of ours and of peers that know the form; says what it costs, too",
+    )  # fmt: skip
     parser.add_argument("--threads", type=whole(1), default=1, help="CPU threads of each engine")
     parser.add_argument("--rounds", type=whole(1), help="measured runs; 1, or 3 with --suite")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write token ids, a file each")
@@ -69,9 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(slots=True)
 class EngineResults:
-    """Every run of every peer: `runs[peer][workload name]`, in order of rounds."""
+    """Every run of every peer: `runs[peer][workload name]`, in order of rounds.
+
+    Attributes:
+        memory_bytes: What each peer's process holds when it is warm.
+    """
 
     runs: dict[str, dict[str, list[GeneratedTokens]]] = field(default_factory=dict)
+    memory_bytes: dict[str, int] = field(default_factory=dict)
 
     def add(self, peer: str, workload: str, generation: GeneratedTokens) -> None:
         self.runs.setdefault(peer, {}).setdefault(workload, []).append(generation)
@@ -103,15 +116,21 @@ def run(args: argparse.Namespace) -> int:
     peers = _choose_peers(args, pythons, has_plain=plain != checkpoint.path)
     results = measure(
         peers, workloads, checkpoint.path, args.threads, args.rounds or (3 if args.suite else 1),
-        pythons, plain=plain,
+        pythons, plain=plain, gguf=_gguf_file(args.checkpoint), weights=args.weights,
     )  # fmt: skip
     if args.dump is not None:
         _dump(args.dump, results, workloads)
     agreed = True
     if args.suite:
-        agreed = _print_report(results, workloads, plain, args.threads)
+        _print_speeds(results, workloads, plain, args.threads)
+        if args.weights in ("auto", "float32"):  # others round, so they may say other tokens
+            agreed = _print_agreement(results, workloads, plain)
     for line in _json_lines(results, workloads):
         print(json.dumps(line), flush=True)
+    if args.weights not in ("auto", "float32"):
+        found = measure_quality(checkpoint, [args.weights], args.threads)
+        for form, quality in found.items():
+            print(json.dumps({"weights": form, **asdict(quality)}), flush=True)
     if args.suite:
         print(json.dumps(_origin(args, checkpoint.id)), flush=True)
     return 0 if agreed else 1
@@ -126,10 +145,14 @@ def measure(
     pythons: dict[str, str],
     *,
     plain: Path | None = None,
+    gguf: Path | None = None,
+    weights: str = "auto",
 ) -> EngineResults:
     """Run every workload on every peer, `rounds` times, taking turns.
 
     Args:
+        gguf: The file that `checkpoint` was made of, which llama.cpp reads; None: there is none.
+        weights: Their form, of `engine.weights`; for `quadriga-plain` it is always `auto`.
         plain: What all but our engine read, where that is another folder than `checkpoint`.
     """
     results = EngineResults()
@@ -141,7 +164,13 @@ def measure(
         for name in peers:
             say(f"{name}: loading, compiling, warming up")
             path = checkpoint if name == OURS or plain is None else plain
-            process = stack.enter_context(PeerProcess(name, path, threads, pythons[name]))
+            if name == LLAMA:
+                if gguf is None:
+                    say(f"{name}: left out, {checkpoint.name} is no GGUF file")
+                    continue
+                path = gguf
+            form = "auto" if name == PLAIN else weights
+            process = stack.enter_context(PeerProcess(name, path, threads, pythons[name], form))
             try:
                 process.prepare(files)
             except ConfigError as exc:
@@ -150,6 +179,7 @@ def measure(
                 say(f"{name}: left out, {exc.message}")
                 continue
             running.append(process)
+            results.memory_bytes[name] = process.memory_bytes
         for turn in range(rounds):
             for file, workload in zip(files, workloads, strict=True):
                 for process in running:
@@ -189,6 +219,11 @@ def _choose_peers(
     return peers
 
 
+def _gguf_file(model: str) -> Path | None:
+    path = packaged_file(model) or Path(model).expanduser()
+    return path if path.is_file() else None
+
+
 def _dump(folder: Path, results: EngineResults, workloads: Sequence[Workload]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for workload in workloads:
@@ -211,6 +246,7 @@ def _json_lines(results: EngineResults, workloads: Sequence[Workload]) -> list[d
                     "seconds": round(seconds, 6),
                     "tokens_per_s": round(workload.output_tokens / seconds, 2),
                     "cpu_seconds": round(results.cpu_s(peer, workload.name), 6),
+                    "memory_bytes": results.memory_bytes[peer],
                     "ttft_p50": round(_quantile(ttfts, 0.5), 6),
                     "ttft_p99": round(_quantile(ttfts, 0.99), 6),
                 }
@@ -223,10 +259,10 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 
 
-def _print_report(
+def _print_speeds(
     results: EngineResults, workloads: Sequence[Workload], checkpoint: Path, threads: int
-) -> bool:
-    """Print speeds, ratios, floor and agreement; False when tokens differ."""
+) -> None:
+    """Print speeds, ratios and floor."""
     rates = measure_machine(threads)
     costs = model_costs(checkpoint)
     others = [peer for peer in results.runs if peer not in (OURS, PLAIN)]
@@ -250,6 +286,12 @@ def _print_report(
         "tokens/s; ratio to the fastest other engine, by the clock and by processor time; "
         "the floor is that of float32"
     )
+
+
+def _print_agreement(
+    results: EngineResults, workloads: Sequence[Workload], checkpoint: Path
+) -> bool:
+    """Print whose tokens are the reference's; False when some differ."""
     if REFERENCE not in results.runs:
         print(f"{REFERENCE} is not installed: tokens not compared")
         return True
@@ -268,6 +310,7 @@ def _origin(args: argparse.Namespace, checkpoint_id: str) -> dict[str, Any]:
     return {
         "benchmark": "engine",
         "checkpoint": checkpoint_id,
+        "weights": args.weights,
         "threads": args.threads,
         "seed": args.seed,
         "commit": provenance.commit(),

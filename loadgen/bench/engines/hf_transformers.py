@@ -13,6 +13,9 @@ from transformers import AutoModelForCausalLM
 from loadgen.bench.engines.base import GeneratedTokens
 from loadgen.bench.engines.workloads import Workload
 
+DTYPES = {"bfloat16": "bfloat16", "float16": "float16"}
+"""What it computes in, by the form of the weights; others are float32."""
+
 
 def load_model(checkpoint: Path | str, dtype: str = "float32", device: str = "cpu") -> Any:
     """Return the model as `transformers` has it, ready to generate."""
@@ -55,9 +58,9 @@ class TransformersPeer:
 
     name = "transformers"
 
-    def __init__(self, checkpoint: Path, threads: int) -> None:
+    def __init__(self, checkpoint: Path, threads: int, weights: str = "auto") -> None:
         torch.set_num_threads(threads)
-        self._model = load_model(checkpoint)
+        self._model = load_model(checkpoint, DTYPES.get(weights, "float32"))
 
     def prepare(self, workloads: list[Workload]) -> None:
         """Nothing to do: the model runs eagerly."""

@@ -23,8 +23,9 @@ class QuadrigaPeer:
 
     name = "quadriga"
 
-    def __init__(self, checkpoint: Path, threads: int) -> None:
+    def __init__(self, checkpoint: Path, threads: int, weights: str = "auto") -> None:
         self._checkpoint = read_checkpoint(str(checkpoint))
+        self._weights = weights
         self._threads = threads
         self._runner: AnyRunner | None = None
 
@@ -37,6 +38,7 @@ class QuadrigaPeer:
             engine_spec(
                 self._checkpoint,
                 threads=self._threads,
+                weights=self._weights,
                 num_rows=max(w.concurrency for w in workloads),
                 row_capacity_tokens=max(w.longest for w in workloads),
             )

@@ -1,4 +1,9 @@
-"""OpenVINO GenAI: continuous batching on the model as `optimum-cli` exports it, in float32."""
+"""OpenVINO GenAI: continuous batching on the model as `optimum-cli` exports it.
+
+In float32 it is told to compute and to keep KV so. In other forms it has its own defaults:
+arithmetic in bfloat16 where the CPU has it, KV in 8 bits, and inputs of int8 weights rounded to 8
+bits.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +25,8 @@ from quadriga.files import cache_folder
 
 EXPORT_TIMEOUT_S = 600.0
 CACHE_GIB = 2
+WEIGHT_FORMATS = {"bfloat16": "fp16", "float16": "fp16", "int8": "int8"}
+"""How they are exported; the arithmetic in bfloat16 is chosen when the model is compiled."""
 
 
 class OpenVinoPeer:
@@ -27,13 +34,11 @@ class OpenVinoPeer:
 
     name = "openvino"
 
-    def __init__(self, checkpoint: Path, threads: int) -> None:
-        self._folder = _export(checkpoint)
-        self._properties = {
-            "INFERENCE_PRECISION_HINT": "f32",
-            "KV_CACHE_PRECISION": "f32",
-            "INFERENCE_NUM_THREADS": threads,
-        }
+    def __init__(self, checkpoint: Path, threads: int, weights: str = "auto") -> None:
+        self._folder = _export(checkpoint, WEIGHT_FORMATS.get(weights, "fp32"))
+        self._properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
+        if weights in ("auto", "float32"):
+            self._properties |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
         self._pipelines: dict[int, Any] = {}
 
     def prepare(self, workloads: list[Workload]) -> None:
@@ -88,9 +93,12 @@ def _greedy(max_tokens: int) -> Any:
     return config
 
 
-def _export(checkpoint: Path) -> Path:
+def _export(checkpoint: Path, weight_format: str) -> Path:
     """Export the checkpoint into the user's cache, once per content of its configuration."""
-    digest = hashlib.sha256(str(checkpoint.resolve()).encode())
+    name = str(checkpoint.resolve())
+    digest = hashlib.sha256(
+        (name if weight_format == "fp32" else f"{name} {weight_format}").encode()
+    )
     digest.update((checkpoint / "config.json").read_bytes())
     folder = cache_folder() / "openvino" / digest.hexdigest()[:16]
     if (folder / "openvino_model.xml").is_file():
@@ -99,6 +107,6 @@ def _export(checkpoint: Path) -> Path:
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     command = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
     command += ["--model", str(checkpoint), "--task", "text-generation-with-past"]
-    command += ["--weight-format", "fp32", str(folder)]
+    command += ["--weight-format", weight_format, str(folder)]
     subprocess.run(command, check=True, timeout=EXPORT_TIMEOUT_S, stdout=sys.stderr)
     return folder

@@ -34,10 +34,17 @@ def is_installed(peer: str, python: str) -> bool:
 
 
 class PeerProcess:
-    """A peer in a process of its own; a context manager that ends it on every path."""
+    """A peer in a process of its own; a context manager that ends it on every path.
 
-    def __init__(self, peer: str, checkpoint: Path, threads: int, python: str) -> None:
+    Attributes:
+        memory_bytes: What it holds when it is warm; 0 before.
+    """
+
+    def __init__(
+        self, peer: str, checkpoint: Path, threads: int, python: str, weights: str = "auto"
+    ) -> None:
         self.name = peer
+        self.memory_bytes = 0
         environment = os.environ | {
             "PYTHONPATH": str(_ROOT),
             "OMP_NUM_THREADS": str(threads),
@@ -45,7 +52,15 @@ class PeerProcess:
             "TOKENIZERS_PARALLELISM": "false",
         }
         self._process = subprocess.Popen(
-            [python, "-m", "loadgen.bench.engines.worker", peer, str(checkpoint), str(threads)],
+            [
+                python,
+                "-m",
+                "loadgen.bench.engines.worker",
+                peer,
+                str(checkpoint),
+                str(threads),
+                weights,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if os.environ.get("QUADRIGA_BENCH_VERBOSE") else subprocess.DEVNULL,
@@ -72,7 +87,8 @@ class PeerProcess:
 
     def prepare(self, files: Sequence[Path]) -> None:
         """Load, compile and warm up. Raises: ConfigError when the peer cannot."""
-        self._ask({"prepare": [str(f) for f in files]}, PREPARE_TIMEOUT_S)
+        answer = self._ask({"prepare": [str(f) for f in files]}, PREPARE_TIMEOUT_S)
+        self.memory_bytes = answer["memory_bytes"]
 
     def run(self, file: Path) -> GeneratedTokens:
         """Run one workload. Raises: ConfigError when the peer fails or does not answer."""

@@ -11,6 +11,7 @@ PEERS: dict[str, tuple[str, str]] = {
     "quadriga-plain": ("loadgen.bench.engines.offline", "QuadrigaPeer"),
     "transformers": ("loadgen.bench.engines.hf_transformers", "TransformersPeer"),
     "openvino": ("loadgen.bench.engines.openvino", "OpenVinoPeer"),
+    "llama.cpp": ("loadgen.bench.engines.llama_cpp_peer", "LlamaCppPeer"),
 }
 """Name → (module, class). `quadriga-plain` is our engine on what the other engines read: quantised
 weights written out in float32."""
@@ -20,5 +21,6 @@ PROBES = {
     "quadriga-plain": "torch",
     "transformers": "transformers",
     "openvino": "openvino_genai",
+    "llama.cpp": "llama_cpp",
 }
 """Name → the module whose presence means that the peer is installed."""

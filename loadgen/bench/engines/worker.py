@@ -1,4 +1,4 @@
-"""The child process that holds one peer: `python -m …worker PEER CHECKPOINT THREADS`.
+"""The child process that holds one peer: `python -m …worker PEER CHECKPOINT THREADS WEIGHTS`.
 
 It reads one JSON command per line on stdin and answers one JSON line per command on the stdout it
 was born with; whatever the engine prints goes to stderr. Commands: `{"prepare": [files]}` and
@@ -23,7 +23,7 @@ from loadgen.bench.engines.workloads import load_workload
 
 def main(arguments: list[str]) -> int:
     """Serve commands until stdin ends."""
-    name, checkpoint, threads = arguments
+    name, checkpoint, threads, weights = arguments
     # The engines print what they like: keep the answers' channel to ourselves.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
             if peer is None:
                 module, cls = PEERS[name]
                 made = getattr(importlib.import_module(module), cls)
-                peer = made(Path(checkpoint), int(threads))
+                peer = made(Path(checkpoint), int(threads), weights)
             answer = _obey(peer, command)
         except Exception as exc:
             traceback.print_exc()
@@ -49,7 +49,7 @@ def _obey(peer: Peer, command: dict[str, Any]) -> dict[str, Any]:
         peer.prepare(workloads)
         for workload in workloads:
             peer.generate(workload.warm_up())
-        return {"ready": peer.name}
+        return {"ready": peer.name, "memory_bytes": _memory_bytes()}
     workload = load_workload(Path(command["run"]))
     cpu_s = time.process_time()
     done = peer.generate(workload)
@@ -59,6 +59,12 @@ def _obey(peer: Peer, command: dict[str, Any]) -> dict[str, Any]:
         "token_ids": done.token_ids,
         "cpu_s": time.process_time() - cpu_s,
     }
+
+
+def _memory_bytes() -> int:
+    """What this process holds now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -21,10 +21,16 @@ from loadgen.paper.ares.length_encoder import (
     train_encoder,
 )
 from quadriga.scheduling.forecasts import NEW_SHARE
-from quadriga.tune.lengths import QUANTILES, SAMPLE_EVERY, LengthData, apply, train_head_at
+from quadriga.tune.lengths import (
+    MEDIAN,
+    QUANTILES,
+    SAMPLE_EVERY,
+    LengthData,
+    apply,
+    train_head_at,
+)
 
 BATCHES = (1, 10)
-MEDIAN = 1 + QUANTILES.index(0.5)
 
 
 @dataclass(slots=True)
@@ -44,28 +50,34 @@ class LengthPredictor:
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """All predictors that were asked about the test part.
+    """All predictors that were asked about the test part of one split.
 
     Attributes:
         ours: As a decode replica believes it: averaged.
         alone: The same head, each answer alone.
-        auxiliary: The best on validation of the encoders, averaged or not as was better there.
+        encoders: One of each size: averaged, or each answer alone, as was better on validation.
+        encoders_alone: The same, each answer alone.
+        errors: Of the encoders on validation, in tokens.
         others: For the table.
-        losses: Of the encoders on validation, by size.
     """
 
     ours: LengthPredictor
     alone: LengthPredictor
-    auxiliary: LengthPredictor
-    auxiliary_alone: LengthPredictor
+    encoders: list[LengthPredictor]
+    encoders_alone: list[LengthPredictor]
+    errors: list[float]
     others: list[LengthPredictor]
-    losses: dict[str, float]
+
+    @property
+    def best(self) -> int:
+        """Which encoder is best on validation."""
+        return self.errors.index(min(self.errors))
 
     @property
     def predictors(self) -> list[LengthPredictor]:
-        """Without the auxiliary twice."""
-        found = [self.ours, self.alone, self.auxiliary, self.auxiliary_alone, *self.others]
-        return list({p.name: p for p in found}.values())
+        """Each once: ours, the best encoder, the others."""
+        best = [self.encoders[self.best], self.encoders_alone[self.best]]
+        return list({p.name: p for p in [self.ours, self.alone, *best, *self.others]}.values())
 
 
 def hold(
@@ -94,10 +106,16 @@ def hold(
         "head, averaged", averaged(said[test], data, test), parameters, latency_s
     )
     alone = LengthPredictor("head, each answer alone", said[test], parameters, latency_s)
-    size, encoder, losses = _best_encoder(
-        data, train, validation, sizes, vocab_size, budget_s, seed, say
-    )
-    auxiliary, auxiliary_alone = _auxiliary(data, validation, test, size, encoder)
+    encoders, encoders_alone, errors = [], [], []
+    for size in sizes:
+        encoder, _ = train_encoder(
+            size, vocab_size, data, train, validation, seed=seed, budget_s=budget_s
+        )
+        best, each, error = _asked(data, validation, test, size, encoder)
+        encoders.append(best)
+        encoders_alone.append(each)
+        errors.append(error)
+        say(f"encoder {len(errors)} of {len(sizes)}, {size.name}: {error:.2f} on validation")
     total = (data.generated + data.remaining)[train].float().mean()
     left = (total - data.generated[test]).clamp(min=0.0)
     others = [
@@ -106,41 +124,17 @@ def hold(
         LengthPredictor("mean", _same(left), 0),
         LengthPredictor("oracle", _same(data.remaining[test].float()), 0),
     ]
-    return Contest(ours, alone, auxiliary, auxiliary_alone, others, losses)
+    return Contest(ours, alone, encoders, encoders_alone, errors, others)
 
 
-def _best_encoder(
-    data: LengthData,
-    train: torch.Tensor,
-    validation: torch.Tensor,
-    sizes: tuple[EncoderSize, ...],
-    vocab_size: int,
-    budget_s: float,
-    seed: int,
-    say: Callable[[str], None],
-) -> tuple[EncoderSize, LengthEncoder, dict[str, float]]:
-    losses: dict[str, float] = {}
-    best: tuple[float, LengthEncoder, EncoderSize] | None = None
-    for size in sizes:
-        encoder, loss = train_encoder(
-            size, vocab_size, data, train, validation, seed=seed, budget_s=budget_s
-        )
-        losses[size.name] = loss
-        say(f"encoder {len(losses)} of {len(sizes)}, {size.name}: validation loss {loss:.4f}")
-        if best is None or loss < best[0]:
-            best = (loss, encoder, size)
-    assert best is not None
-    return best[2], best[1], losses
-
-
-def _auxiliary(
+def _asked(
     data: LengthData,
     validation: torch.Tensor,
     test: torch.Tensor,
     size: EncoderSize,
     encoder: LengthEncoder,
-) -> tuple[LengthPredictor, LengthPredictor]:
-    """(As it is better on validation, each answer alone) on the test part."""
+) -> tuple[LengthPredictor, LengthPredictor, float]:
+    """(As it is better on validation, each answer alone) on the test part; the former's error."""
     tried = predict(encoder, texts(data, validation))
     truth = data.remaining[validation].float()
 
@@ -156,15 +150,16 @@ def _auxiliary(
         encoder.num_parameters,
         {n: timed(lambda n=n: predict(encoder, typical[:n])) for n in BATCHES},  # type: ignore[misc]
     )
-    if error(averaged(tried, data, validation)) >= error(tried):
-        return alone, alone
+    each, together = error(tried), error(averaged(tried, data, validation))
+    if together >= each:
+        return alone, alone, each
     best = LengthPredictor(
         f"{name}, averaged",
         averaged(alone.outputs, data, test),
         alone.parameters,
         alone.latency_s,
     )
-    return best, alone
+    return best, alone, together
 
 
 def averaged(

@@ -2,7 +2,9 @@
 
 It stands for the predictors that a serving system would run beside its model (the ARES paper
 fine-tunes OPT-125M): it sees prompt and answer so far, whole, and knows nothing of the model's own
-states. Trained from the same samples with the same losses, split and stopping rule as the heads.
+states. Trained from the same samples with the same losses and split as the heads. What is kept is
+the epoch with the least mean absolute error on validation, which is what it is judged by: the loss
+is least at another epoch, whose error is greater.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quadriga.tune.lengths import PATIENCE, QUANTILES, LengthData, loss_of, to_tokens
+from quadriga.tune.lengths import MEDIAN, PATIENCE, QUANTILES, LengthData, loss_of, to_tokens
 
 MAX_POSITIONS = 1024
 _TOKENS_PER_BATCH = 6144
@@ -97,7 +99,7 @@ def train_encoder(
     """Train one size until it stops gaining, or its processor time is up.
 
     Returns:
-        The best state on validation, and its loss there.
+        The best state on validation, and its mean absolute error there, in tokens.
     """
     torch.manual_seed(seed)
     model = LengthEncoder(vocab_size, size)
@@ -107,7 +109,8 @@ def train_encoder(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2)
     train_rows, val_rows = texts(data, train), texts(data, validation)
     best = {k: v.clone() for k, v in model.state_dict().items()}
-    best_loss, since = float("inf"), 0
+    truth = data.remaining[validation].float()
+    best_error, since = float("inf"), 0
     stop_s = time.process_time() + budget_s
     epoch = 0
     while since < PATIENCE and time.process_time() < stop_s:
@@ -121,17 +124,16 @@ def train_encoder(
             optimizer.step()
             if time.process_time() > stop_s:
                 break
-        outputs = run_encoder(model, val_rows)
-        val_loss = float(loss_of(outputs, target[validation]))
+        error = float((predict(model, val_rows)[:, MEDIAN] - truth).abs().mean())
         since += 1
-        if val_loss < best_loss:
+        if error < best_error:
             best = {k: v.clone() for k, v in model.state_dict().items()}
-            best_loss, since = val_loss, 0
+            best_error, since = error, 0
         elif since >= PATIENCE // 2:
             for group in optimizer.param_groups:
                 group["lr"] = max(1e-4, 0.5 * group["lr"])
     model.load_state_dict(best)
-    return model.eval(), best_loss
+    return model.eval(), best_error
 
 
 @torch.no_grad()

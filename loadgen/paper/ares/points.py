@@ -24,11 +24,24 @@ from loadgen.simulation.loads import (
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.settings import AresSettings
 from quadriga.sim.config import SimConfig
+from quadriga.sim.policies import POLICY_NAMES
 from quadriga.sim.profiles import find_profile
 from quadriga.sim.records import PAUSE, RECOMPUTE, VLLM, VLLM_CACHED
 from quadriga.sim.results import RunSummary, Slo
 
-PARTS = ("vllm", "own", "overload", "rates", "bandwidth", "sizes", "hardware", "settings", "traces")
+PARTS = (
+    "vllm",
+    "own",
+    "lockstep",
+    "overload",
+    "below",
+    "rates",
+    "bandwidth",
+    "sizes",
+    "hardware",
+    "settings",
+    "traces",
+)
 SHAREGPT_RATES = (0.10, 0.13, 0.15, 0.17, 0.19, 0.21, 0.23, 0.26)
 ALPACA_RATES = (0.10, 0.13, 0.15, 0.17, 0.19, 0.21, 0.23)
 PAPER_RATE = 0.17
@@ -41,10 +54,20 @@ BANDWIDTHS_GBIT = (1.0, 5.0, 10.0, 25.0, 100.0)
 SATURATED_RATES = (0.19, 0.20)
 """ShareGPT: where three such devices are nearly full."""
 OWN_RATES = (0.10, 0.15, *SATURATED_RATES)
+LOCK_STEP_RATES = (0.15, 0.19)
+"""On 3 replicas; the part has as much for each of `LOCK_STEP_RANKS`."""
+LOCK_STEP_RANKS = 8
 OVERLOAD = 1.4
 """Times what a cluster carries: the rate that fills its KV memory, see `fitting_rate`."""
+BELOW = (0.5, 0.65, 0.8, 0.9, 0.95)
+"""Times what a cluster carries, where nothing should be lost."""
 OVERLOAD_SIZES = (3, 12, 64)
 """Decode replicas."""
+LENGTHS = ("sharegpt", "reasoning", "translation")
+"""The paper's, and two of one hump. Seed 0 of `reasoning` was looked at while the rules of overload
+were chosen, its others and `translation` were not."""
+COMPARED = tuple(name for name in POLICY_NAMES if name != "ares-mixed")
+"""Without exits that one decides as `ares` does."""
 STATIC = ("round_robin", "current_load", "least_requests", "least_work")
 """Placements that move nothing: what ARES is measured against."""
 TTFT_GRID_S = (1.0, 5.0, 10.0)
@@ -184,28 +207,82 @@ def _own(args: argparse.Namespace) -> list[SimPoint]:
     ]  # fmt: skip
 
 
+def _lock_step(args: argparse.Namespace) -> list[SimPoint]:
+    """Ranks of data-parallel attention: each step takes as long as the slowest one's."""
+    ranks = LOCK_STEP_RANKS
+    config = replace(
+        _base(args), num_decode=ranks, num_prefill=ranks // 3, memory=PAUSE, lock_step=True
+    )
+    return [
+        _point(
+            args, "lockstep", rate, rate=rate * ranks / 3, policy=policy,
+            config=replace(config, seed=seed),
+        )
+        for rate in LOCK_STEP_RATES
+        for seed in range(_seeds(args))
+        for policy in _unrefusing(args)
+    ]  # fmt: skip
+
+
 def _overload(args: argparse.Namespace) -> list[SimPoint]:
     """More than the cluster carries, with the paper's lengths and with two that differ."""
-    policies = [p for p in args.policy if p in (*STATIC, "shedding", "ares")]
-    base = replace(_base(args), memory=PAUSE)
-    points = []
-    for workload in ("sharegpt", "reasoning", "translation"):
-        lengths = find_workload(workload).draw(20_000, seed=0)
-        part = "overload" if workload == "sharegpt" else f"overload, {workload}"
-        sizes = OVERLOAD_SIZES[: 2 if args.quick else 3] if workload == "sharegpt" else (3,)
-        for size in sizes:
-            config = replace(base, num_decode=size, num_prefill=max(1, size // 3))
-            rate = OVERLOAD * fitting_rate(config, *lengths, share=1.0)
-            points += [
-                _point(
-                    args, part, size, workload=workload, rate=rate, policy=policy,
-                    config=replace(config, seed=seed),
-                    duration_s=_duration_s(args) if size < 64 else 2000.0,
-                )
-                for seed in range(_seeds(args) if size < 64 else 1)
-                for policy in policies
-            ]  # fmt: skip
-    return points
+    return [
+        point
+        for workload in LENGTHS
+        for size in _sizes_of(args, workload)
+        for point in _loaded(
+            args, _named("overload", workload), size, workload, size, OVERLOAD,
+            [p for p in args.policy if p in (*STATIC, "shedding", "ares")],
+        )
+    ]  # fmt: skip
+
+
+def _below(args: argparse.Namespace) -> list[SimPoint]:
+    """Less than the cluster carries: the same lengths and sizes."""
+    return [
+        point
+        for workload in LENGTHS
+        for size in _sizes_of(args, workload)
+        for load in (BELOW[::2] if args.quick else BELOW)
+        for point in _loaded(
+            args, _named(f"below, {size}", workload), load, workload, size, load,
+            [p for p in args.policy if p in (*STATIC, "ares")],
+        )
+    ]  # fmt: skip
+
+
+def _named(part: str, workload: str) -> str:
+    return part if workload == LENGTHS[0] else f"{part}, {workload}"
+
+
+def _sizes_of(args: argparse.Namespace, workload: str) -> tuple[int, ...]:
+    if args.quick:
+        return OVERLOAD_SIZES[: 2 if workload == LENGTHS[0] else 1]
+    return OVERLOAD_SIZES
+
+
+def _loaded(
+    args: argparse.Namespace,
+    part: str,
+    x: float,
+    workload: str,
+    size: int,
+    load: float,
+    policies: list[str],
+) -> list[SimPoint]:
+    """Points at so many times the rate that fills the memory of decode replicas that pause."""
+    config = replace(_base(args), memory=PAUSE, num_decode=size, num_prefill=max(1, size // 3))
+    lengths = find_workload(workload).draw(20_000, seed=0)
+    return [
+        _point(
+            args, part, x, workload=workload, policy=policy,
+            rate=load * fitting_rate(config, *lengths, share=1.0),
+            config=replace(config, seed=seed),
+            duration_s=_duration_s(args) if size < 64 else min(2000.0, _duration_s(args)),
+        )
+        for seed in range(_seeds(args) if size < 64 else 1)
+        for policy in policies
+    ]  # fmt: skip
 
 
 def _rates(args: argparse.Namespace) -> list[SimPoint]:
@@ -311,7 +388,9 @@ def _hardware(args: argparse.Namespace) -> list[SimPoint]:
 POINTS: dict[str, Callable[[argparse.Namespace], list[SimPoint]]] = {
     "vllm": _vllm,
     "own": _own,
+    "lockstep": _lock_step,
     "overload": _overload,
+    "below": _below,
     "rates": _rates,
     "bandwidth": _bandwidth,
     "sizes": _sizes,

@@ -44,6 +44,8 @@ _CELLS: dict[str, tuple[Figure, str]] = {
     "variance ms²": (lambda s: s.variance_ms2, ".3f"),
     "fullest": (lambda s: s.most_used, ".0%"),
     "out of memory": (lambda s: s.num_full, ".1f"),
+    "refused": (lambda s: s.failures.get("overloaded", 0) / s.num_requests, ".1%"),
+    "longest wait s": (lambda s: s.room_wait.max_s, ".0f"),
     "moves": (lambda s: s.num_migrations, ".0f"),
     "stall P99 ms": (lambda s: 1e3 * s.stall.p99_s, ".0f"),
 }
@@ -81,11 +83,21 @@ class FigureData:
         values = [o.grid_goodput[index] for o in self.outcomes(part, x, policy)]
         return float(np.mean(values)) if values else float("nan")
 
+    def most_wait_s(self, part: str, x: float | str, policy: str) -> float:
+        """The longest that any request waited for a decode replica; 0 where none did."""
+        waits = [o.summary.room_wait.max_s for o in self.outcomes(part, x, policy)]
+        return max((w for w in waits if not np.isnan(w)), default=0.0)
+
     def best_static(self, part: str, x: float | str, of: Figure) -> tuple[str, float]:
         """The placement that moves nothing with the greatest figure, and that; ("", NaN): none."""
         found = {p: self.mean(part, x, p, of) for p in STATIC if self.outcomes(part, x, p)}
         best = max(found, key=lambda p: found[p], default="")
         return best, found.get(best, float("nan"))
+
+    def least_static(self, part: str, x: float | str, of: Figure) -> float:
+        """The least figure of a placement that moves nothing; NaN: there is none."""
+        found = [self.mean(part, x, p, of) for p in STATIC if self.outcomes(part, x, p)]
+        return min(found, default=float("nan"))
 
     def ratio(self, part: str, x: float | str, of: Figure, against: str = "") -> float:
         """ARES's figure over a baseline's, or over the best static one's; NaN where one lacks."""
@@ -134,7 +146,7 @@ _PAPER_RATIO = "1.93, 2.63 in its second version (0.17/s, over current load)"
 
 def _print_ratios(figures: FigureData, console: Console) -> None:
     """ARES over each baseline, by both goodputs, and what the paper states."""
-    kinds = ("sharegpt", "alpaca", "vllm", "own", "overload")
+    kinds = ("sharegpt", "alpaca", "vllm", "own", "lockstep", "overload", "below")
     rows = [
         (part, x)
         for part in figures.parts()
@@ -284,14 +296,31 @@ def baselines(figures: FigureData) -> dict[str, float]:
     if "own" in parts:
         found["own_vs_best_static"] = ratios("own", SATURATED_RATES)
         found["light_load_ratio"] = [min(ratios("own", OWN_RATES[:2]), default=float("nan"))]
-    for part in parts:
-        if part.split(",")[0] == "overload":
-            name = part.replace(", ", "_")
-            for x in figures.xs(part):
-                found[f"{name}_{x}"] = [figures.ratio(part, x, _good_share)]
-                if "shedding" in figures.policies(part):
-                    over = figures.ratio(part, x, _good_share, "shedding")
-                    found[f"{name}_{x}_vs_shedding"] = [over]
+    if "lockstep" in parts:
+        xs = figures.xs("lockstep")
+        found["lock_step_vs_best_static"] = [figures.ratio("lockstep", x, _good_per_s) for x in xs]
+        for name, of in (("p50", lambda s: s.tpot.p50_s), ("p99", _tpot_p99_s)):
+            found[f"lock_step_{name}_tpot_reduction"] = [
+                1.0
+                - figures.mean("lockstep", x, "ares", of) / figures.least_static("lockstep", x, of)
+                for x in xs
+            ]
+    below = [p for p in parts if p.split(",")[0] == "below"]
+    if below:
+        found["light_load_ratio"] = [
+            min(figures.ratio(p, x, _good_share) for p in below for x in figures.xs(p))
+        ]
+    overloads = [p for p in parts if p.split(",")[0] == "overload"]
+    for part in overloads:
+        name = part.replace(", ", "_")
+        for x in figures.xs(part):
+            found[f"{name}_{x}"] = [figures.ratio(part, x, _good_or_one)]
+            if "shedding" in figures.policies(part):
+                over = figures.ratio(part, x, _good_or_one, "shedding")
+                found[f"{name}_{x}_vs_shedding"] = [over]
+    if overloads:
+        waits = [figures.most_wait_s(p, x, "ares") for p in overloads for x in figures.xs(p)]
+        found["overload_longest_wait_s"] = [max(waits)]
     return {name: float(np.mean(values)) for name, values in found.items() if values}
 
 
@@ -299,6 +328,11 @@ def _good_share(summary: RunSummary) -> float:
     """Of the counted requests, refused ones included. Under overload what ends while they arrive
     began in part before the cluster was full."""
     return summary.good_share
+
+
+def _good_or_one(summary: RunSummary) -> float:
+    """The same, at least as if one had been good: a ratio over none is at least that over one."""
+    return max(summary.good_share, 1.0 / summary.num_requests)
 
 
 def _good_in_all(summary: RunSummary) -> float:

@@ -18,6 +18,7 @@ from loadgen.paper.helios.report import (
     FIXED,
     HELIOS,
     LIMITS,
+    LOSSLESS,
     THRESHOLDS,
     HeliosRow,
     HeliosSetting,
@@ -37,6 +38,7 @@ from quadriga.policies.helios.candidates import start_helios
 PAPER_RULE = 1.0
 """`helios.max_changed_share`: breaches alone count."""
 SINGLE = ("only-s", "only-l", "only-s-adaptive", "only-l-adaptive")
+DRAFTING = ("only-s-lossless", "only-l-lossless")
 _MANY = 8  # rounds of all clients between two assessments, in a fixed memory
 _FULL_ROUNDS = 6  # of all clients, at least, there
 _ROUND_SEEDS = 1000  # between the seeds of two rounds
@@ -48,7 +50,8 @@ class HeliosPlan:
     """What to measure.
 
     Attributes:
-        pair: The small model and the large one: bundled ids or checkpoint folders.
+        pair: The small model and the large one, or one alone, whose depths are then all the choice
+            there is: bundled ids or checkpoint folders.
         catalogue: Of both; None is the bundled family's.
         interval: Requests between two assessments.
         profile_requests: That each candidate gets in one.
@@ -58,7 +61,7 @@ class HeliosPlan:
         limits: Of `helios.max_changed_share`, in their own part; elsewhere it is the paper's rule.
     """
 
-    pair: tuple[str, str]
+    pair: tuple[str, ...]
     catalogue: str | None
     parts: Sequence[str]
     slos: Sequence[str]
@@ -80,28 +83,33 @@ class HeliosPlan:
         """All rows of all parts, in the order they are run in."""
         helios = [HELIOS + slo for slo in self.slos]
         main = helios[:1]
+        single, drafting = (
+            [name for name in names if len(self.pair) > 1 or "only-s" in name]
+            for names in (SINGLE, DRAFTING)
+        )
+        drafting += [f"{name}{LOSSLESS}" for name in main]
         found: list[HeliosSetting] = []
         for part in self.parts:
             if part in (ALONE, BATCHED):
                 clients = 1 if part == ALONE else self.batch
                 found += [
                     HeliosSetting(part, name, None, self.interval, clients)
-                    for name in (*SINGLE, *helios)
+                    for name in (*single, *helios, *drafting)
                 ]
             elif part == FIXED:
                 rare = max(self.interval, _MANY * self.rows)  # or it would do little else
                 found += [
                     HeliosSetting(part, name, None, rare, self.rows, memory_bytes)
-                    for name in (*SINGLE, *main)
+                    for name in (*single, *main)
                 ]
             elif part == THRESHOLDS:
                 found += [
                     HeliosSetting(part, name, threshold, self.interval, 1)
                     for threshold in self.thresholds
-                    for name in ("only-s", "only-l", *main)
+                    for name in (*single[: len(self.pair)], *main)
                 ]
             elif part == LIMITS:
-                found += [HeliosSetting(part, name, None, self.interval, 1) for name in SINGLE]
+                found += [HeliosSetting(part, name, None, self.interval, 1) for name in single]
                 found += [
                     HeliosSetting(part, name, None, self.interval, 1, max_changed_share=limit)
                     for limit in self.limits
@@ -122,7 +130,7 @@ class HeliosPlan:
 
 
 class HeliosBench:
-    """The pair, the stream, and every contestant over it.
+    """The models, the stream, and every contestant over it.
 
     Args:
         say: Called with a line for every run.
@@ -137,9 +145,8 @@ class HeliosBench:
         self._on_done = on_done
         self._clock = ProcessorClock(time.process_time)
         self._done = 0
-        small, large = (read_checkpoint(name) for name in plan.pair)
-        self._small, self._large = small, large
-        _check_pair(small, large)
+        self._checkpoints = [read_checkpoint(name) for name in plan.pair]
+        _check(self._checkpoints)
         self._suites: dict[tuple[int, int], TaskSuite] = {}
         self._measured: dict[int, tuple[TimedModel, ...]] = {}
         self.settings = plan.settings(plan.memory_bytes or self._memory_bytes())
@@ -147,7 +154,7 @@ class HeliosBench:
     def measure(self) -> list[HeliosRow]:
         """StreamRun everything: rounds outside, and inside a part all contestants in turns."""
         plan = self._plan
-        layers = {m.id: m.num_layers for m in (self._small, self._large)}
+        layers = {m.id: m.num_layers for m in self._checkpoints}
         runs: dict[HeliosSetting, list[StreamRun]] = {setting: [] for setting in self.settings}
         for number in range(plan.rounds):
             for together in self._groups():
@@ -191,6 +198,7 @@ class HeliosBench:
             setting.clients,
             setting.memory_bytes,
             is_adaptive=setting.contestant.endswith("-adaptive"),
+            drafts=setting.contestant.endswith(LOSSLESS),
         )
         machine: Helios | None = None
         if setting.contestant.startswith(HELIOS):
@@ -211,8 +219,8 @@ class HeliosBench:
                 "max_changed_share": PAPER_RULE if limit is None else limit,
                 "enabled": True,
                 "catalogue": self._plan.catalogue,
-                "models": (self._small.id, self._large.id),
-                "slo": setting.contestant.removeprefix(HELIOS),
+                "models": tuple(m.id for m in self._checkpoints),
+                "slo": setting.contestant.removeprefix(HELIOS).removesuffix(LOSSLESS),
                 "scout": False,
                 "reassess_requests": setting.interval,
                 "profile_requests": self._plan.profile_requests,
@@ -221,7 +229,7 @@ class HeliosBench:
         started = start_helios(
             config,
             ChosenDevice(setting.memory_bytes, VALUE_BYTES, setting.clients),
-            context_tokens=min(row_tokens(self._small), row_tokens(self._large)),
+            context_tokens=min(row_tokens(m) for m in self._checkpoints),
         )
         best = started.picked.candidates[0]
         return started.machine, DepthClass(best.id, best.num_layers)
@@ -231,11 +239,11 @@ class HeliosBench:
         key = (self._plan.num_requests(setting), number)
         if key not in self._suites:
             seed = self._plan.seed + _ROUND_SEEDS * number
-            self._suites[key] = drifting_suite(self._small, key[0], seed=seed)
+            self._suites[key] = drifting_suite(self._checkpoints[0], key[0], seed=seed)
         return self._suites[key]
 
     def _models(self, setting: HeliosSetting) -> tuple[TimedModel, ...]:
-        """Both models, timed once for every number of rows."""
+        """The models, timed once for every number of rows."""
         if setting.clients not in self._measured:
             self._measured[setting.clients] = tuple(
                 TimedModel.measure(
@@ -244,7 +252,7 @@ class HeliosBench:
                     threads=self._plan.threads,
                     clock=self._clock,
                 )
-                for checkpoint in (self._small, self._large)
+                for checkpoint in self._checkpoints
             )
         models = self._measured[setting.clients]
         if setting.threshold is None:
@@ -253,13 +261,13 @@ class HeliosBench:
 
     def _memory_bytes(self) -> int:
         """A fifth more than the larger model whole."""
-        native = load_native(self._large, num_rows=1, threads=self._plan.threads)
+        native = load_native(self._checkpoints[-1], num_rows=1, threads=self._plan.threads)
         return int(_MEMORY_SHARE * weight_bytes(native))
 
     def _shadow(self, runs: dict[HeliosSetting, StreamRun]) -> dict[HeliosSetting, Shadow]:
         """Read a sample of each run's answers again, with one engine a model."""
         shadows = {setting: Shadow() for setting in runs}
-        for checkpoint in (self._small, self._large):
+        for checkpoint in self._checkpoints:
             llm = LLM.over(load_native(checkpoint, num_rows=1, threads=self._plan.threads))
             for setting, run in runs.items():
                 mine = [q for q in run.requests if {c.model for c in q.classes} == {checkpoint.id}]
@@ -273,10 +281,14 @@ class HeliosBench:
         return shadows
 
 
-def _check_pair(small: Checkpoint, large: Checkpoint) -> None:
+def _check(checkpoints: Sequence[Checkpoint]) -> None:
     """Raises: ConfigError: They cannot stand in for each other, or have no exits."""
-    if small.id == large.id:
-        raise ConfigError(f"--pair: both models are called {small.id!r}; rename one folder")
-    for checkpoint in (small, large):
+    if len(checkpoints) > 2:
+        raise ConfigError(f"--pair: {len(checkpoints)} models were named; name one or two")
+    if len({checkpoint.id for checkpoint in checkpoints}) < len(checkpoints):
+        raise ConfigError(
+            f"--pair: both models are called {checkpoints[0].id!r}; rename one folder"
+        )
+    for checkpoint in checkpoints:
         if not checkpoint.exits.layers:
             raise ConfigError(f"--pair: {checkpoint.id} has no early exits; name models with some")

@@ -3,9 +3,10 @@
 A stream of task prompts whose mix drifts is served by one replica on one processor: the service's
 own engine, decode loop, exits and state machine, in one process. Contestants: the small model and
 the large one, each whole with all its exits (every exit tested for every token, and `-adaptive`:
-only those that pay), and HELIOS with each objective. What is served is measured, not modelled:
-tokens, exits, breaches, perplexity, right answers, memory, and the processor time of everything,
-loading and profiling included.
+only those that pay; `-lossless`: they draft, and all layers verify), and HELIOS with each objective
+(`-lossless`: so do the exits of a model that it holds whole). What is served is measured, not
+modelled: tokens, exits, breaches, perplexity, right answers, memory, and the processor time of
+everything, loading and profiling included.
 
 Within a part all contestants take turns of a quarter of a second, so that what else the machine
 does hits them alike. Every round draws the stream anew; medians are reported. Energy is the best
@@ -58,8 +59,9 @@ _SEED = 7
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("--pair", nargs=2, default=list(BUNDLED), metavar=("S", "L"),
-                        help="small and large: bundled ids or checkpoint folders")  # fmt: skip
+    parser.add_argument("--pair", nargs="+", default=list(BUNDLED), metavar="MODEL",
+                        help="small and large, or one model, whose depths are the choice: bundled "
+                        "ids or checkpoint folders")  # fmt: skip
     parser.add_argument("--catalogue", metavar="FILE",
                         help="of that pair, as `profile` wrote it; default: the bundled one's, "
                         "for other pairs nothing on record")  # fmt: skip
@@ -130,7 +132,7 @@ def _plan(args: argparse.Namespace, catalogue: str | None) -> HeliosPlan:
     quick = args.quick
     memory = None if args.memory_mib is None else int(args.memory_mib * 2**20)
     return HeliosPlan(
-        pair=(args.pair[0], args.pair[1]),
+        pair=tuple(args.pair),
         catalogue=catalogue,
         parts=[part for part in PARTS if part in (args.part or (QUICK_PARTS if quick else PARTS))],
         slos=args.slo,

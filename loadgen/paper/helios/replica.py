@@ -16,7 +16,7 @@ from loadgen.model_costs.engine import sequence
 from loadgen.paper.clocks import TurnClock
 from loadgen.paper.helios.record import ServedRequest
 from loadgen.paper.native import VALUE_BYTES, load_native
-from quadriga.checkpoint.exits import ExitCounters, ExitParams
+from quadriga.checkpoint.exits import NEVER, ExitCounters, ExitParams
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.clock import Clock
 from quadriga.core.output import EngineOutput
@@ -42,11 +42,14 @@ class ReplicaLimits:
         memory_bytes: For weights and KV together; None where nothing limits.
         is_adaptive: DREX leaves exits out that do not pay; else every token is tested at every
             exit and leaves where it passes, whatever the load.
+        drafts: Where the whole model is loaded its exits draft, and all layers verify: answers are
+            those of full depth. A partial depth is as ever.
     """
 
     num_rows: int
     memory_bytes: int | None = None
     is_adaptive: bool = False
+    drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +247,8 @@ class LocalReplica:
         self, request: ServedRequest, prompt_ids: list[int], sampling: SamplingParams
     ) -> SequenceState:
         exits = ExitParams(self._model.threshold, "bounded")
+        if self._limits.drafts and self.is_whole:
+            exits = ExitParams(NEVER, "lossless")
         return sequence(str(request.index), prompt_ids, sampling, exits=exits)
 
     def _compute(self, state: SequenceState) -> EngineOutput | None:

@@ -13,6 +13,7 @@ from typing import Any
 from loadgen.paper.helios.record import Shadow, StreamRun
 from loadgen.report.experiment import drawn, least, rounded, show, stacked_bars
 
+LOSSLESS = "-lossless"
 ALONE, BATCHED, FIXED, THRESHOLDS, INTERVALS = "alone", "batched", "fixed", "tau", "ri"
 LIMITS = "changed"
 HELIOS = "helios-"
@@ -33,7 +34,8 @@ class HeliosSetting:
 
     Attributes:
         part: Experiment it belongs to.
-        contestant: `only-s`, `only-l`, both also `-adaptive`; `helios-SLO`.
+        contestant: `only-s`, `only-l`, both also `-adaptive` and `-lossless`; `helios-SLO`, also
+            `-lossless`.
         threshold: That requests ask for; None: each model's own.
         interval: Requests between two assessments.
         clients: Requests at a time.
@@ -160,6 +162,7 @@ def headline(rows: Sequence[HeliosRow], slo: str = "throughput") -> dict[str, An
     tight, *tight_single = (best_of(rows, FIXED, c) for c in (HELIOS + slo, "only-s", "only-l"))
     accuracy = max((r.exact_match for r in (s, large) if r is not None), default=None)
     shadow = ours.shadow if ours is not None else None
+    drafting = best_of(rows, ALONE, HELIOS + slo + LOSSLESS)
     delta = 100 * (ours.exact_match - accuracy) if ours and accuracy is not None else None
     return {
         "throughput_ratio_vs_s": _ratio(ours, s, "tokens_per_s"),
@@ -181,6 +184,12 @@ def headline(rows: Sequence[HeliosRow], slo: str = "throughput") -> dict[str, An
         "energy_saving_vs_l": _saving(ours, large, "joules_per_token"),
         "energy_source": ours.energy_source if ours else None,
         "batch_ratio": least(_ratio(tight, r, "peak_running") for r in tight_single),
+        "lossless_throughput_ratio_vs_s": _ratio(drafting, s, "tokens_per_s"),
+        "lossless_exact_match_delta_points": rounded(
+            100 * (drafting.exact_match - accuracy)
+            if drafting is not None and accuracy is not None
+            else None
+        ),
         "switches": ours.switches if ours else None,
         "resizes": ours.resizes if ours else None,
     }

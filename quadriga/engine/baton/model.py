@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +54,7 @@ class CausalModel:
         positions: torch.Tensor,
         cache: Cache | None,
         keep: list[int] | None = None,
+        on_states: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """Run the model.
 
@@ -60,6 +63,7 @@ class CausalModel:
             mask: int64 [batch, past + n]; 0 hides a column.
             positions: int64 [batch, n]: each row's own, whatever the column.
             keep: Which of the n tokens' logits are wanted, ascending; None is all.
+            on_states: Called with the last hidden states of all tokens, [batch, n, hidden].
 
         Returns:
             float32 [batch, len(keep), vocab]
@@ -70,17 +74,34 @@ class CausalModel:
         if self._takes_keep and keep is not None:
             is_last = keep == [input_ids.shape[1] - 1]
             kwargs["logits_to_keep"] = 1 if is_last else torch.tensor(keep, device=mask.device)
-        logits: torch.Tensor = self._model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            return_dict=True,
-            **kwargs,
-        ).logits
+        with self._states_read(on_states):
+            logits: torch.Tensor = self._model(
+                input_ids=input_ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                return_dict=True,
+                **kwargs,
+            ).logits
         if keep is not None and not self._takes_keep:
             logits = logits[:, keep]
         return logits.float()
+
+    @contextmanager
+    def _states_read(self, on_states: Callable[[torch.Tensor], None] | None) -> Iterator[None]:
+        """Hand what the part before the head returns to `on_states`, for one call."""
+        if on_states is None:
+            yield
+            return
+
+        def read(_: Any, __: Any, output: Any) -> None:
+            on_states(output.last_hidden_state)
+
+        hook = self._model.base_model.register_forward_hook(read)
+        try:
+            yield
+        finally:
+            hook.remove()
 
 
 def smallest_window(config: Any) -> int:

@@ -71,11 +71,12 @@ def prompt_pass(
     spans: Sequence[PromptSpan],
     keep: list[int] | None,
     on_layer: Callable[[int], None] | None = None,
+    on_states: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """Compute K/V of several prompts that start at 0, or of one that continues.
 
     Args:
-        keep: See `CausalModel.__call__`; counted from the pass's first token.
+        keep, on_states: See `CausalModel.__call__`; counted from the pass's first token.
 
     Returns:
         Logits, float32 [len(spans), len(keep), vocab].
@@ -92,7 +93,7 @@ def prompt_pass(
     positions = torch.arange(start, start + longest).expand(len(spans), -1)
     device = model.device
     cache = StoreCache(PromptStore(spans, on_layer), num_layers)
-    return model(ids.to(device), mask.to(device), positions.to(device), cache, keep)
+    return model(ids.to(device), mask.to(device), positions.to(device), cache, keep, on_states)
 
 
 @torch.no_grad()

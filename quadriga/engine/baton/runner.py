@@ -18,7 +18,8 @@ from quadriga.engine.baton.probe import probe
 from quadriga.engine.baton.prompts import PASS_TOKENS, PromptSpan, group_prompts
 from quadriga.engine.baton.row_kv import CacheGeometry, RowKV
 from quadriga.engine.baton.rows import RelayRows
-from quadriga.engine.prompt_scores import PromptScores, wants_scores
+from quadriga.engine.numerics import numerics, torch_code
+from quadriga.engine.prompt_scores import PooledStates, PromptScores, pooled_from, wants_scores
 from quadriga.engine.sampler import RowSampler, choose, make_sampler, process, sample
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import LayersDone, PrefillChunk
@@ -60,6 +61,7 @@ class BatonRunner:
         self.max_padding = min(model.max_padding, PASS_TOKENS[model.device.type])
         self._samplers: list[RowSampler | None] = [None] * spec.num_rows
         self._scores = PromptScores()
+        self._pooled = PooledStates()
         self._at_end: tuple[dict[int, int], torch.Tensor] | None = None
 
     @classmethod
@@ -94,6 +96,11 @@ class BatonRunner:
     def model(self) -> CausalModel:
         """The model itself, for experiments that drive it otherwise."""
         return self._model
+
+    @property
+    def numerics(self) -> str:
+        """Name of what it computes with."""
+        return numerics(self.spec, torch_code(self._model.device))
 
     @property
     def num_layers(self) -> int:
@@ -135,6 +142,7 @@ class BatonRunner:
         """See `ModelRunner.detach`; a free row may be detached again."""
         self._samplers[row] = None
         self._scores.take(row)
+        self._pooled.drop(row)
         self._rows.drop(row)
 
     def prefill(
@@ -159,7 +167,9 @@ class BatonRunner:
             samplers = [self._sampler(chunks[i].row) for i, _ in ended]
             tokens = sample(logits, samplers, self.num_layers)
             for (i, _), token in zip(ended, tokens, strict=True):
-                token.prompt_logprobs = self._scores.take(chunks[i].row)
+                row, state = chunks[i].row, self._sampler(chunks[i].row).state
+                token.prompt_logprobs = self._scores.take(row)
+                token.embedding = self._pooled.take(row, state)
                 results[i] = token
         return results
 
@@ -305,8 +315,15 @@ class BatonRunner:
         wants_all = [wants_scores(chunks[i], s) for i, s in zip(group, states, strict=True)]
         keep = None if any(wants_all) else sorted(set(lasts))
         announce = _one_by_one(on_layers)
+        pooled = [pooled_from(chunks[i], s) for i, s in zip(group, states, strict=True)]
+        found: list[torch.Tensor] = []
         logits = prompt_pass(
-            self._model, self.num_layers, [spans[i] for i in group], keep, announce
+            self._model,
+            self.num_layers,
+            [spans[i] for i in group],
+            keep,
+            announce,
+            found.append if any(first is not None for first in pooled) else None,
         )
         ended = []
         for at, (i, last) in enumerate(zip(group, lasts, strict=True)):
@@ -315,6 +332,9 @@ class BatonRunner:
                 if targets:
                     scored = logits[at, : len(targets)]
                     self._scores.add(chunks[i].row, states[at], scored, targets)
+            first = pooled[at]
+            if first is not None:
+                self._pooled.add(chunks[i], states[at], found[0][at, first : last + 1])
             if chunks[i].is_last:
                 ended.append((i, logits[at, last if keep is None else keep.index(last)]))
         return ended

@@ -18,6 +18,7 @@ import torch
 
 from quadriga.config.engine_spec import Attention
 from quadriga.engine.cuda.paged_attention import PagedAttention, Runs
+from quadriga.engine.cuda.probe import MakeRecorder, failed_probe
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.layers import (
     attend_each,
@@ -90,7 +91,7 @@ class FlashAttention:
         library: The module `flash_attn`.
     """
 
-    name = "flash"
+    name: str = "flash"
     block_queries = 1 << 30  # it knows no blocks
     in_graphs = True
 
@@ -153,9 +154,17 @@ def _before(window: int) -> tuple[int, int]:
 
 
 def choose_attention(
-    wanted: Attention, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    wanted: Attention,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    make_recorder: MakeRecorder | None = None,
 ) -> PagedAttention:
     """The attention to use; the log says which, and why not a faster one.
+
+    Args:
+        make_recorder: What decode passes will be recorded with; an attention whose step cannot be
+            recorded is not chosen.
 
     Raises:
         ConfigError: The one asked for cannot run here.
@@ -164,10 +173,15 @@ def choose_attention(
     for name in ("flash", "triton", "torch") if wanted == "auto" else (wanted,):
         reason = _unfit(name, config, dtype, device)
         if reason is None:
-            chosen = _make(name, config)
-            why = "; ".join(f"{n} does not fit: {r}" for n, r in refused.items())
-            logger.info("attention: %s%s", name, f" ({why})" if why else "")
-            return chosen
+            chosen = _make(name, config, dtype)
+            if chosen.in_graphs:
+                reference = TorchAttention(config)
+                reason = failed_probe(chosen, reference, config, dtype, device, make_recorder)
+            if reason is None:
+                why = "; ".join(f"{n} does not fit: {r}" for n, r in refused.items())
+                logger.info("attention: %s%s", name, f" ({why})" if why else "")
+                return chosen
+            logger.warning("attention: %s is installed and cannot be used here: %s", name, reason)
         refused[name] = reason
     raise ConfigError(
         f"engine.attention: {wanted!r} cannot be used here, {refused[wanted]}; use 'auto'",
@@ -198,11 +212,11 @@ def _unfit(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.dev
     return None
 
 
-def _make(name: str, config: ModelConfig) -> PagedAttention:
+def _make(name: str, config: ModelConfig, dtype: torch.dtype) -> PagedAttention:
     if name == "torch":
         return TorchAttention(config)
     if name == "flash":
         return FlashAttention(importlib.import_module("flash_attn"), config)
     from quadriga.engine.cuda.triton_attention import TritonAttention
 
-    return TritonAttention(config)
+    return TritonAttention(config, dtype)

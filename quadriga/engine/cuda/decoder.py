@@ -13,7 +13,6 @@ import torch
 from quadriga.engine.cuda.graphs import DecodeGraphs
 from quadriga.engine.cuda.paged_attention import PagedAttention, Runs
 from quadriga.engine.cuda.paged_cache import PagedKVCache
-from quadriga.engine.cuda.transfers import to_device
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.decoder import Candidates
 from quadriga.engine.models.layers import (
@@ -25,6 +24,7 @@ from quadriga.engine.models.layers import (
     run_layer,
 )
 from quadriga.engine.models.rope import rope_table
+from quadriga.engine.transfers import to_device
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 
 Ints = npt.NDArray[np.int64]

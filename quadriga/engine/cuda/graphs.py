@@ -143,9 +143,9 @@ class DecodeGraphs:
         self._hidden[:count] = x
         self._where[:, :count] = where
         if count < size:
-            self._hidden[count:size] = 0
-            self._where[0, count:size] = self._padding_row
-            self._where[1, count:size] = 0
+            self._hidden[count:size].zero_()
+            self._where[0, count:size].fill_(self._padding_row)
+            self._where[1, count:size].zero_()
         key = (first, stop, size)
         replay = self._replays.get(key)
         if replay is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -53,7 +54,10 @@ def load_paged(
         ConfigError: Weights or KV do not fit, or the attention asked for cannot be had.
     """
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    attention = choose_attention(spec.attention, config, dtype, device)
+    make_recorder = None
+    if device.type == "cuda" and spec.compile != "off":
+        make_recorder = partial(CudaRecorder, device)
+    attention = choose_attention(spec.attention, config, dtype, device, make_recorder)
     weights = _load_weights(spec, config, device)
     if device.type == "cuda":
         spec = _fit(spec, config, device)
@@ -86,9 +90,9 @@ def load_paged(
             spec.skipped_kv, ends, cache, states, replay_newest=spec.replay_newest
         )
     decoder = PagedDecoder(config, weights, cache, attention)
-    if recorder is None and device.type == "cuda" and spec.compile != "off":
+    if recorder is None and make_recorder is not None:
         if attention.in_graphs:
-            recorder = CudaRecorder(device)
+            recorder = make_recorder()
         else:
             logger.info("no CUDA graphs: %s attention would read whole rows", attention.name)
     if recorder is not None:

@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from quadriga.engine.cuda.transfers import to_device
 from quadriga.engine.models.layers import TokenSpan
+from quadriga.engine.transfers import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 
 from quadriga.engine.cuda.pages import PAGE_TOKENS, Pages, PageTable, pages_per_layer
-from quadriga.engine.cuda.transfers import to_device
 from quadriga.engine.kv_cache import check_range, check_shape
+from quadriga.engine.transfers import to_device
 from quadriga.errors import InvariantViolation
 
 Ints = npt.NDArray[np.int64]
@@ -162,8 +162,10 @@ class PagedKVCache:
         """See `KVCache.share_tokens`: a page."""
         return self.pages.page_tokens
 
-    def keep(self, row: int, start: int) -> Pages:
+    def keep(self, row: int, start: int, over: object | None = None) -> Pages:
         """See `KVCache.keep`: nothing is copied."""
+        if over is not None:
+            self.forget(over)
         with self._changed:
             return self.pages.keep(row, start // self.pages.page_tokens)
 

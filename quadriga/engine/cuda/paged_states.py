@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from quadriga.engine.cuda.pages import PAGE_TOKENS, PageTable, pages_per_layer
-from quadriga.engine.cuda.transfers import to_device
+from quadriga.engine.transfers import to_device
 
 Ints = npt.NDArray[np.int64]
 

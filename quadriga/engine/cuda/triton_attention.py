@@ -12,6 +12,8 @@ Source: FlashAttention-2 §3.1 (online softmax), Flash-Decoding (split over posi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,9 +21,17 @@ import triton.language as tl
 from quadriga.engine.cuda.paged_attention import Runs
 from quadriga.engine.models.config import ModelConfig
 
-_MIN_ROWS, _MAX_ROWS = 16, 64  # of a program's matrix; 16 is the least that a product takes
-_TILE_BYTES = 16_384  # of K or of V; a tile has 32 or 64 positions, and lies in one page
+_MIN_ROWS = 16  # of a program's matrix: the least that a product takes
+_MAX_ROWS = {torch.float32: 16}
+"""Of a prompt's program, 64 else. Products of float32 in full precision are spelled out, number by
+number: with 64 rows the kernel takes 11 to 37 s to compile, with 16 two."""
+_TILE_BYTES = 16_384
+"""Of K or of V in a tile, which lies in one page. A tile has 64 positions where they take no more,
+else 32; of float32 always 32: with 64 the prompts' kernel spills on compute capability 8.0."""
 _MAX_SPLITS = 16
+_DECODE_STAGES, _PROMPT_STAGES = 5, 3
+"""Of the loop over tiles. A tile's page is looked up before its keys: for decode, 5 stages keep two
+tiles in shared memory, the next on its way while this one is multiplied; 3 and 4 keep one."""
 _CPU_PROCESSORS = 4  # the interpreter's stand-in for a GPU's multiprocessors
 
 
@@ -159,12 +169,13 @@ class TritonAttention:
     name = "triton"
     in_graphs = True
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._kv_heads = config.num_kv_heads
         self._group = config.num_heads // config.num_kv_heads
         self._head = config.head_dim
         self._scale = config.head_dim**-0.5
-        self.block_queries = max(1, _MAX_ROWS // triton.next_power_of_2(self._group))
+        rows = _MAX_ROWS.get(dtype, 64)
+        self.block_queries = max(1, rows // triton.next_power_of_2(self._group))
 
     def each(
         self,
@@ -221,13 +232,11 @@ class TritonAttention:
         part_out = torch.empty((*parts, head), dtype=torch.float32, device=q.device)
         part_max = torch.empty(parts, dtype=torch.float32, device=q.device)
         part_sum = torch.empty(parts, dtype=torch.float32, device=q.device)
-        padded = max(16, triton.next_power_of_2(head))
-        tile = 64 if padded * q.element_size() * 64 <= _TILE_BYTES else 32
         begins, block_runs, block_begins, num_blocks = lengths, lengths, lengths, num_tokens
         if runs is not None:
             begins, block_runs, block_begins = runs.begins, runs.block_runs, runs.block_begins
             num_blocks = block_runs.numel()
-        queries = 1 if runs is None else self.block_queries
+        constants = self.constants(q.dtype, keys.shape[1], is_run=runs is not None, splits=splits)
         _attend[(num_blocks, self._kv_heads, splits)](
             q,
             keys,
@@ -244,18 +253,7 @@ class TritonAttention:
             table.stride(0),
             self._scale,
             window,
-            EACH=runs is None,
-            KV_HEADS=self._kv_heads,
-            GROUP=self._group,
-            HEAD=head,
-            HEAD_PADDED=padded,
-            QUERIES=queries,
-            ROWS=max(_MIN_ROWS, triton.next_power_of_2(queries * self._group)),
-            TILE=min(tile, keys.shape[1]),
-            PAGE=keys.shape[1],
-            SPLITS=splits,
-            # Full float32 products: TF32 would answer differently from the CPU engine.
-            PRECISION="ieee",
+            **constants,
         )
         if splits > 1:
             _join[(num_tokens * num_heads,)](
@@ -264,7 +262,31 @@ class TritonAttention:
                 part_sum,
                 out,
                 HEAD=head,
-                HEAD_PADDED=padded,
+                HEAD_PADDED=constants["HEAD_PADDED"],
                 SPLITS=splits,
             )
         return out.flatten(1)
+
+    def constants(
+        self, dtype: torch.dtype, page_tokens: int, *, is_run: bool, splits: int
+    ) -> dict[str, Any]:
+        """What `_attend` is compiled for: its constants and options."""
+        queries = self.block_queries if is_run else 1
+        padded = max(16, triton.next_power_of_2(self._head))
+        is_small = dtype.itemsize == 2 and padded * dtype.itemsize * 64 <= _TILE_BYTES
+        tile = 64 if is_small else 32
+        return {
+            "EACH": not is_run,
+            "KV_HEADS": self._kv_heads,
+            "GROUP": self._group,
+            "HEAD": self._head,
+            "HEAD_PADDED": padded,
+            "QUERIES": queries,
+            "ROWS": max(_MIN_ROWS, triton.next_power_of_2(queries * self._group)),
+            "TILE": min(tile, page_tokens),
+            "PAGE": page_tokens,
+            "SPLITS": splits,
+            # Full float32 products: TF32 would answer differently from the CPU engine.
+            "PRECISION": "ieee",
+            "num_stages": _PROMPT_STAGES if is_run else _DECODE_STAGES,
+        }

@@ -19,6 +19,7 @@ from quadriga.core.request import SampledToken
 from quadriga.engine.early_exit.row_states import Ints
 from quadriga.engine.models.decoder import AnyDecoder
 from quadriga.engine.sampler import RowSampler, Sampler, SamplerAhead, sample
+from quadriga.engine.transfers import to_device
 from quadriga.interfaces import MAX_DRAFTED
 
 
@@ -52,16 +53,16 @@ class Drafts:
         """The newest proposals of these rows reached the exit with these states, [n, hidden]."""
         if self._states is None:
             self._states = self._like.new_zeros(len(self.tokens) * MAX_DRAFTED, states.shape[1])
-        at = torch.from_numpy(rows * MAX_DRAFTED + self.num_run[rows])
-        self._states.index_copy_(0, at.to(states.device, non_blocking=True), states)
+        at = to_device(rows * MAX_DRAFTED + self.num_run[rows], states.device)
+        self._states.index_copy_(0, at, states)
         self.num_run[rows] += 1
 
     def take(self, rows: Ints, numbers: Ints) -> torch.Tensor:
         """States of drafted tokens, counted from 0 in each row: [n, hidden]."""
         if self._states is None:
             return self._like.new_zeros(0, self._like.shape[1])
-        at = torch.from_numpy(rows * MAX_DRAFTED + numbers)
-        return self._states.index_select(0, at.to(self._like.device, non_blocking=True))
+        at = to_device(rows * MAX_DRAFTED + numbers, self._like.device)
+        return self._states.index_select(0, at)
 
     def verified(
         self,

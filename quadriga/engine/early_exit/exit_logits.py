@@ -13,6 +13,7 @@ from quadriga.checkpoint.exits import Criterion
 from quadriga.core.request import SampledToken, SequenceState
 from quadriga.engine.models.decoder import AnyDecoder, Candidates, top_two
 from quadriga.engine.sampler import Sampler, choose, process
+from quadriga.engine.transfers import index_on
 
 Ints = npt.NDArray[np.int64]
 
@@ -53,7 +54,8 @@ class ExitLogits:
         is_plain = all(s.is_plain for s in samplers)
         if not is_plain and (changed := process(found.logits, samplers)):
             # Of these rows alone: what a row is sure of does not depend on its company.
-            found.probs[changed] = top_two(found.logits[changed])
+            at = index_on(hidden.device, changed)
+            found.probs[changed] = top_two(found.logits.index_select(0, at))
         index = dict(zip(rows, range(len(rows)), strict=True))
         return cls(depth, segment, index, found, samplers, is_plain, hidden)
 
@@ -80,7 +82,8 @@ class ExitLogits:
         if self.is_plain:
             return [SampledToken(t, self.depth) for t in self.found.best[at].tolist()]
         samplers = [self.samplers[i] for i in places]
-        return choose(self.found.logits[list(places)], samplers, self.depth)
+        at_exit = index_on(self.hidden.device, places)
+        return choose(self.found.logits.index_select(0, at_exit), samplers, self.depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +112,6 @@ class ExitedTokens:
     @property
     def of_states(self) -> torch.Tensor:
         """Parallel to `states`: [n, hidden]; good until the next pass."""
-        return self.hidden if self.chosen is None else self.hidden[list(self.chosen)]
+        if self.chosen is None:
+            return self.hidden
+        return self.hidden.index_select(0, index_on(self.hidden.device, self.chosen))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -23,6 +24,7 @@ from quadriga.checkpoint.length_heads import (
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.request import SequenceState
 from quadriga.engine.early_exit.exit_logits import ExitedTokens
+from quadriga.engine.transfers import to_device
 from quadriga.errors import ConfigError
 from quadriga.scheduling.forecasts import Answer
 
@@ -136,10 +138,8 @@ class RunnerLengths:
         states, counts = exited.states, None
         if self._heads.spec.has_counts:
             # The token that the state made is the last of `output_ids` already.
-            counts = torch.tensor(
-                [counts_of(len(s.prompt_ids), max(0, len(s.output_ids) - 1)) for s in states],
-                device=exited.hidden.device,
-            )
+            made = [counts_of(len(s.prompt_ids), max(0, len(s.output_ids) - 1)) for s in states]
+            counts = to_device(np.array(made, dtype=np.float32), exited.hidden.device)
         tokens = self._heads.predict(exited.of_states, exited.depth, counts)
         has_range = self._heads.spec.num_outputs > 2
         return states, lambda: [

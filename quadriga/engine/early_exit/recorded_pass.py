@@ -22,6 +22,7 @@ from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.kv_cache import KVCache
 from quadriga.engine.models.decoder import AnyDecoder
 from quadriga.engine.models.layers import TokenSpan
+from quadriga.engine.transfers import to_device
 from quadriga.interfaces import LayersDone, PrefillChunk
 
 Ints = npt.NDArray[np.int64]
@@ -139,7 +140,7 @@ def _place(left: torch.Tensor, at: Ints, x: torch.Tensor, of: Ints) -> None:
 
 
 def _index(of: Ints, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(of).to(like.device)
+    return to_device(of, like.device)
 
 
 def repay(

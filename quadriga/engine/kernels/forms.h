@@ -88,16 +88,19 @@ QUADRIGA_INLINE Vec scale_at(const uint8_t* at) {
 QUADRIGA_INLINE Vec of_bfloat16(BitVec wide) { return bits_of<Vec>(wide << 16); }
 
 struct Float32 {
+  static constexpr bool kInterleaved = false;
   static constexpr int64_t kStep = kLanes, kStepBytes = 4 * kLanes;
   QUADRIGA_INLINE void load(const uint8_t* at, Vec* w) { w[0] = read<Vec>(at); }
 };
 
 struct BFloat16 {
+  static constexpr bool kInterleaved = false;
   static constexpr int64_t kStep = kLanes, kStepBytes = 2 * kLanes;
   QUADRIGA_INLINE void load(const uint8_t* at, Vec* w) { w[0] = of_bfloat16(widen_halves(at)); }
 };
 
 struct Float16 {
+  static constexpr bool kInterleaved = false;
   static constexpr int64_t kStep = kLanes, kStepBytes = 2 * kLanes;
   QUADRIGA_INLINE void load(const uint8_t* at, Vec* w) { w[0] = of_float16(read<HalfVec>(at)); }
 };
@@ -107,6 +110,7 @@ constexpr int64_t kBlockVecs = kBlockWeights / kLanes;
 
 // A scale d (float16) and 32 signed bytes q: d · q.
 struct Q8_0 {
+  static constexpr bool kInterleaved = false;
   static constexpr int64_t kStep = kBlockWeights, kStepBytes = 2 + 32;
   QUADRIGA_INLINE void load(const uint8_t* at, Vec* w) {
     const Vec d = scale_at(at);
@@ -141,6 +145,7 @@ QUADRIGA_INLINE void load_nibbles(const uint8_t* at, Vec d, Vec m, int offset, V
 
 // A scale d (float16) and 16 bytes of q: d · (q - 8).
 struct Q4_0 {
+  static constexpr bool kInterleaved = false;
   static constexpr int64_t kStep = kBlockWeights, kStepBytes = 2 + 16;
   QUADRIGA_INLINE void load(const uint8_t* at, Vec* w) {
     load_nibbles(at + 2, scale_at(at), -Vec{}, 8, w);  // adding -0 changes nothing
@@ -149,33 +154,17 @@ struct Q4_0 {
 
 // A scale d and a least value m (float16), and 16 bytes of q: d · q + m.
 struct Q4_1 {
+  static constexpr bool kInterleaved = false;
   static constexpr int64_t kStep = kBlockWeights, kStepBytes = 2 + 2 + 16;
   QUADRIGA_INLINE void load(const uint8_t* at, Vec* w) {
     load_nibbles(at + 4, scale_at(at), scale_at(at + 2), 0, w);
   }
 };
 
-// Call body(Form()) with the form of that number: `Form` of matrix.py has the same order.
-template <typename Body>
-static inline auto with_form(int64_t form, const Body& body) {
-  switch (form) {
-    case 1: return body(BFloat16());
-    case 2: return body(Float16());
-    case 3: return body(Q8_0());
-    case 4: return body(Q4_0());
-    case 5: return body(Q4_1());
-    default: return body(Float32());
-  }
-}
-
 // Bytes of a row of k weights.
 template <typename Form>
 constexpr int64_t row_bytes(int64_t k) {
   return k * Form::kStepBytes / Form::kStep;
-}
-
-static inline int64_t row_bytes(int64_t form, int64_t k) {
-  return with_form(form, [k](auto f) { return row_bytes<decltype(f)>(k); });
 }
 
 // The last weights of a row, fewer than a step; blocks have none. Zeros in the other lanes.

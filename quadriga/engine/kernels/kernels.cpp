@@ -3,9 +3,10 @@
 #include "kernels.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "attention.h"
-#include "linear.h"
+#include "matrix.h"
 #include "pool.h"
 #include "simd.h"
 
@@ -19,7 +20,8 @@ constexpr int64_t kTokenBlock = 128;  // rows of x that stay in the second-level
 constexpr double kChunkNs = 2000.0;
 constexpr double kInlineNs = 2000.0;        // less than this is not worth sharing
 constexpr double kNsPerMultiplyAdd = 0.02;  // at about 100 GFLOP/s
-constexpr double kNsPerWeight = 0.16;       // at about 25 GB/s
+constexpr double kNsPerByte = 0.04;         // at about 25 GB/s
+constexpr double kNsPerRounding = 0.3;
 
 int64_t pieces_per_chunk(double ns_per_piece) {
   const auto pieces = static_cast<int64_t>(kChunkNs / ns_per_piece);
@@ -121,8 +123,14 @@ void probabilities(const float* row, int64_t n, const TopTwo& top, float* out) {
 // One pass over a fixed set of tokens.
 class PassRunner {
  public:
-  PassRunner(Pool& pool, const QuadrigaModel& model, int64_t tokens)
-      : pool_(pool), model_(model), tokens_(tokens) {}
+  // rows: of each token; low_rank: scratch, [tokens, max_rank]. Both null in passes without adapters.
+  PassRunner(Pool& pool, const QuadrigaModel& model, int64_t tokens, const int64_t* rows = nullptr,
+             float* low_rank = nullptr)
+      : pool_(pool), model_(model), tokens_(tokens), low_rank_(low_rank) {
+    if (!rows || !model.adapter_of) return;
+    for (int64_t t = 0; t < tokens && !rows_; ++t)
+      if (model.adapter_of[rows[t]] >= 0) rows_ = rows;
+  }
 
   // Share `count` pieces of `ns` nanoseconds each; little work stays on this thread.
   template <typename Body>
@@ -147,26 +155,79 @@ class PassRunner {
     });
   }
 
-  // out[tokens, n] = x[tokens, k] · Wᵀ + bias, handed to `finish(t0, t1, n0, n1)` block by block.
+  // x [tokens, k] as products with a form take it; valid until the next input.
+  Input input(const float* x, int64_t k, int64_t form) {
+    static thread_local std::vector<uint8_t> rounded;
+    return with_form(form, [&](auto f) -> Input {
+      using Form = decltype(f);
+      if constexpr (!Form::kInterleaved) {
+        return {reinterpret_cast<const uint8_t*>(x), k * static_cast<int64_t>(sizeof(float))};
+      } else {
+        const int64_t stride = input_bytes<Form>(k);
+        const auto needed = static_cast<size_t>(tokens_ * stride);
+        if (rounded.size() < needed) rounded.resize(needed);
+        uint8_t* rows = rounded.data();
+        share(tokens_, kNsPerRounding * static_cast<double>(k),
+              [=](int64_t t) { round_row<Form>(x + t * k, k, rows + t * stride); });
+        return {rows, stride};
+      }
+    });
+  }
+
+  // out[tokens, n] = x[tokens, k] · Wᵀ, handed to `finish(t0, t1, n0, n1)` block by block.
   template <typename Finish>
-  void project(const float* x, int64_t k, const QuadrigaMatrix& w, int64_t n, float* out,
-               int64_t ldo, const Finish& finish) {
+  void project(Input x, int64_t k, const QuadrigaMatrix& w, int64_t n, float* out, int64_t ldo,
+               const Finish& finish) {
     const int64_t ldw = row_bytes(w.form, k);
     const int64_t blocks = (tokens_ + kTokenBlock - 1) / kTokenBlock;
-    const int64_t chunk = chunk_rows(n, k);
+    const int64_t chunk = chunk_rows(w.form, n, k);
     const int64_t chunks = (n + chunk - 1) / chunk;
     pool_.run(blocks * chunks, [&](int64_t i) {
       const int64_t t0 = i % blocks * kTokenBlock, n0 = i / blocks * chunk;
       const int64_t t1 = t0 + kTokenBlock < tokens_ ? t0 + kTokenBlock : tokens_;
       const int64_t n1 = n0 + chunk < n ? n0 + chunk : n;
-      matmul(w.form, t1 - t0, n1 - n0, k, x + t0 * k, k, w.rows + n0 * ldw, out + t0 * ldo + n0,
-             ldo);
+      matmul(w.form, t1 - t0, n1 - n0, k, x.from(t0), w.rows + n0 * ldw, out + t0 * ldo + n0, ldo);
       finish(t0, t1, n0, n1);
     });
   }
 
-  void project(const float* x, int64_t k, const QuadrigaLinear& a, int64_t n, float* out) {
-    project(x, k, a.weight, n, out, n, [&](int64_t t0, int64_t t1, int64_t n0, int64_t n1) {
+  // The low-rank products of a projection's tokens: low_rank_ = x · downᵀ, which `add_up` goes on
+  // with. A token's are its own, whichever tokens and adapters stand beside it.
+  void project_down(const float* x, int64_t k, const QuadrigaLowRank* loras) {
+    if (!rows_ || !loras) return;
+    const double ns = 4 * kNsPerByte * static_cast<double>(k * model_.max_rank);
+    share(tokens_, ns, [&](int64_t t) {
+      const QuadrigaLowRank* lora = lora_of(loras, t);
+      if (!lora) return;
+      matmul<Float32>(1, lora->rank, k, x + t * k, k,
+                      reinterpret_cast<const uint8_t*>(lora->down),
+                      low_rank_ + t * model_.max_rank, lora->rank);
+    });
+  }
+
+  // Add to outputs [n0, n1) of tokens [t0, t1) what their adapters make; `first` is the row of `up`
+  // that belongs to output 0, and `out` has `ldo` outputs a token.
+  void add_up(const QuadrigaLowRank* loras, int64_t t0, int64_t t1, int64_t n0, int64_t n1,
+              int64_t first, float* out, int64_t ldo) const {
+    if (!rows_ || !loras) return;
+    static thread_local std::vector<float> added;
+    if (added.size() < static_cast<size_t>(n1 - n0)) added.resize(n1 - n0);
+    for (int64_t t = t0; t < t1; ++t) {
+      const QuadrigaLowRank* lora = lora_of(loras, t);
+      if (!lora) continue;
+      const float* up = lora->up + (first + n0) * lora->rank;
+      matmul<Float32>(1, n1 - n0, lora->rank, low_rank_ + t * model_.max_rank, lora->rank,
+                      reinterpret_cast<const uint8_t*>(up), added.data(), n1 - n0);
+      for (int64_t j = n0; j < n1; ++j) out[t * ldo + j] += added[j - n0];
+    }
+  }
+
+  void project(const float* x, int64_t k, const QuadrigaLinear& a, int64_t n, float* out,
+               const QuadrigaLowRank* loras = nullptr) {
+    project_down(x, k, loras);
+    const Input in = input(x, k, a.weight.form);
+    project(in, k, a.weight, n, out, n, [&](int64_t t0, int64_t t1, int64_t n0, int64_t n1) {
+      add_up(loras, t0, t1, n0, n1, 0, out, n);
       if (!a.bias) return;
       for (int64_t t = t0; t < t1; ++t)
         for (int64_t j = n0; j < n1; ++j) out[t * n + j] += a.bias[j];
@@ -174,9 +235,13 @@ class PassRunner {
   }
 
   // x += y · Wᵀ + bias; `buffer` [tokens, hidden] takes the product.
-  void project_add(const float* y, int64_t k, const QuadrigaLinear& a, float* buffer, float* x) {
+  void project_add(const float* y, int64_t k, const QuadrigaLinear& a, float* buffer, float* x,
+                   const QuadrigaLowRank* loras = nullptr) {
     const int64_t n = model_.hidden;
-    project(y, k, a.weight, n, buffer, n, [&](int64_t t0, int64_t t1, int64_t n0, int64_t n1) {
+    project_down(y, k, loras);
+    const Input in = input(y, k, a.weight.form);
+    project(in, k, a.weight, n, buffer, n, [&](int64_t t0, int64_t t1, int64_t n0, int64_t n1) {
+      add_up(loras, t0, t1, n0, n1, 0, buffer, n);
       for (int64_t t = t0; t < t1; ++t)
         for (int64_t j = n0; j < n1; ++j)
           x[t * n + j] += a.bias ? buffer[t * n + j] + a.bias[j] : buffer[t * n + j];
@@ -186,13 +251,17 @@ class PassRunner {
   // An MLP's first half: out[tokens, n] = act(x · Gateᵀ) ∘ (x · Upᵀ), or act(x · Upᵀ).
   //   buffer: [tokens, n] for the up projection where there is a gate.
   void project_activate(const float* x, const QuadrigaLinear& a, int64_t n, float* out,
-                        float* buffer) {
+                        float* buffer, const QuadrigaLowRank* loras = nullptr) {
     const int64_t k = model_.hidden;
     const int64_t ldw = row_bytes(a.weight.form, k);
-    project(x, k, a.weight, n, out, n, [&](int64_t t0, int64_t t1, int64_t n0, int64_t n1) {
+    project_down(x, k, loras);
+    const Input in = input(x, k, a.weight.form);
+    project(in, k, a.weight, n, out, n, [&](int64_t t0, int64_t t1, int64_t n0, int64_t n1) {
       if (model_.gated)
-        matmul(a.weight.form, t1 - t0, n1 - n0, k, x + t0 * k, k, a.weight.rows + (n + n0) * ldw,
+        matmul(a.weight.form, t1 - t0, n1 - n0, k, in.from(t0), a.weight.rows + (n + n0) * ldw,
                buffer + t0 * n + n0, n);
+      add_up(loras, t0, t1, n0, n1, 0, out, n);
+      if (model_.gated) add_up(loras, t0, t1, n0, n1, n, buffer, n);
       for (int64_t t = t0; t < t1; ++t) {
         float* gate = out + t * n;
         float* up = model_.gated ? buffer + t * n : nullptr;
@@ -247,6 +316,12 @@ class PassRunner {
   }
 
  private:
+  // The adapter of a token for one projection; null where it has none.
+  const QuadrigaLowRank* lora_of(const QuadrigaLowRank* loras, int64_t t) const {
+    const int64_t adapter = model_.adapter_of[rows_[t]];
+    return adapter >= 0 && loras[adapter].rank ? loras + adapter : nullptr;
+  }
+
   int64_t row_size() const { return model_.capacity * model_.kv_heads * model_.head_dim; }
 
   // What a token at `position` of `row` sees in a layer.
@@ -260,19 +335,24 @@ class PassRunner {
 
   // Rows of W per chunk of a product with [n, k]: whole register tiles, and whole cache lines of
   // the output, which two threads must not share.
-  int64_t chunk_rows(int64_t n, int64_t k) const {
+  int64_t chunk_rows(int64_t form, int64_t n, int64_t k) const {
     if (pool_.threads() == 1) return n;
     const int64_t tokens = tokens_ < kTokenBlock ? tokens_ : kTokenBlock;
-    const double compute = kNsPerMultiplyAdd * static_cast<double>(tokens);
-    const double row = static_cast<double>(k) * (compute > kNsPerWeight ? compute : kNsPerWeight);
+    const double compute = kNsPerMultiplyAdd * static_cast<double>(tokens * k) /
+                           static_cast<double>(products_per_lane(form));
+    const double reading = kNsPerByte * static_cast<double>(row_bytes(form, k));
     constexpr int64_t kUnit = 48;
-    static_assert(kUnit % kStrip == 0 && kUnit * sizeof(float) % 64 == 0);
-    return (pieces_per_chunk(row) + kUnit - 1) / kUnit * kUnit;
+    static_assert(kUnit % kStrip == 0 && kUnit % (kStripGroups * kGroupRows) == 0);
+    static_assert(kUnit * sizeof(float) % 64 == 0);
+    const int64_t rows = pieces_per_chunk(compute > reading ? compute : reading);
+    return (rows + kUnit - 1) / kUnit * kUnit;
   }
 
   Pool& pool_;
   const QuadrigaModel& model_;
   int64_t tokens_;
+  const int64_t* rows_ = nullptr;  // of the tokens, where one of them has an adapter
+  float* low_rank_;
 };
 
 }  // namespace
@@ -292,41 +372,38 @@ void quadriga_pool_free(void* pool) { delete static_cast<quadriga::Pool*>(pool);
 
 void quadriga_rows(const QuadrigaMatrix* matrix, int64_t k, int64_t count, const int64_t* ids,
                    float* out) {
-  quadriga::with_form(matrix->form, [&](auto form) {
-    using Form = decltype(form);
-    for (int64_t i = 0; i < count; ++i)
-      quadriga::expand_row<Form>(matrix->rows + ids[i] * quadriga::row_bytes<Form>(k), k,
-                                 out + i * k);
-  });
+  for (int64_t i = 0; i < count; ++i)
+    quadriga::expand_row_of(matrix->form, matrix->rows, ids[i], k, out + i * k);
 }
 
 int64_t quadriga_scratch(const QuadrigaModel* m, int64_t tokens) {
   const int64_t q = m->heads * m->head_dim, kv = m->kv_heads * m->head_dim;
-  return tokens * (m->hidden + q + 2 * kv + q + 2 * m->ffn);
+  return tokens * (m->hidden + q + 2 * kv + q + 2 * m->ffn + m->max_rank);
 }
 
 void quadriga_layers(void* pool, const QuadrigaModel* model, int64_t first, int64_t stop,
                      int64_t tokens, float* x, const int64_t* rows, const int64_t* positions,
                      float* scratch) {
   const QuadrigaModel& m = *model;
-  quadriga::PassRunner pass(*static_cast<quadriga::Pool*>(pool), m, tokens);
   const int64_t q = m.heads * m.head_dim, width = q + 2 * m.kv_heads * m.head_dim;
   float* h = scratch;                    // [tokens, hidden]
   float* qkv = h + tokens * m.hidden;    // [tokens, width]
   float* mixed = qkv + tokens * width;   // [tokens, q]
   float* up = mixed + tokens * q;        // [tokens, ffn]
   float* spare = up + tokens * m.ffn;    // [tokens, ffn]
+  float* low_rank = spare + tokens * m.ffn;  // [tokens, max_rank]
+  quadriga::PassRunner pass(*static_cast<quadriga::Pool*>(pool), m, tokens, rows, low_rank);
   for (int64_t i = first; i < stop; ++i) {
     const QuadrigaLayer& layer = m.layers[i];
     if (m.pre_norm) pass.normalise(x, layer.attn_norm, h);
-    pass.project(m.pre_norm ? h : x, m.hidden, layer.qkv, width, qkv);
+    pass.project(m.pre_norm ? h : x, m.hidden, layer.qkv, width, qkv, layer.qkv_loras);
     pass.place_heads(qkv, m.heads, layer, rows, positions);
     pass.attention(qkv, i, rows, positions, mixed);
-    pass.project_add(mixed, q, layer.out, h, x);
+    pass.project_add(mixed, q, layer.out, h, x, layer.out_loras);
     if (!m.pre_norm) pass.normalise(x, layer.attn_norm, x);
     if (m.pre_norm) pass.normalise(x, layer.mlp_norm, h);
-    pass.project_activate(m.pre_norm ? h : x, layer.up, m.ffn, up, spare);
-    pass.project_add(up, m.ffn, layer.down, h, x);
+    pass.project_activate(m.pre_norm ? h : x, layer.up, m.ffn, up, spare, layer.up_loras);
+    pass.project_add(up, m.ffn, layer.down, h, x, layer.down_loras);
     if (!m.pre_norm) pass.normalise(x, layer.mlp_norm, x);
   }
 }

@@ -17,6 +17,13 @@ struct QuadrigaLinear {
   const float* bias;      // [out] or null
 };
 
+// What an adapter adds to a projection of x [in]: up · (down · x).
+struct QuadrigaLowRank {
+  int64_t rank;       // 0 where the adapter leaves the projection as it is
+  const float* down;  // [rank, in]
+  const float* up;    // [out, rank]
+};
+
 struct QuadrigaNorm {
   const float* weight;  // [size], null where there is no scale
   const float* bias;    // [size] or null
@@ -32,6 +39,8 @@ struct QuadrigaLayer {
   float* keys;  // [num_rows, capacity / kBlock, kv_heads, kBlock, head_dim]
   float* values;
   int64_t window;  // positions a token sees, itself included; 0 is all
+  // Of each projection, one for every adapter of the model; null where there are no adapters.
+  const QuadrigaLowRank *qkv_loras, *out_loras, *up_loras, *down_loras;
 };
 
 struct QuadrigaModel {
@@ -47,6 +56,8 @@ struct QuadrigaModel {
   // Layers whose K and V were computed, per position: [num_rows, capacity]. A layer reads what is
   // missing from the deepest one that was computed. Null: nothing is missing.
   const uint8_t* depths;
+  const int64_t* adapter_of;  // [num_rows]: adapter of a row's tokens, -1 for none; null: of no row
+  int64_t max_rank;           // largest `rank` of all adapters and projections
 };
 
 struct QuadrigaHead {

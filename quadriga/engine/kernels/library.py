@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
 from pathlib import Path
 
 import torch
 
-from quadriga.engine.weights.checkpoint_weights import Linear, Norm
+from quadriga.engine.weights.checkpoint_weights import Linear, LowRank, Norm
 from quadriga.engine.weights.matrix import Matrix
 
 
@@ -47,6 +48,19 @@ class CNorm(Structure):
         return cls() if norm is None else cls(pointer(norm.weight), pointer(norm.bias))
 
 
+class CLowRank(Structure):
+    """Mirror of `QuadrigaLowRank`."""
+
+    _fields_ = (("rank", c_int64), ("down", c_void_p), ("up", c_void_p))
+
+    @classmethod
+    def of(cls, lora: LowRank | None) -> CLowRank:
+        """Point at an adapter's matrices, which the caller keeps alive."""
+        if lora is None:
+            return cls()
+        return cls(lora.down.shape[0], pointer(lora.down), pointer(lora.up))
+
+
 class CLayer(Structure):
     """Mirror of `QuadrigaLayer`."""
 
@@ -62,6 +76,10 @@ class CLayer(Structure):
         ("keys", c_void_p),
         ("values", c_void_p),
         ("window", c_int64),
+        ("qkv_loras", POINTER(CLowRank)),
+        ("out_loras", POINTER(CLowRank)),
+        ("up_loras", POINTER(CLowRank)),
+        ("down_loras", POINTER(CLowRank)),
     )
 
 
@@ -84,6 +102,8 @@ class CModel(Structure):
         ("sin", c_void_p),
         ("layers", POINTER(CLayer)),
         ("depths", c_void_p),
+        ("adapter_of", c_void_p),
+        ("max_rank", c_int64),
     )
 
 
@@ -120,10 +140,15 @@ def pointer(tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> 
 
 
 class KernelLibrary:
-    """A loaded library with its argument types declared."""
+    """A loaded library with its argument types declared.
+
+    Attributes:
+        code: Names its machine code: equal names compute alike, whatever compiled them where.
+    """
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
+        self.code = f"kernels {hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
         self.pool_new = library.quadriga_pool_new
         self.pool_new.argtypes = [c_int64]
         self.pool_new.restype = c_void_p

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from quadriga.checkpoint.families import MAX_LAYERS
 from quadriga.checkpoint.json_files import GARBLED, read_object
+from quadriga.checkpoint.quantisation import quantisation_of
 from quadriga.errors import ConfigError
 
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
@@ -120,11 +121,7 @@ def read_model_config(path: Path) -> ModelConfig:
             f"{', '.join(sorted(_FAMILIES))}",
             param="model",
         )
-    if raw.get("quantization_config"):
-        raise ConfigError(
-            f"model: {path.name} has quantised weights; give the unquantised checkpoint",
-            param="model",
-        )
+    quantisation_of(raw, path.name)  # says what cannot be read before anything is loaded
     try:
         config = parse(raw)
     except GARBLED as exc:

@@ -91,6 +91,10 @@ class Decoder:
         cache: Holds at least as many layers as `weights`.
         depths: uint8 [num_rows, positions], layers whose KV was computed; read by implementations
             that say so in `reads_depths`.
+
+    Attributes:
+        adapter_of: int64 [num_rows]: the adapter of each row's sequence, −1 for none; the runner
+            sets it, every pass reads it. None where the model has no adapters.
     """
 
     def __init__(
@@ -104,6 +108,9 @@ class Decoder:
         self.weights = weights
         self.cache = cache
         self.depths = depths
+        self.adapter_of: Ints | None = None
+        if weights.adapters:
+            self.adapter_of = np.full(cache.num_rows, -1, dtype=np.int64)
         self.cos: torch.Tensor | None = None
         self.sin: torch.Tensor | None = None
         if config.rope is not None:
@@ -150,7 +157,15 @@ class Decoder:
             sin=sin,
             is_decode=all(s.end - s.begin == 1 for s in spans),
             context=max(s.stop for s in spans),
+            adapted=self._adapted(rows),
         )
+
+    def _adapted(self, rows: torch.Tensor) -> dict[int, torch.Tensor]:
+        """See `Pass.adapted`."""
+        if self.adapter_of is None:
+            return {}
+        used = torch.from_numpy(self.adapter_of[rows.numpy()])
+        return {i: torch.nonzero(used == i)[:, 0] for i in set(used.tolist()) if i >= 0}
 
     def embed(self, token_ids: Sequence[int], batch: Pass) -> torch.Tensor:
         """Token ids, T of them → hidden states [T, hidden]."""
@@ -158,6 +173,7 @@ class Decoder:
 
     def run_layers(self, x: torch.Tensor, batch: Pass, first: int, stop: int) -> torch.Tensor:
         """Run layers [first, stop) on hidden states [T, hidden], storing their K and V."""
+        loras = self.weights.adapters
         for i in range(first, stop):
             x = layer_forward(
                 x,
@@ -167,6 +183,7 @@ class Decoder:
                 batch,
                 self.config,
                 self.config.windows[i],
+                loras[i] if batch.adapted else None,
             )
         return x
 

@@ -6,8 +6,9 @@ prefill chunks and decode steps alike, and any range of layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch.nn import functional as F
@@ -18,12 +19,16 @@ from quadriga.engine.models.rope import rotate
 from quadriga.engine.weights.checkpoint_weights import (
     Head,
     KVMap,
+    LayerAdapters,
     LayerWeights,
     Linear,
+    LowRank,
     ModelWeights,
     Norm,
 )
-from quadriga.engine.weights.matrix import Matrix
+
+Adapted = Mapping[int, torch.Tensor]
+"""See `Pass.adapted`."""
 
 
 @dataclass(slots=True)
@@ -51,6 +56,7 @@ class Pass:
         cos, sin: [T, 1, head_dim / 2]; None without RoPE.
         is_decode: Every span is a single token.
         context: Longest context of any token, itself included.
+        adapted: Adapter → which of the tokens it applies to, int64 [n] each.
     """
 
     rows: torch.Tensor
@@ -60,6 +66,7 @@ class Pass:
     sin: torch.Tensor | None
     is_decode: bool
     context: int
+    adapted: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def norm(x: torch.Tensor, weights: Norm, config: ModelConfig) -> torch.Tensor:
@@ -72,6 +79,8 @@ def norm(x: torch.Tensor, weights: Norm, config: ModelConfig) -> torch.Tensor:
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Scale the last dimension to unit root mean square; any leading shape."""
+    if x.device.type != "cpu":  # one kernel, where this is eight
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
@@ -95,19 +104,25 @@ def run_layer(
     layer: LayerWeights,
     config: ModelConfig,
     attend: Callable[[torch.Tensor], torch.Tensor],
+    loras: LayerAdapters | None = None,
+    adapted: Adapted = MappingProxyType({}),
 ) -> torch.Tensor:
     """One layer: [T, hidden] → [T, hidden].
 
     Args:
         attend: From the normed hidden states to the mixed values of all heads, [T, q_size]; where
             KV lies and who reads it is its business.
+        loras: The layer's adapters; None without any.
+        adapted: See `Pass`.
     """
     mixed = attend(norm(x, layer.attn_norm, config) if config.pre_norm else x)
-    x = x + _linear(mixed, layer.out)
+    x = x + add_low_rank(_linear(mixed, layer.out), mixed, loras.out if loras else None, adapted)
     if not config.pre_norm:
         x = norm(x, layer.attn_norm, config)
     h = norm(x, layer.mlp_norm, config) if config.pre_norm else x
-    x = x + _linear(activate(_linear(h, layer.up), config), layer.down)
+    inner = add_low_rank(_linear(h, layer.up), h, loras.up if loras else None, adapted)
+    inner = activate(inner, config)
+    x = x + add_low_rank(_linear(inner, layer.down), inner, loras.down if loras else None, adapted)
     return x if config.pre_norm else norm(x, layer.mlp_norm, config)
 
 
@@ -119,49 +134,67 @@ def layer_forward(
     batch: Pass,
     config: ModelConfig,
     window: int,
+    loras: LayerAdapters | None = None,
 ) -> torch.Tensor:
     """Run one layer: [T, hidden] → [T, hidden]; stores the tokens' K and V on the way.
 
     Args:
         keys, values: This layer's buffers, [rows, blocks, num_kv_heads, KV_BLOCK, head_dim].
         window: Positions a token sees, itself included; 0 is all.
+        loras: The layer's adapters; None without any.
     """
 
     def attend(h: torch.Tensor) -> torch.Tensor:
-        q, k, v = project_qkv(h, layer, batch.cos, batch.sin, config)
+        qkv = add_low_rank(_linear(h, layer.qkv), h, loras.qkv if loras else None, batch.adapted)
+        q, k, v = split_qkv(qkv, layer, batch.cos, batch.sin, config)
         _store(keys, values, batch, k, v)
         form = _attend_decode if batch.is_decode else _attend_spans
         return form(by_group(q, config), keys, values, batch, window)
 
-    return run_layer(x, layer, config, attend)
+    return run_layer(x, layer, config, attend, loras, batch.adapted)
 
 
 def embed(weights: ModelWeights, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Token ids and their positions, T of each → hidden states [T, hidden]."""
     x = weights.embed.take(ids, weights.dtype)
     if weights.project_in is not None:
-        x = _product(x, weights.project_in)
+        x = weights.project_in.linear(x)
     return x if weights.positions is None else x + weights.positions[positions]
 
 
 def apply_head(x: torch.Tensor, head: Head, config: ModelConfig) -> torch.Tensor:
     """The head of an exit: [n, hidden] → float32 [n, vocab]."""
+    return head.weight.linear(last_states(x, head, config)).float()
+
+
+def last_states(x: torch.Tensor, head: Head, config: ModelConfig) -> torch.Tensor:
+    """What a head's logits are made of, after its norm: [n, hidden] → [n, embed_size]."""
     if head.mlp is not None:
         inner = activate(_linear(norm(x, head.mlp.norm, config), head.mlp.up), config)
         x = x + _linear(inner, head.mlp.down)
     if head.norm is not None:
         x = norm(x, head.norm, config)
-    if head.project is not None:
-        x = _product(x, head.project)
-    return _product(x, head.weight).float()
+    return x if head.project is None else head.project.linear(x)
+
+
+def add_low_rank(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    loras: Sequence[LowRank | None] | None,
+    adapted: Adapted,
+) -> torch.Tensor:
+    """Add what the tokens' adapters make of x [T, in] to a projection y [T, out]; returns it."""
+    if loras is None:
+        return y
+    for index, tokens in adapted.items():
+        lora = loras[index]
+        if lora is not None:
+            y.index_add_(0, tokens, F.linear(F.linear(x[tokens], lora.down), lora.up))
+    return y
 
 
 def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    return _product(x, linear.weight, linear.bias)
-
-
-def _product(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return F.linear(x, matrix.values(x.dtype), bias)
+    return linear.weight.linear(x, linear.bias)
 
 
 def project_qkv(
@@ -176,17 +209,31 @@ def project_qkv(
     Args:
         cos, sin: [T, 1, head_dim / 2]; None without RoPE.
     """
+    return split_qkv(_linear(h, layer.qkv), layer, cos, sin, config)
+
+
+def split_qkv(
+    qkv: torch.Tensor,
+    layer: LayerWeights,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    config: ModelConfig,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `project_qkv`, of what the layer's projection gave: [T, q_size + 2 · kv_size]."""
     c = config
-    num_tokens = h.shape[0]
-    q, k, v = torch.split(_linear(h, layer.qkv), [c.q_size, c.kv_size, c.kv_size], dim=-1)
-    q = q.view(num_tokens, c.num_heads, c.head_dim)
-    k = k.view(num_tokens, c.num_kv_heads, c.head_dim)
-    v = v.view(num_tokens, c.num_kv_heads, c.head_dim)
+    heads = [c.num_heads, c.num_kv_heads]
+    split = qkv.view(qkv.shape[0], c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+    qk, v = torch.split(split, [sum(heads), c.num_kv_heads], dim=1)
     if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = torch.split(qk, heads, dim=1)
         q = rms_norm(q, layer.q_norm, c.norm_eps)
         k = rms_norm(k, layer.k_norm, c.norm_eps)
+        if cos is not None and sin is not None:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q, k, v
     if cos is not None and sin is not None:
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        qk = rotate(qk, cos, sin)  # together: half the kernels
+    q, k = torch.split(qk, heads, dim=1)
     return q, k, v
 
 

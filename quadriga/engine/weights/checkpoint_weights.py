@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quadriga.engine.weights.matrix import Matrix
+from quadriga.engine.weights.matrix import Matrix, MatrixForm
 
 
 @dataclass(slots=True)
@@ -58,6 +58,33 @@ class LayerWeights:
         linears = sum(part.nbytes for part in (self.qkv, self.out, self.up, self.down))
         norms = self.attn_norm.nbytes + self.mlp_norm.nbytes
         return linears + norms + sum(t.nbytes for t in (self.q_norm, self.k_norm) if t is not None)
+
+
+@dataclass(slots=True)
+class LowRank:
+    """What an adapter adds to a projection of x: B · (A · x), its scale in B.
+
+    Attributes:
+        down: A, [rank, in].
+        up: B, [out, rank]. Of stacked projections both are stacked, B along its diagonal.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+
+@dataclass(slots=True)
+class LayerAdapters:
+    """The adapters of one layer, by projection: an entry for each adapter, None where it has none.
+
+    Attributes:
+        qkv, out, up, down: As in `LayerWeights`.
+    """
+
+    qkv: list[LowRank | None] = field(default_factory=list)
+    out: list[LowRank | None] = field(default_factory=list)
+    up: list[LowRank | None] = field(default_factory=list)
+    down: list[LowRank | None] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -113,22 +140,23 @@ class ModelWeights:
     Attributes:
         dtype: What is computed in, and what norms and biases are kept in.
         device: Where everything is.
-        keeps_forms: Matrices are in the form they are stored in, where it is one that the kernels
-            know; else they are of `dtype`.
+        form: Of the matrices; see `WeightSource.form`.
         embed: [vocab, embed_size]
         positions: Learned positions, OPT only: [max_positions, hidden].
         project_in: [hidden, embed_size] where embed_size differs from hidden_size.
         heads: Layers run → head, for every exit that is loaded, the deepest layer included.
         kv_maps: Layers run at a non-final exit → for every layer, how its K and V are made of the
             hidden state at that exit; what lies before the exit is never asked for.
+        adapters: LoRA of every layer of the model, whatever is loaded of it; empty without any.
     """
 
     dtype: torch.dtype
     device: torch.device
-    keeps_forms: bool
+    form: MatrixForm
     embed: Matrix
     heads: dict[int, Head] = field(default_factory=dict)
     positions: torch.Tensor | None = None
     project_in: Matrix | None = None
     layers: list[LayerWeights] = field(default_factory=list)
     kv_maps: dict[int, list[KVMap]] = field(default_factory=dict)
+    adapters: list[LayerAdapters] = field(default_factory=list)

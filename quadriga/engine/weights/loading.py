@@ -7,6 +7,7 @@ import torch
 from quadriga.checkpoint.exits import EXITS_WEIGHTS, SKIPPED_KV_WEIGHTS, ExitSpec
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.engine.models.config import ModelConfig
+from quadriga.engine.weights.adapters import load_adapters
 from quadriga.engine.weights.checkpoint_weights import (
     ExitMLP,
     Head,
@@ -16,11 +17,18 @@ from quadriga.engine.weights.checkpoint_weights import (
     ModelWeights,
     Norm,
 )
-from quadriga.engine.weights.matrix import Matrix
+from quadriga.engine.weights.matrix import Form, Matrix, MatrixForm
 from quadriga.engine.weights.tensor_files import CPU, TensorFiles, WeightSource
 from quadriga.errors import ConfigError
 
 _OPT = "model.decoder"
+FORM_OF_SETTING: dict[str, MatrixForm] = {
+    "float32": Form.FLOAT32,
+    "bfloat16": Form.BFLOAT16_PAIRS,
+    "float16": Form.FLOAT16,
+    "int8": Form.INT8,
+}
+"""By `engine.weights`, without `auto`."""
 
 
 def load_spec(
@@ -28,17 +36,22 @@ def load_spec(
     config: ModelConfig,
     *,
     device: torch.device = CPU,
-    keeps_forms: bool = False,
+    has_kernels: bool = False,
 ) -> ModelWeights:
-    """Read the weights that an engine needs; see `load_weights`."""
+    """Read the weights that an engine needs; see `load_weights`.
+
+    Args:
+        has_kernels: They compute, and read matrices as they are stored; plain torch wants numbers.
+    """
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    return load_weights(
+    form = FORM_OF_SETTING.get(spec.weights, "stored" if has_kernels else "dtype")
+    weights = load_weights(
         WeightSource(
             spec.checkpoint.path,
             dtype,
             device,
             spec.shared_in,
-            keeps_forms,
+            form,
             spec.checkpoint.heads_path,
         ),
         config,
@@ -47,6 +60,8 @@ def load_spec(
         spec.checkpoint.exits,
         fitted_maps=spec.skipped_kv == "linear",
     )
+    weights.adapters = load_adapters(spec.adapters, config, dtype)
+    return weights
 
 
 def load_weights(
@@ -203,7 +218,7 @@ def _exit_head(
     has_bias = f"{name}.mlp.up.bias" in files
     mlp = ExitMLP(
         _exit_norm(files, config, f"{name}.mlp.norm"),
-        _linear(files, f"{name}.mlp.up", rows, size, has_bias),
+        _linear(files, f"{name}.mlp.up", rows, size, has_bias, parts=2 if config.gated else 0),
         _linear(files, f"{name}.mlp.down", size, width, has_bias),
     )
     return Head(norm, weight, project, mlp)
@@ -234,7 +249,7 @@ def _read_ends(files: TensorFiles, config: ModelConfig, num_positions: int) -> M
 
 def _model(files: TensorFiles, embed: Matrix) -> ModelWeights:
     source = files.source
-    return ModelWeights(source.dtype, source.device, source.keeps_forms, embed)
+    return ModelWeights(source.dtype, source.device, source.form, embed)
 
 
 def read_final_head(
@@ -320,9 +335,11 @@ def _stacked(
     )
 
 
-def _linear(files: TensorFiles, name: str, outputs: int, inputs: int, bias: bool) -> Linear:
+def _linear(
+    files: TensorFiles, name: str, outputs: int, inputs: int, bias: bool, *, parts: int = 0
+) -> Linear:
     return Linear(
-        files.matrix(f"{name}.weight", outputs, inputs),
+        files.matrix(f"{name}.weight", outputs, inputs, parts=parts),
         files.read(f"{name}.bias", outputs) if bias else None,
     )
 

@@ -7,6 +7,7 @@ code from it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -19,14 +20,17 @@ from safetensors import SafetensorError, safe_open
 
 from quadriga.catalogue.headers import INDEX_FILE, SINGLE_FILE, read_index
 from quadriga.checkpoint.folder import Checkpoint
+from quadriga.checkpoint.quantisation import read_quantisation
 from quadriga.checkpoint.stored_forms import split_name
 from quadriga.engine.memory import Arena, DeviceArena
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
-from quadriga.engine.weights.matrix import FORM_OF_DTYPE, Form, Matrix
+from quadriga.engine.weights.matrix import FORM_OF_DTYPE, Form, Matrix, MatrixForm
+from quadriga.engine.weights.quantised import QuantisedTensors
 from quadriga.engine.weights.shared_memory import SharedArena, SharedParts, is_supported
 from quadriga.errors import ConfigError
 
 CPU = torch.device("cpu")
+logger = logging.getLogger(__name__)
 _KEPT = {"F32": Form.FLOAT32, "BF16": Form.BFLOAT16, "F16": Form.FLOAT16}
 """Types of numbers that are kept, by their names in the files."""
 
@@ -39,7 +43,8 @@ class WeightSource:
         dtype: Of what is computed; norms and biases become it, and matrices that keep no form.
         device: Where tensors go, one by one.
         shared_in: Registry of the parts that this machine's processes share; None shares nothing.
-        keeps_forms: Matrices stay in the form they are stored in, where there is a `Form` for it.
+        form: Of the matrices. `stored`: as the files have them, where there is a `Form` for it;
+            `dtype`: as numbers of that type. What a named form does not take is of that type, too.
         heads_path: Where exits and maps are, if elsewhere.
     """
 
@@ -47,8 +52,7 @@ class WeightSource:
     dtype: torch.dtype
     device: torch.device = CPU
     shared_in: Path | None = None
-    keeps_forms: bool = False
-
+    form: MatrixForm = "dtype"
     heads_path: Path | None = None
 
     @classmethod
@@ -61,7 +65,7 @@ class WeightSource:
             weights.dtype,
             weights.device,
             shared_in,
-            weights.keeps_forms,
+            weights.form,
             checkpoint.heads_path,
         )
 
@@ -108,11 +112,15 @@ class TensorFiles:
                 param="model",
             )
         self._places = {split_name(name)[0]: (name, file) for name, file in stored.items()}
+        how = read_quantisation(path) if single_file == SINGLE_FILE else None
+        self._quantised: QuantisedTensors | None = None
+        if how is not None:
+            self._quantised = QuantisedTensors(how, path, self._places, self._tensor)
         self._parts: SharedParts | None = None
         if source.shared_in is not None and device.type == "cpu" and is_supported():
             names = {single_file, *stored.values()}
             files = [path / name for name in names if (path / name).is_file()]
-            form = f"{source.dtype}, {'stored forms' if source.keeps_forms else 'one form'}"
+            form = f"{source.dtype}, {source.form}"
             self._parts = SharedParts(source.shared_in, files, form)
 
     def __enter__(self) -> TensorFiles:
@@ -187,33 +195,58 @@ class TensorFiles:
                 self._numbers_into(name, part)
         return target
 
-    def matrix(self, name: str, num_rows: int, columns: int) -> Matrix:
-        """Return a copy of a matrix. Raises: ConfigError as `read`."""
-        return self.stack([name], [num_rows], columns)
+    def matrix(self, name: str, num_rows: int, columns: int, *, parts: int = 0) -> Matrix:
+        """Return a copy of a matrix. Raises: ConfigError as `read`.
+
+        Args:
+            parts: It is so many of equal size, which are used apart; 0: it is one.
+        """
+        return self._join_matrices([name], [num_rows], columns, parts)
 
     def stack(self, names: list[str], sizes: list[int], columns: int) -> Matrix:
         """Read several matrices into one, along the rows, without a second copy.
 
-        Its form is theirs, where the source keeps forms and they have one in common.
-
         Raises:
             ConfigError: As `read`.
         """
-        form = FORM_OF_DTYPE[self._dtype]
-        if self.source.keeps_forms:
-            forms = {self._form(name) for name in names}
-            form = forms.pop() if len(forms) == 1 else form
+        return self._join_matrices(names, sizes, columns, parts=1)
+
+    def _join_matrices(
+        self, names: list[str], sizes: list[int], columns: int, parts: int
+    ) -> Matrix:
+        form = self._form_of(names, sizes, columns, parts)
         width = form.width(columns)
         if width is None:
             raise self._misfit(names[0], [sizes[0], columns], f"blocks of {form.name}")
-        rows = self._arena.take((sum(sizes), width), form.dtype)
+        rows = self._arena.take((form.stored_rows(sum(sizes)), width), form.dtype)
+        whole = Matrix(form, rows, rows.shape[0] - sum(sizes))
         if not self._arena.is_filled:
-            for name, part in zip(names, torch.split(rows, sizes), strict=True):
-                self._matrix_into(name, Matrix(form, part))
-        return Matrix(form, rows)
+            first = 0
+            for name, size in zip(names, sizes, strict=True):
+                self._matrix_into(name, whole[first : first + size])
+                first += size
+        return whole
+
+    def _form_of(self, names: list[str], sizes: list[int], columns: int, parts: int) -> Form:
+        """The form of several matrices that become one."""
+        wanted, numbers = self.source.form, FORM_OF_DTYPE[self._dtype]
+        if wanted == "dtype":
+            return numbers
+        if wanted == "stored":
+            forms = {self._form(name) for name in names}
+            return forms.pop() if len(forms) == 1 else numbers
+        if all(wanted.takes(size, columns, parts) for size in sizes):
+            return wanted
+        logger.info(
+            "%s of %s stays %s: its rows %s and columns %d are no whole groups of %s",
+            names[0], self._path.name, numbers.name, sizes, columns, wanted.name,
+        )  # fmt: skip
+        return numbers
 
     def _form(self, name: str) -> Form:
         """The form in which a matrix is stored, or the one that holds its values."""
+        if self._quantised is not None and name in self._quantised:
+            return FORM_OF_DTYPE[self._dtype]
         stored, file = self._place(name)
         _, block = split_name(stored)
         if block is not None:
@@ -226,10 +259,16 @@ class TensorFiles:
 
     def _matrix_into(self, name: str, target: Matrix) -> None:
         """Read a matrix into rows of the right form. Raises: ConfigError as `read`."""
-        stored_name, _ = self._place(name)
+        is_whole = self._quantised is not None and name in self._quantised
+        stored_name = name if is_whole else self._place(name)[0]
         _, block = split_name(stored_name)
         if block is None:
-            self._numbers_into(name, target.rows)
+            if target.form.is_interleaved:
+                numbers = torch.empty(target.shape, device=target.rows.device)
+                self._numbers_into(name, numbers)
+                target.fill(numbers)
+            else:
+                self._numbers_into(name, target.rows)
             return
         rows = self._stored(stored_name)
         form = Form[block.name]
@@ -242,16 +281,17 @@ class TensorFiles:
         if form is target.form:
             target.rows.copy_(rows)
             return
-        target.rows.copy_(stored.values(self._dtype))
+        target.fill(stored.values(torch.float32))
         if target.rows.device.type == "cpu" and not target.is_finite():
-            raise self._not_finite(name, str(self._dtype))
+            raise self._not_finite(name, str(target.rows.dtype))
 
     def _numbers_into(self, name: str, target: torch.Tensor) -> None:
         """Read a tensor of numbers into `target`, converting its dtype."""
         stored = self._stored(name)
-        if not stored.is_floating_point():
+        if not stored.is_floating_point() or stored.itemsize < 2:  # a byte is nothing without scale
             raise ConfigError(
-                f"model: tensor {name} is {stored.dtype}; only float weights are loaded",
+                f"model: tensor {name} is {stored.dtype}, without a scale that its "
+                "quantization_config names; only float weights are loaded",
                 param="model",
             )
         if stored.shape != target.shape:
@@ -286,6 +326,12 @@ class TensorFiles:
         return place
 
     def _stored(self, name: str) -> torch.Tensor:
+        """A tensor as the file has it; a quantised matrix multiplied out."""
+        if self._quantised is not None and name in self._quantised:
+            return self._quantised.values(name)
+        return self._tensor(name)
+
+    def _tensor(self, name: str) -> torch.Tensor:
         stored, file = self._place(split_name(name)[0])
         try:
             tensor: torch.Tensor = self._file(file).get_tensor(stored)

@@ -56,6 +56,8 @@ class ClusterForecast:
         owner: [R], index of the replica that holds the row, ascending.
         sequence_ids: [R].
         has_predictions: False where any replica has none.
+        base_s: A step without sequences, as the median replica measured it.
+        front_share: Of the layers, those up to the first exit that any replica uses.
     """
 
     names: list[str]
@@ -74,6 +76,8 @@ class ClusterForecast:
     owner: NDArray[np.int64]
     sequence_ids: Sequence[str]
     has_predictions: bool
+    base_s: float
+    front_share: float
 
     def __len__(self) -> int:
         return len(self.names)
@@ -103,6 +107,8 @@ class ClusterForecast:
             owner=np.searchsorted(replicas, self.owner[rows]),
             sequence_ids=[self.sequence_ids[i] for i in rows.tolist()],
             has_predictions=self.has_predictions,
+            base_s=self.base_s,
+            front_share=self.front_share,
         )
 
 
@@ -160,6 +166,8 @@ def unpack(
         owner=np.empty(0, dtype=np.int64),
         sequence_ids=(),
         has_predictions=all(f.has_predictions for f in forecasts),
+        base_s=float(np.median([f.base_s for f in forecasts])),
+        front_share=min(f.front_share for f in forecasts),
     )
     wanted = np.arange(len(able)) if whose_rows is None else whose_rows(cluster)
     mine = [forecasts[i] for i in wanted.tolist()]

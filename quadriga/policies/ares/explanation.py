@@ -39,8 +39,10 @@ def explain(tick: RecordedTick, order: MigrationOrder) -> dict[str, Any]:
         are expected to run. `transfer_s`: what the move was taken to
         cost. `destinations`: the chosen one first, then the best others, each with the share of
         the variance that moving there removes (`gain`), the work of source and destination after
-        it over the mean, and the destination's greatest forecast share of KV memory. `text`: the
-        same in a sentence. Empty where the tick does not show the sequence.
+        it over the mean, and the destination's greatest forecast share of KV memory. `pools`: where
+        shallow and deep sequences run apart, the layers up to which one is shallow, as a share, and
+        the share of a token's time that this saves. `text`: the same in a sentence. Empty where the
+        tick does not show the sequence.
     """
     of_model = [s for s in tick.snapshots if s.info.depth_class.model == order.depth_class.model]
     taker = next((s for s in of_model if s.info.name == order.destination), None)
@@ -68,6 +70,14 @@ def explain(tick: RecordedTick, order: MigrationOrder) -> dict[str, Any]:
         "transfer_s": float(tick.costs.seconds(float(facts[TOKENS]))),
         "destinations": destinations[: 1 + MAX_ALTERNATIVES],
     }
+    pools = tick.pools.get(order.depth_class)
+    if pools is not None and pools.is_on and not is_across:
+        found["pools"] = {
+            "cut": pools.cut,
+            "gain": pools.gain,
+            "source": pools.side_of(order.source),
+            "destination": pools.side_of(order.destination),
+        }
     return found | {"text": _text(order, found)}
 
 
@@ -111,7 +121,14 @@ def _destinations(
 
 def _text(order: MigrationOrder, found: dict[str, Any]) -> str:
     chosen, *others = found["destinations"]
+    share, pools = found["sequence"]["share_of_layers"], found.get("pools")
     why = {
+        MigrationCause.DEPTH: (
+            f"its tokens are expected to run {share:.2f} of the layers, which makes it "
+            f"{pools['destination']} (the cut is at {pools['cut']:.2f})"
+            if pools
+            else "its tokens run as many layers as those at the destination"
+        ),
         MigrationCause.MEMORY: "the source's KV memory is full or forecast to be",
         MigrationCause.BALANCE: "the source had more work than the others",
     }.get(order.cause, order.cause.value)

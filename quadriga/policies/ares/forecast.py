@@ -192,6 +192,7 @@ def pack(
     costs: StepCosts,
     bytes_per_token: float = 0.0,
     has_predictions: bool = True,
+    front_share: float = 1.0,
 ) -> LoadForecast:
     """Pack one replica's rows, with their sums over the horizon, for its snapshot.
 
@@ -216,6 +217,7 @@ def pack(
         per_sequence_s=costs.per_sequence_s,
         per_token_s=costs.per_token_s,
         bytes_per_token=bytes_per_token,
+        front_share=front_share,
     )
 
 
@@ -239,6 +241,8 @@ def check_forecast(forecast: LoadForecast) -> None:
     wanted = (num_rows * ROW_BYTES, *(4 * NUM_LOADS for _ in sums))
     if found != wanted:
         raise ConfigError(f"forecast: {found} bytes where {wanted} belong to {num_rows} rows")
+    if not 0.0 < forecast.front_share <= 1.0:
+        raise ConfigError(f"forecast: front_share {forecast.front_share} must lie in 0..1")
 
 
 _WIRE = np.dtype("<f4")

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.migration import MigrationOrder, MigrationReport
-from quadriga.core.replica import ReplicaSnapshot, Role
+from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
 from quadriga.policies.ares.cluster import ClusterForecast, by_class, by_model, unpack
+from quadriga.policies.ares.depth_pools import DepthPools, is_due, plan_pools
 from quadriga.policies.ares.forecast import with_fixed
 from quadriga.policies.ares.orders import MoveTracker
 from quadriga.policies.ares.overload import OverloadPlan, is_overloaded, plan_overload
@@ -99,6 +100,7 @@ def settings_of(config: SchedulerConfig) -> AresSettings:
         remaining_factor=ares.remaining_factor,
         hold_share=ares.hold_share,
         overload=ares.overload,
+        depth_pools=ares.depth_pools,
     )
 
 
@@ -126,12 +128,14 @@ class Governor:
     Attributes:
         overload: What overload calls for, by model; only of models that are overloaded.
         num_held: Sequences of these that wait for a decode replica.
+        pools: Of classes with exits in use, whether shallow and deep sequences run apart.
     """
 
     def __init__(self, config: SchedulerConfig, record: Callable[[RecordedTick], None]) -> None:
         self._record = record
         self.overload: dict[str, OverloadPlan] = {}
         self.num_held: dict[str, int] = {}
+        self.pools: dict[DepthClass, DepthPools] = {}
         self._link = LinkMeter()
         self._drift: dict[str, DriftMonitor] = {}
         self.last = TickSummary()
@@ -195,7 +199,7 @@ class Governor:
         fresh = [
             s if s.forecast is None else replace(s, forecast=with_fixed(s.forecast, fixed))
             for s in snapshots
-            if s.info.role is Role.DECODE
+            if s.info.role.does(Role.DECODE)
             and now_unix_s - s.taken_unix_s <= self.config.snapshot_max_age_s
         ]
         ticks: list[RecordedTick] = []
@@ -203,11 +207,16 @@ class Governor:
         for snapshot in snapshots:
             unplaced[snapshot.info.depth_class.model] += snapshot.num_unplaced
         last, self.overload, self.num_held = self.overload, {}, {}
+        pools, self.pools = self.pools, {}
         self.last = TickSummary(now_unix_s)
         for model, members in by_model(fresh).items():
             plan = self._overload_of(model, members, last.get(model), unplaced[model])
             if plan is not None:
                 self.overload[model], self.num_held[model] = plan, unplaced[model]
+            for depth_class, some in by_class(members).items():
+                decided_pools = self._pools_of(some, pools.get(depth_class), now_unix_s)
+                if decided_pools is not None:
+                    self.pools[depth_class] = decided_pools
             tick = self._decide(model, members, busy, now_unix_s)
             if tick is not None:
                 ticks.append(tick)
@@ -227,13 +236,10 @@ class Governor:
         last: OverloadPlan | None,
         num_held: int,
     ) -> OverloadPlan | None:
-        """What overload of a model calls for; None without one, or where nothing is predicted.
-
-        Where a model is served at several depths each may be full by itself, and none is planned.
-        """
+        """What overload of a model calls for; None without one, or where nothing is predicted."""
         config = self.config
         is_used = config.ares.mode == "ares" and config.placement == "ares" and config.ares.overload
-        if not is_used or self.is_distrusted(model) or len(by_class(members)) > 1:
+        if not is_used or self.is_distrusted(model):
             return None
 
         def rows_of(cluster: ClusterForecast) -> NDArray[np.int64]:
@@ -242,6 +248,25 @@ class Governor:
 
         cluster = unpack(members, rows_of)
         return None if cluster is None else plan_overload(cluster, last, num_held=num_held)
+
+    def pools_of(self, members: Sequence[ReplicaSnapshot]) -> DepthPools | None:
+        """What was decided of the depth pools of one class."""
+        return self.pools.get(members[0].info.depth_class) if members else None
+
+    def _pools_of(
+        self, members: Sequence[ReplicaSnapshot], last: DepthPools | None, now_unix_s: float
+    ) -> DepthPools | None:
+        """Whether shallow and deep sequences of a class run apart; None: there is no choice."""
+        config = self.config
+        is_used = config.ares.mode == "ares" and config.placement == "ares"
+        if not is_used or not config.ares.depth_pools:
+            return None
+        names = [s.info.name for s in members if s.forecast is not None and not s.draining]
+        if last is not None and not is_due(last, names, now_unix_s):
+            return last
+        able = [s for s in members if s.info.name in names]
+        cluster = unpack(able)
+        return None if cluster is None else plan_pools(cluster, self.settings, last, now_unix_s)
 
     def _decide(
         self,
@@ -266,7 +291,11 @@ class Governor:
         load_only = self.is_distrusted(model)
         rescheduler = Rescheduler(settings, predicts=predicts)
         overload = self.overload.get(model)
-        orders = rescheduler.tick(able, costs, busy=busy, load_only=load_only, overload=overload)
+        classes = by_class(able)
+        pools = {c: self.pools[c] for c in classes if c in self.pools}
+        orders = rescheduler.tick(
+            able, costs, busy=busy, load_only=load_only, overload=overload, pools=pools
+        )
         tick = RecordedTick(
             at_s=now_unix_s,
             snapshots=able,
@@ -277,14 +306,17 @@ class Governor:
             busy=busy,
             orders=orders,
             overload=overload,
+            pools=pools,
         )
         self._record(tick)
-        for depth_class, some in by_class(able).items():
+        for depth_class, some in classes.items():
             self.last.work |= rescheduler.work(some, load_only=load_only)
             of_class = [o for o in orders if o.depth_class == depth_class]
             why = _why(of_class, some, busy, load_only)
             if overload is not None:
                 why = overload.described(len(some), self.num_held[model])
+            elif depth_class in pools:
+                why += f"; {pools[depth_class].described()}"
             self.last.why[str(depth_class)] = why
         return tick
 

@@ -13,6 +13,7 @@ the best.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,9 @@ from quadriga.core.forecast import LengthPrediction
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import PlaceRequest
 from quadriga.policies.ares.cluster import ClusterForecast, no_rows, unpack
+from quadriga.policies.ares.depth_pools import DepthPools, preferred
 from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
-from quadriga.policies.ares.overload import OverloadPlan, is_overdue
+from quadriga.policies.ares.overload import OverloadPlan
 from quadriga.policies.ares.settings import AresSettings, num_memory_points
 from quadriga.policies.least_work import LeastWork, expected_length
 from quadriga.policies.load import has_room
@@ -34,6 +36,7 @@ def best_replica(
     prediction: LengthPrediction,
     able: NDArray[np.bool_],
     settings: AresSettings,
+    pools: DepthPools | None = None,
 ) -> int | None:
     """Index of the replica to take the sequence, or None where it shall wait.
 
@@ -44,6 +47,7 @@ def best_replica(
     Args:
         prediction: Tokens that the sequence is expected to generate.
         able: [n], those with room now.
+        pools: Replicas for shallow and for deep sequences; None: all are for all.
     """
     if not able.any():
         return None
@@ -62,6 +66,8 @@ def best_replica(
         if request.waited_s < patience_s:
             return None
         return int(np.argmax(np.where(able, room, -np.inf)))
+    if pools is not None and pools.is_on:
+        fits = preferred(pools, cluster, fits, settings, leaves_early=request.leaves_early)
     cost = cluster.load_s @ (settings.weights * x)
     return int(np.argmin(np.where(fits, cost, np.inf)))
 
@@ -72,6 +78,7 @@ class AresPlacement:
     Attributes:
         load_only: Predictions are not to be believed now.
         overload: What overload of the class calls for; None without one.
+        pools: See `best_replica`.
     """
 
     def __init__(self, settings: AresSettings | None = None) -> None:
@@ -79,6 +86,7 @@ class AresPlacement:
         self._without = LeastWork()
         self.load_only = False
         self.overload: OverloadPlan | None = None
+        self.pools: DepthPools | None = None
 
     def choose(self, request: PlaceRequest, snapshots: Sequence[ReplicaSnapshot]) -> str | None:
         """See `Placement.choose`; the snapshots are of one depth class."""
@@ -86,16 +94,16 @@ class AresPlacement:
         if cluster is None or len(cluster) != len(snapshots) or not cluster.has_predictions:
             return self._without.choose(request, snapshots)
         by_name = {s.info.name: s for s in snapshots}
-        able = np.array([has_room(by_name[n], request) for n in cluster.names])
         prediction = expected_length(request, snapshots)
-        if self.overload is not None:
-            if not request.is_prompt_done:
-                return None  # it has its place once its length is predicted
+        if self.overload is None:
+            able = np.array([has_room(by_name[n], request) for n in cluster.names])
+        elif not request.is_prompt_done:
+            return None  # it has its place once its length is predicted
+        else:
+            asked = replace(request, by_forecast=True)
+            able = np.array([has_room(by_name[n], asked) for n in cluster.names])
             able = self.overload.open_to(
-                cluster.names,
-                able,
-                request.num_tokens + prediction.mean,
-                is_overdue=is_overdue(request.waited_s, prediction, float(cluster.step_s.mean())),
+                cluster, able, request.num_tokens, prediction, request.waited_s
             )
-        index = best_replica(cluster, request, prediction, able, self._settings)
+        index = best_replica(cluster, request, prediction, able, self._settings, self.pools)
         return None if index is None else cluster.names[index]

@@ -11,7 +11,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from io import StringIO
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +22,7 @@ from quadriga.core.forecast import LoadForecast
 from quadriga.core.migration import MigrationCause, MigrationOrder
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.errors import ConfigError
+from quadriga.policies.ares.depth_pools import DepthPools
 from quadriga.policies.ares.forecast import (
     NUM_COLUMNS,
     REMAINING,
@@ -58,6 +59,7 @@ class RecordedTick:
     busy: frozenset[str]
     orders: list[MigrationOrder]
     overload: OverloadPlan | None = None
+    pools: Mapping[DepthClass, DepthPools] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ def write_tick(stream: IO[str], tick: RecordedTick) -> None:
         "load_only": tick.load_only,
         "busy": sorted(tick.busy),
         "overload": None if tick.overload is None else _plan_line(tick.overload),
+        "pools": [_pools_line(c, p) for c, p in tick.pools.items()],
         "snapshots": [_packed(s) for s in tick.snapshots],
         "orders": [asdict(o) for o in tick.orders],
     }
@@ -188,6 +191,7 @@ def replay(
             busy=tick.busy,
             load_only=tick.load_only,
             overload=tick.overload,
+            pools=tick.pools,
         )
         if orders != tick.orders:
             differences.append(Difference(tick.at_s, tick.orders, orders))
@@ -237,6 +241,7 @@ def _exact(snapshot: ReplicaSnapshot, last: Mapping[str, float]) -> ReplicaSnaps
         base_s=forecast.base_s,
         costs=StepCosts(forecast.per_sequence_s, forecast.per_token_s),
         bytes_per_token=forecast.bytes_per_token,
+        front_share=forecast.front_share,
     )
     return replace(snapshot, forecast=packed)
 
@@ -268,13 +273,30 @@ def _snapshot(line: dict[str, Any]) -> ReplicaSnapshot:
 
 
 def _plan_line(plan: OverloadPlan) -> dict[str, Any]:
-    return {"protected": sorted(plan.protected), "short_tokens": plan.short_tokens}
+    return {**asdict(plan), "protected": sorted(plan.protected)}
 
 
 def _plan(line: dict[str, Any] | None) -> OverloadPlan | None:
     if line is None:
         return None
-    return OverloadPlan(frozenset(line["protected"]), line["short_tokens"])
+    return OverloadPlan(**{**line, "protected": frozenset(line["protected"])})
+
+
+def _pools_line(depth_class: DepthClass, pools: DepthPools) -> dict[str, Any]:
+    names = {"shallow": sorted(pools.shallow), "members": sorted(pools.members)}
+    return {**asdict(pools), **names, "depth_class": asdict(depth_class)}
+
+
+def _pools(lines: list[dict[str, Any]]) -> dict[DepthClass, DepthPools]:
+    found = {}
+    for line in lines:
+        kept = dict(line)
+        depth_class = DepthClass(**kept.pop("depth_class"))
+        shallow, members = frozenset(kept.pop("shallow")), frozenset(kept.pop("members"))
+        found[depth_class] = DepthPools(
+            shallow=shallow, members=members, work=tuple(kept.pop("work")), **kept
+        )
+    return found
 
 
 def _order(line: dict[str, Any]) -> MigrationOrder:
@@ -298,4 +320,5 @@ def _tick(line: dict[str, Any]) -> RecordedTick:
         busy=frozenset(line["busy"]),
         orders=[_order(o) for o in line["orders"]],
         overload=_plan(line.get("overload")),
+        pools=_pools(line.get("pools", [])),
     )

@@ -26,7 +26,7 @@ paused sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
@@ -48,6 +48,7 @@ from quadriga.policies.ares.cluster import (
     unpack,
     weights,
 )
+from quadriga.policies.ares.depth_pools import DepthPools, crossings
 from quadriga.policies.ares.forecast import (
     FIXED,
     MOVABLE,
@@ -69,13 +70,19 @@ def select(
     weigh: RoleWeights,
     *,
     busy: Set[str] = frozenset(),
+    rescues_only: bool = False,
 ) -> list[RoleAssignment]:
     """Choose the moves of one tick, each replica taking part in one at most.
 
     Those of paused sequences come first, then the best. Ties go to fewer KV tokens, then the
     longer remaining, then the smallest ids.
+
+    Args:
+        rescues_only: Nothing is moved for balance.
     """
     roles = classify(cluster, settings, weigh, busy)
+    if rescues_only:
+        roles = replace(roles, sources=roles.sources[roles.is_rescue[roles.sources]])
     if not len(roles.sources) or not len(roles.takers):
         return []
     rows = candidate_rows(cluster, settings, costs, weigh, roles)
@@ -133,6 +140,18 @@ def candidate_rows(
     return kept
 
 
+def pools_on(
+    pools: Mapping[DepthClass, DepthPools] | None, members: Sequence[ReplicaSnapshot]
+) -> DepthPools | None:
+    """What holds for a class whose shallow and deep sequences run apart; None for others."""
+    found = (pools or {}).get(members[0].info.depth_class)
+    return found if found is not None and found.is_on else None
+
+
+def _taking_part(orders: Sequence[MigrationOrder]) -> set[str]:
+    return {name for o in orders for name in (o.source, o.destination)}
+
+
 class Rescheduler:
     """Moves running sequences between decode replicas before they overload.
 
@@ -157,6 +176,7 @@ class Rescheduler:
         busy: Set[str] = frozenset(),
         load_only: bool = False,
         overload: OverloadPlan | None = None,
+        pools: Mapping[DepthClass, DepthPools] | None = None,
     ) -> list[MigrationOrder]:
         """Decide the moves of this tick: class by class, then between the classes of a model.
 
@@ -165,6 +185,7 @@ class Rescheduler:
             busy: Replicas with a migration under way.
             load_only: Predictions are not to be believed now; see `DriftMonitor`.
             overload: What the overload of the one class there is calls for, instead of balance.
+            pools: What was decided of the depth pools of each class.
 
         Raises:
             ConfigError: A forecast is malformed.
@@ -177,9 +198,11 @@ class Rescheduler:
             if len(parts) > 1 and overload is None:
                 parts.append(of_model)
             for members in parts:
-                used = {name for o in orders for name in (o.source, o.destination)} | busy
+                used = _taking_part(orders) | busy
                 sources = partial(self._sources, busy=used, load_only=load_only)
-                cluster = unpack(members, sources if overload is None else None)
+                split = None if members is of_model and len(parts) > 1 else pools_on(pools, members)
+                wants_all = overload is not None or split is not None
+                cluster = unpack(members, None if wants_all else sources)
                 if cluster is not None:
                     orders += self.decide(
                         cluster,
@@ -188,6 +211,7 @@ class Rescheduler:
                         busy=used,
                         load_only=load_only,
                         overload=overload,
+                        pools=split,
                     )
         return orders
 
@@ -200,20 +224,60 @@ class Rescheduler:
         busy: Set[str] = frozenset(),
         load_only: bool = False,
         overload: OverloadPlan | None = None,
+        pools: DepthPools | None = None,
     ) -> list[MigrationOrder]:
         """Decide the moves of this tick inside one class, or between those of one model.
 
         Args:
-            depth_class: Of the replicas; where their depths differ, of any of them. The others are
-                as in `tick`.
+            depth_class: Of the replicas; where their depths differ, of any of them.
+            pools: What holds for the class, if its shallow and deep sequences run apart. The others
+                are as in `tick`.
         """
-        if overload is None:
-            choices = select(
-                cluster, self.settings, costs, self._weights(cluster, load_only), busy=busy
-            )
-        else:
+        weigh = self._weights(cluster, load_only)
+        if overload is not None:
             choices = evictions(cluster, overload, self.settings, busy=busy)
-        trusts = self._weights(cluster, load_only) is self._ahead
+        elif pools is not None:
+            return self._decide_apart(cluster, depth_class, costs, weigh, pools, busy)
+        else:
+            choices = select(cluster, self.settings, costs, weigh, busy=busy)
+        return self._orders(choices, cluster, depth_class, weigh)
+
+    def _decide_apart(
+        self,
+        cluster: ClusterForecast,
+        depth_class: DepthClass,
+        costs: TransferCosts,
+        weigh: RoleWeights,
+        pools: DepthPools,
+        busy: Set[str],
+    ) -> list[MigrationOrder]:
+        """Memory is relieved anywhere, then sequences change sides, then each side is balanced."""
+        settings = self.settings
+        choices = select(cluster, settings, costs, weigh, busy=busy, rescues_only=True)
+        orders = self._orders(choices, cluster, depth_class, weigh)
+        used = _taking_part(orders) | busy
+        everyone = np.arange(len(cluster))
+        roles = Roles(everyone, everyone, everyone, np.zeros(len(cluster), dtype=bool))
+        rows = candidate_rows(cluster, settings, costs, weigh, roles)
+        choices = crossings(cluster, pools, settings, rows, busy=used)
+        orders += self._orders(choices, cluster, depth_class, weigh, MigrationCause.DEPTH)
+        is_shallow = pools.is_shallow(cluster.names)
+        for side in (is_shallow, ~is_shallow):
+            if side.sum() > 1:
+                part, used = cluster.part(np.flatnonzero(side)), _taking_part(orders) | busy
+                choices = select(part, settings, costs, weigh, busy=used)
+                orders += self._orders(choices, part, depth_class, weigh)
+        return orders
+
+    def _orders(
+        self,
+        choices: Sequence[RoleAssignment],
+        cluster: ClusterForecast,
+        depth_class: DepthClass,
+        weigh: RoleWeights,
+        cause: MigrationCause = MigrationCause.BALANCE,
+    ) -> list[MigrationOrder]:
+        trusts = weigh is self._ahead
         return [
             MigrationOrder(
                 sequence_id=cluster.sequence_ids[choice.row],
@@ -224,7 +288,7 @@ class Rescheduler:
                 ),
                 source=cluster.names[choice.source],
                 destination=cluster.names[choice.destination],
-                cause=MigrationCause.MEMORY if choice.is_rescue else MigrationCause.BALANCE,
+                cause=MigrationCause.MEMORY if choice.is_rescue else cause,
                 gain=choice.gain,
                 num_tokens=int(cluster.rows[choice.row, TOKENS]),
                 remaining_tokens=float(cluster.rows[choice.row, REMAINING]) if trusts else 0.0,
@@ -241,8 +305,13 @@ class Rescheduler:
         busy: Set[str] = frozenset(),
         load_only: bool = False,
         overload: OverloadPlan | None = None,
+        pools: DepthPools | None = None,
     ) -> list[MigrationOrder]:
-        """Decide the moves of one model's replicas as `tick` does, from one cluster forecast."""
+        """Decide the moves of one model's replicas as `tick` does, from one cluster forecast.
+
+        Args:
+            pools: Where they are of one class. The others are as in `tick`.
+        """
         parts = [cluster]
         if not cluster.is_one_class:
             depths = np.unique(cluster.depth)
@@ -252,9 +321,15 @@ class Rescheduler:
                 parts.append(cluster)
         orders: list[MigrationOrder] = []
         for part in parts:
-            used = {name for o in orders for name in (o.source, o.destination)} | busy
+            used = _taking_part(orders) | busy
             orders += self.decide(
-                part, depth_class, costs, busy=used, load_only=load_only, overload=overload
+                part,
+                depth_class,
+                costs,
+                busy=used,
+                load_only=load_only,
+                overload=overload,
+                pools=pools if part.is_one_class and pools is not None and pools.is_on else None,
             )
         return orders
 

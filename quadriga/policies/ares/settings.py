@@ -67,6 +67,8 @@ class AresSettings:
             this share of the time it is predicted to decode.
         remaining_factor: Remaining time must exceed this many times the cost of the move.
         overload: A class that is nearly full serves short sequences first; see `overload`.
+        depth_pools: Shallow and deep sequences of a class run apart where that pays; see
+            `depth_pools`.
     """
 
     theta: float = 0.05
@@ -82,6 +84,7 @@ class AresSettings:
     remaining_factor: float = 2.0
     hold_share: float = 0.0
     overload: bool = True
+    depth_pools: bool = True
 
     def __post_init__(self) -> None:
         _in_range("theta", self.theta, 0.0, 1.0)

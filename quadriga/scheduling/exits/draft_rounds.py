@@ -158,10 +158,10 @@ def _may_run(sequence: RunningSequence, token_id: int) -> bool:
     it, its position is promised, and the runner keeps so many."""
     count = sequence.num_drafted + 1
     num_tokens = sequence.num_tokens + count
-    most = len(sequence.state.prompt_ids) + sequence.finish.max_tokens
+    most = len(sequence.state.prompt_ids) + sequence.most_tokens
     return (
         count <= MAX_DRAFTED
         and num_tokens < most
         and num_tokens <= sequence.room_tokens
-        and token_id not in sequence.finish.ends
+        and token_id not in sequence.end_tokens
     )

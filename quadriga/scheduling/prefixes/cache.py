@@ -3,7 +3,8 @@
 A *block* is a run of prompt tokens whose KV is kept together, of as many tokens as the runner says.
 Its key is a hash of its tokens and of the key before it, so equal keys mean equal prefixes:
 
-        key[i] = blake2b(key[i - 1] + tokens[i · n : (i + 1) · n])      key[-1]: model, layers, salt
+        key[i] = blake2b(key[i - 1] + tokens[i · n : (i + 1) · n])
+        key[-1]: model, layers, adapter, salt
 
 Only whole blocks of a prompt are kept, which all loaded layers have run: an output token may have
 left early. Kept blocks take no memory from sequences: they lie in what the slots have not promised,
@@ -56,16 +57,19 @@ class PrefixCache:
     def look(self, sequence: RunningSequence) -> None:
         """Mark the blocks of a sequence that is about to be promised memory as used.
 
-        Others go for it then. A prompt whose own tokens are scored is computed whole.
+        Others go for it then. A prompt is computed whole where its own tokens are scored, or their
+        hidden states wanted.
         """
         state = sequence.state
-        if not sequence.block_keys and state.sampling.num_prompt_logprobs is None:
+        params = state.sampling
+        is_whole = params.num_prompt_logprobs is not None or params.pooling == "mean"
+        if not sequence.block_keys and not is_whole:
             sequence.block_keys = self.keys(state)
         self._touch(sequence.block_keys)
 
     def keys(self, state: SequenceState) -> list[bytes]:
         """The key of every whole block of a prompt."""
-        root = f"{self._model}\0{self._runner.num_layers}\0{state.cache_salt}"
+        root = f"{self._model}\0{self._runner.num_layers}\0{state.prefix_salt}"
         return list(block_keys(state.prompt_ids, self.block_tokens, root))
 
     def count(self) -> PrefixTotals:
@@ -106,24 +110,33 @@ class PrefixCache:
         self._touch(keys[:first])
         own = set(keys)
         for i in range(first, end):
-            if keys[i] not in self._blocks:
-                if not self._has_room(own):
-                    break
-                self._blocks[keys[i]] = self._runner.keep(sequence.row, i * size)
+            if keys[i] not in self._blocks and not self._keep(sequence, i, own):
+                break
         self._touch(keys[:end])
 
     def clear(self) -> None:
         """Let all blocks go."""
         while self._blocks:
-            self._evict()
+            self._runner.forget(self._evict())
 
-    def _has_room(self, own: set[bytes]) -> bool:
-        """Make room for one more block, at the cost of none of its own prefix."""
+    def _keep(self, sequence: RunningSequence, index: int, own: set[bytes]) -> bool:
+        """Keep one more block, at the cost of none of its own prefix; False: there is no room.
+
+        Where one is let go for it, it takes that one's memory.
+        """
+        free: list[object] = []
         while self.held_tokens + self.block_tokens > self._room:
             if not self._blocks or next(iter(self._blocks)) in own:
-                return False
-            self._evict()
-        return True
+                break
+            free.append(self._evict())
+        has_room = self.held_tokens + self.block_tokens <= self._room
+        if has_room:
+            over, start = free.pop() if free else None, index * self.block_tokens
+            kept = self._runner.keep(sequence.row, start, over)
+            self._blocks[sequence.block_keys[index]] = kept
+        for block in free:
+            self._runner.forget(block)
+        return has_room
 
     @property
     def _room(self) -> int:
@@ -135,12 +148,13 @@ class PrefixCache:
     def _make_room(self) -> None:
         """Let blocks go that lie in what was just promised."""
         while self._blocks and self.held_tokens > self._room:
-            self._evict()
+            self._runner.forget(self._evict())
 
-    def _evict(self) -> None:
+    def _evict(self) -> object:
+        """Take the block that was used longest ago out; its memory is the caller's."""
         _, block = self._blocks.popitem(last=False)
-        self._runner.forget(block)
         self.totals.evicted += self.block_tokens
+        return block
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         """These blocks, each behind the one before, are used now."""

@@ -420,6 +420,23 @@ class LeaseTable:
         _remember(self._ended, lease.offer.transfer_id, state)
 
 
+def check_numerics(offer: TransferOffer, numerics: str) -> None:
+    """Refuse KV that a replica would have computed otherwise.
+
+    Args:
+        numerics: Of the replica; see `ReplicaInfo.numerics`.
+
+    Raises:
+        MigrationFailed: Code "wrong_numerics".
+    """
+    if numerics not in ("", offer.numerics):
+        raise MigrationFailed(
+            f"the KV of {offer.sequence_id} was computed with {offer.numerics or 'unnamed code'}; "
+            f"this replica computes with {numerics}, and the deployment is deterministic",
+            code="wrong_numerics",
+        )
+
+
 def still_busy(sequence_id: str) -> Overloaded:
     """The error for an offer that comes before the row of an earlier try is free."""
     return Overloaded(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SequenceState
 from quadriga.errors import InvariantViolation
 from quadriga.interfaces import PrefillChunk
@@ -74,6 +75,14 @@ class Replays:
             exit_layers=state.exit_layers[:kept],
             logprobs=state.logprobs[:kept],
         )
+
+
+def replays_of(spec: EngineSpec, *, is_exact: bool) -> Replays | None:
+    """What is replayed where sequences are rebuilt; None: nothing, or their depth may change."""
+    is_mapped = spec.skipped_kv in ("linear", "project")
+    if not (spec.replay_newest and is_mapped and spec.exits.layers):
+        return None
+    return Replays((*spec.exits.layers, spec.depth), spec.replay_newest, is_exact)
 
 
 def chunk_of(

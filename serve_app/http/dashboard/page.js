@@ -50,7 +50,7 @@
             cell("step ahead", [spark(steps, slowest, `step time over the next ${until}: ${range(steps, View.seconds)}`)]),
             cell("full in", [old === null ? marked(View.urgency(r)) : "–"]),
           ]
-        : [cell("", [View.urgency(r).text], { colspan: 3, class: r.role === "decode" ? "" : "none" })];
+        : [cell("", [View.urgency(r).text], { colspan: 3, class: View.decodes(r) ? "" : "none" })];
     return node("tr", null, old === null ? {} : { class: "old" }, [
       node("th", View.short(r.name), { title: r.name, scope: "row" }),
       cell("phase", [old === null ? r.phase : marked(old)]),

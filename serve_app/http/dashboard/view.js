@@ -36,9 +36,14 @@ const View = (() => {
     return value < 7200 ? `${Math.round(value / 60)} min` : `${Math.round(value / 3600)} h`;
   }
 
+  /** Whether sequences decode at a replica: mixed ones do both parts of the work. */
+  function decodes(replica) {
+    return replica.role !== "prefill";
+  }
+
   /** How near a replica's memory is to its end: a level, a mark that needs no colour, words. */
   function urgency(replica) {
-    if (replica.role !== "decode") return { level: "none", mark: "", text: "" };
+    if (!decodes(replica)) return { level: "none", mark: "", text: "" };
     if (!replica.forecast.length) return { level: "none", mark: "", text: "no forecast" };
     const left = replica.seconds_to_full;
     if (left === null) return { level: "good", mark: "●", text: "not in sight" };
@@ -62,7 +67,7 @@ const View = (() => {
   /** A class in a line: its replicas and what they do together. */
   function together(replicas) {
     const known = replicas.filter((r) => !r.is_silent);
-    const decode = known.filter((r) => r.role === "decode");
+    const decode = known.filter(decodes);
     const sum = (of) => decode.reduce((all, r) => all + of(r), 0);
     const parts = [replicas.length === 1 ? "1 replica" : `${replicas.length} replicas`];
     if (decode.length) {
@@ -112,7 +117,7 @@ const View = (() => {
       put(member.depth_class ?? "not loaded yet", { ...member, is_silent: true });
     }
     const numbered = (name) => name.replace(/\d+/g, (digits) => digits.padStart(8, "0"));
-    const order = (r) => `${r.role === "decode" ? 0 : 1} ${numbered(r.name)}`;
+    const order = (r) => `${decodes(r) ? 0 : 1} ${numbered(r.name)}`;
     return [...found.entries()]
       .sort(([a], [b]) => (a < b ? -1 : 1))
       .map(([name, replicas]) => ({
@@ -151,7 +156,7 @@ const View = (() => {
       say("Charts", view.load_history ? known : "the controller, which keeps them, does not answer.");
     }
     if (!hasExits) say("Exits", "no decode replica has told of its exits yet.");
-    const decode = (view.replicas ?? []).filter((r) => r.role === "decode");
+    const decode = (view.replicas ?? []).filter(decodes);
     const perClass = new Map();
     for (const r of decode) perClass.set(r.depth_class, (perClass.get(r.depth_class) ?? 0) + 1);
     const hasCompany = [...perClass.values()].some((n) => n > 1);
@@ -188,6 +193,9 @@ const View = (() => {
     if (move.cause === "memory") {
       return `The memory of ${from} was forecast to fill; ${to} has room (${size}).`;
     }
+    if (move.cause === "depth") {
+      return `${to} runs sequences of about its depth; apart, tokens take ${percent(move.gain)} less time by the model (${size}).`;
+    }
     if (move.cause === "drain") return `${from} is being emptied (${size}).`;
     return `${move.cause} (${size}).`;
   }
@@ -223,7 +231,7 @@ const View = (() => {
   /** Figures of the head line. */
   function summary(view) {
     const replicas = view.replicas ?? [];
-    const decode = replicas.filter((r) => r.role === "decode");
+    const decode = replicas.filter(decodes);
     const sum = (of, list) => list.reduce((all, r) => all + of(r), 0);
     const fleet = view.fleet;
     const moving = (view.under_way ?? []).length;
@@ -307,5 +315,5 @@ const View = (() => {
     };
   }
 
-  return { short, percent, count, seconds, urgency, age, isNotable, listed, classes, spark, hasForecast, quiet, why, result, moves, summary, troubles, decisions, helios };
+  return { short, percent, count, seconds, urgency, decodes, age, isNotable, listed, classes, spark, hasForecast, quiet, why, result, moves, summary, troubles, decisions, helios };
 })();

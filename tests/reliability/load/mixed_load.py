@@ -132,7 +132,7 @@ class Tally:
         if not answer.is_ok:
             self.failed += 1
             self.duplicated += any(f.kind is FaultKind.DUPLICATE for f in verdict.faults)
-            self._keep("; ".join(str(f) for f in verdict.faults[:2]))
+            self._keep(f"{answer.name}: {'; '.join(str(f) for f in verdict.faults[:2])}")
             return
         self.ok += 1
         self.rebuilt += answer.num_rebuilds > 0
@@ -141,7 +141,7 @@ class Tally:
             self.silences += silences_of(answer)
         if wanted is not None and answer.token_ids != wanted:
             self.differing += 1
-            self._keep(f"stream {answer.spec.index} says other tokens than undisturbed")
+            self._keep(f"{answer.name} says other tokens than undisturbed")
 
     def _keep(self, fault: str) -> None:
         if len(self.faults) < KEPT_FAULTS:
@@ -178,6 +178,10 @@ class MixedLoad:
         self._excused_until_s = float("-inf")
         self.num_under_way = 0
         self.tally = Tally()
+
+    def ask(self, specs: Sequence[RequestSpec]) -> None:
+        """Send other requests from now on, as many and with the same prompts."""
+        self._specs = specs
 
     def stop(self) -> None:
         """Send nothing new; `run` returns when what is under way has ended."""
@@ -236,4 +240,5 @@ class MixedLoad:
         spec = replace(spec, stream=True)
         request_id = f"slow-{self._rng.getrandbits(64):016x}"
         capture = await self._slow.prepare(spec, self._model, request_id)()
-        return StreamAnswer(spec, False, capture, self._judge(capture, spec, request_id))
+        verdict = self._judge(capture, spec, request_id)
+        return StreamAnswer(spec, False, capture, verdict, request_id)

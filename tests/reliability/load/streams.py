@@ -41,12 +41,22 @@ class StreamAnswer:
 
     Attributes:
         is_grpc: Which door it came through.
+        request_id: As the service's logs have it; empty where the client chose none.
     """
 
     spec: RequestSpec
     is_grpc: bool
     capture: Capture
     verdict: Verdict
+    request_id: str = ""
+
+    @property
+    def name(self) -> str:
+        """Which one it was, for whoever looks into what went wrong with it."""
+        door, times = "gRPC" if self.is_grpc else "HTTP", self.first_token_s - self.capture.sent_s
+        return (
+            f"stream {self.spec.index} over {door} ({self.request_id}, first token {times:.1f} s)"
+        )
 
     @property
     def is_ok(self) -> bool:
@@ -116,7 +126,8 @@ class StreamClients:
         request_id = f"chaos-{uuid.uuid4().hex}"
         call = self._doors[is_grpc].prepare(spec, self._target.model, request_id)
         capture = await call()
-        return StreamAnswer(spec, is_grpc, capture, self._judge(capture, spec, request_id))
+        verdict = self._judge(capture, spec, request_id)
+        return StreamAnswer(spec, is_grpc, capture, verdict, request_id)
 
     async def send_resumed(self, spec: RequestSpec, *, is_grpc: bool) -> StreamAnswer:
         """As `send`, and where the connection breaks it is taken up again."""

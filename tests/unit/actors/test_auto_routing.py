@@ -65,9 +65,19 @@ def test_the_routing_decision_decides_the_decode_replica() -> None:
     admission = auto.admitted(request("a"), way, Admission("p1", L12), 0.0)
     assert first.model == "l" and admission.profile == "d2" and admission.is_scored
     assert groups(auto, "a", L12) == [["d2"]]
-    assert groups(auto, "b", L12) == [], "a scout takes nothing else"
-    auto.finished(["a"])
-    assert groups(auto, "a", L12) == []
+    both = replica("d4", Role.DECODE, L12), FLEET[4]
+    others = auto.groups(PlaceRequest("b", L12, 9, 40), both)
+    assert [[s.info.name for s in group] for group in others] == [["d4"]], "no scout beside others"
+    refused = PlaceRequest("b", L12, 9, 40, exclude=("d4",))
+    assert auto.groups(refused, both[1:]) == [], "a full replica sends nobody to a scout"
+
+
+def test_a_sequence_whose_scheduler_died_goes_on_at_the_scout_that_alone_has_its_model() -> None:
+    auto = router(profile=L12, profile_decode="d2", places=1)
+    _, _, way = auto.choose(request("a"), FLEET, 0.0)
+    auto.admitted(request("a"), way, Admission("p1", L12), 0.0)
+    successor = router(profile=L12, profile_decode="d2", places=1)
+    assert groups(successor, "a", L12) == [["d2"]]
 
 
 def test_named_models_stay_away_from_scouts() -> None:

@@ -60,13 +60,27 @@ class Loop:
         self.running.append(state)
 
 
+class Core:
+    """A decode engine's table of what is held."""
+
+    loaded_depth = 8
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.let_go = loop.leave
+
+    @property
+    def held(self) -> list[SequenceState]:
+        return self.loop.running
+
+
 class Decode(DecodeReplica):
     """The rules of one without the process around it."""
 
     def __init__(self, *running: SequenceState) -> None:
         self.name = "app:decode:1"
         self.loop = Loop(*running)
-        self.engine: Any = Engine(SimpleNamespace(loop=self.loop, loaded_depth=8))
+        self.engine: Any = Engine(Core(self.loop))
         self.clock: Any = ManualClock()
         self.migrations = Migrations(self, RpcBatcher(unanswered))
         self.closed_leases: list[str] = []

@@ -178,6 +178,9 @@ class Replica:
                 depth_class = CLASS
 
         self.config, self.spec = Config, Spec
+        self.info_record = ReplicaInfo(
+            self.name, Role.DECODE, CLASS, "", self.name, 4, 1024, numerics="ours"
+        )
         self.migrations = Migrations(self, RpcBatcher(calls))  # type: ignore[arg-type]
         self.migrations._sender = self  # type: ignore[assignment]
 
@@ -189,8 +192,9 @@ class Replica:
         *,
         is_live: bool,
         depths: tuple[int, int],
+        numerics: str,
     ) -> Transfer:
-        assert is_live
+        assert is_live and numerics == "ours"
         self.asked = (depth_class, depths)
         self.on("reserve")
         if self.fails.get("reserve"):

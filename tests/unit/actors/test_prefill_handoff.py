@@ -47,6 +47,7 @@ def replica() -> Any:
         is_ending=False,
         load=SimpleNamespace(num_waiting=0),
         spec=SimpleNamespace(engine=SimpleNamespace(depth_class=CLASS)),
+        info_record=ReplicaInfo("p0", Role.PREFILL, CLASS, "", "p0", 8, 512, numerics="ours"),
         engine=SimpleNamespace(),
         metrics=SimpleNamespace(
             handoff_failed=lambda code: None, handed_off=lambda seconds, num_bytes: None
@@ -95,6 +96,31 @@ async def test_a_failure_ends_the_hand_off_in_its_error(
     with pytest.raises(QuadrigaError) as error:
         await handoff.run()
     assert error.value.code == code
+
+
+async def test_a_hand_off_that_is_cancelled_asks_for_no_room_any_more() -> None:
+    """Its question may be on the way; what follows it to the scheduler takes it back."""
+    asked, told = asyncio.Event(), asyncio.Event()
+    said: list[Any] = []
+
+    async def ask(*_: Any, **__: Any) -> str:
+        asked.set()
+        return await asyncio.Event().wait() or ""
+
+    async def tell(*words: Any, **__: Any) -> None:
+        said.append(words[1:])
+        told.set()
+
+    calls = SimpleNamespace(call=ask, tell=tell)
+    sequence = RunningSequence(a_state(deadline_s=20.0))
+    handoff, _ = a_handoff(replica(), sequence, SimpleNamespace(), calls)
+    running = asyncio.create_task(handoff.run())
+    await asked.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await asyncio.wait_for(told.wait(), 20.0)
+    assert said == [("finished", [sequence.state.sequence_id], 0)]
 
 
 Fate = Literal["dies", "is_lost", "is_answer_lost", "is_refused"]

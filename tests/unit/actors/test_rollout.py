@@ -12,7 +12,14 @@ from actors.controller.drain import LeavingNodes, empty, hand_over
 from actors.controller.replica_manager import ReplicaManager
 from quadriga.clock import ManualClock
 from quadriga.control.replica_record import ReplicaLoad, ReplicaPhase, ReplicaRecord, ReplicaStatus
-from quadriga.control.rollout import LEAVE_S, SURGE_PATIENCE_S, Rollout, places_of_fewer, turn_over
+from quadriga.control.rollout import (
+    LEAVE_S,
+    SURGE_PATIENCE_S,
+    Rollout,
+    is_relieved,
+    places_of_fewer,
+    turn_over,
+)
 from quadriga.core.migration import MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.errors import ReplicaDied
@@ -53,6 +60,26 @@ def decide(
 
 def gone(found: Rollout) -> list[str]:
     return [one.replica.name for one in found.going]
+
+
+@pytest.mark.parametrize(
+    ("phase", "since_s", "may_go"),
+    [
+        (None, 0.0, False),
+        (ReplicaPhase.STARTING, 0.0, False),
+        (ReplicaPhase.READY, 0.0, True),
+        (ReplicaPhase.PENDING, FAR_S - SURGE_PATIENCE_S, False),
+        (ReplicaPhase.PENDING, FAR_S - SURGE_PATIENCE_S - 1.0, True),
+    ],
+)
+def test_replicas_of_another_role_serve_until_the_new_ones_do(
+    phase: ReplicaPhase | None, since_s: float, may_go: bool
+) -> None:
+    mixed = [] if phase is None else [member("m", phase, since_s=since_s, role=Role.MIXED)]
+    places = {(Role.MIXED, 0): mixed}
+    assert is_relieved(member("d"), places, now_s=FAR_S) == may_go
+    one_too_many = member("m1", role=Role.MIXED)
+    assert is_relieved(one_too_many, places, now_s=FAR_S), "others of its role remain"
 
 
 def test_an_empty_place_is_filled_and_a_full_one_left_alone() -> None:

@@ -22,7 +22,7 @@ from quadriga.core.migration import MigrationOrder
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import AdmitRequest, ClusterView, PlaceRequest
-from quadriga.errors import Unavailable, UnknownModel
+from quadriga.errors import Overloaded, Unavailable, UnknownModel
 from quadriga.scheduling.prefixes.affinity import prefix_marks
 
 
@@ -200,6 +200,23 @@ async def test_without_a_route_any_depth_of_the_model_will_do() -> None:
     await scheduler.report(snapshot("d1", Role.DECODE, FULL))
     assert await scheduler.place_now(PREFILLED) == "d1", "the prefill's own class comes first"
     assert await scheduler.place_now(replace(PREFILLED, exclude=("d1",))) == "d0"
+
+
+async def test_no_room_is_kept_for_a_sequence_that_was_given_up_while_it_waited() -> None:
+    """Its slot is free for the next one at once."""
+    scheduler = Scheduler(plain())
+    full: dict[str, Any] = {"num_running": 8, "used_tokens": 4096, "reserved_tokens": 4096}
+    await scheduler.report(snapshot("d0", Role.DECODE, SMALL, **full))
+    asked = replace(PREFILLED, depth_class=SMALL)
+    waiting = asyncio.create_task(scheduler.place(asked))
+    await asyncio.sleep(0)
+    await scheduler.finished([asked.sequence_id], 0)
+    await scheduler.report(snapshot("d0", Role.DECODE, SMALL))
+    with pytest.raises(Overloaded):
+        await waiting
+    assert not any((await scheduler.status())["unseen"].values())
+    assert await scheduler.place(replace(asked, sequence_id="next")) == "d0"
+    assert (await scheduler.status())["unseen"] == {"d0": 1}
 
 
 async def test_without_helios_depths_are_kept_apart() -> None:

@@ -71,6 +71,15 @@ class Servicer(QuadrigaServicer):
         )
         return pb.GenerateOnceResponse(request_id=request.request_id, choices=[choice])
 
+    def Embed(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        _, error = self.faults.pop(0) if self.faults else (0, None)
+        if error is not None:
+            set_error(context, error)
+            return pb.EmbedResponse()
+        rows = [pb.Embedding(values=[len(item.text), 0.5]) for item in request.inputs]
+        return pb.EmbedResponse(request_id=request.request_id, embeddings=rows, prompt_tokens=3)
+
     def Cancel(self, request: Any, context: Any) -> Any:
         self.cancelled.append(request.request_id)
         return pb.CancelResponse(found=True)
@@ -152,6 +161,20 @@ def test_retries_keep_the_request_id(servicer: Servicer, client: Client) -> None
     servicer.faults = [(0, Overloaded("full")), (0, Unavailable("away"))]
     assert client.generate("x").text == "".join(WORDS)
     assert len({r.request_id for r in servicer.requests}) == 1
+
+
+async def test_embeddings_by_both_clients(servicer: Servicer, client: Client, target: str) -> None:
+    servicer.faults = [(0, Unavailable("away"))]
+    found = client.embed(["ab", "c"], pooling="last")
+    assert found.vectors == ((2.0, 0.5), (1.0, 0.5))
+    assert found.prompt_tokens == 3
+    first, again = servicer.requests
+    assert first.request_id == again.request_id
+    assert again.pooling == "last"
+    async with AsyncClient(target, api_key="k", retry=FAST) as other:
+        assert (await other.embed("abc")).vectors == ((3.0, 0.5),)
+        await other.embed([[1, 2], [3]], model="m")
+    assert [list(i.token_ids.ids) for i in servicer.requests[-1].inputs] == [[1, 2], [3]]
 
 
 def test_the_servers_wait_is_honoured_and_bounded() -> None:
@@ -296,6 +319,7 @@ def test_public_surface() -> None:
         "Client",
         "Completion",
         "DepthSpan",
+        "Embeddings",
         "Eta",
         "Message",
         "Model",

@@ -109,3 +109,16 @@ def test_rows_cost_what_they_use() -> None:
     cache.release(7)
     assert committed_bytes(cache) < 0.05 * wanted
     assert not cache.read(7, 0, 1, 0, 4).any()
+
+
+def test_a_kept_block_takes_the_memory_of_the_one_that_goes_for_it() -> None:
+    cache = make(capacity=200)
+    for row in range(2):
+        cache.write(row, 0, 0, torch.full((3, 2, 2, 200, 4), float(row + 1)))
+    first = cache.keep(0, 0)
+    second = cache.keep(1, 64, first)
+    assert second is first
+    cache.share(2, 128, second)
+    assert torch.equal(cache.read(2, 0, 3, 128, 192), cache.read(1, 0, 3, 64, 128))
+    fewer = cache.at_depth(2)
+    assert fewer.keep(0, 0, second) is not second, "it has another shape"

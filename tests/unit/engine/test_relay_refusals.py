@@ -176,21 +176,17 @@ def test_a_cache_larger_than_planned_is_refused(tmp_path: Path) -> None:
 class Stubborn(CausalModel):
     """Counts positions by columns, as some remote models do."""
 
-    def __call__(
-        self, input_ids: Any, mask: Any, positions: Any, cache: Any, keep: Any = None
-    ) -> Any:
+    def __call__(self, input_ids: Any, mask: Any, positions: Any, *rest: Any) -> Any:
         past = mask.shape[1] - input_ids.shape[1]
         columns = torch.arange(past, mask.shape[1]).expand_as(positions)
-        return super().__call__(input_ids, mask, columns, cache, keep)
+        return super().__call__(input_ids, mask, columns, *rest)
 
 
 class Blind(CausalModel):
     """Sees padding like anything else."""
 
-    def __call__(
-        self, input_ids: Any, mask: Any, positions: Any, cache: Any, keep: Any = None
-    ) -> Any:
-        return super().__call__(input_ids, torch.ones_like(mask), positions, cache, keep)
+    def __call__(self, input_ids: Any, mask: Any, positions: Any, *rest: Any) -> Any:
+        return super().__call__(input_ids, torch.ones_like(mask), positions, *rest)
 
 
 @pytest.mark.parametrize("kind", [Stubborn, Blind])

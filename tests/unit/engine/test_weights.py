@@ -16,7 +16,7 @@ from quadriga.catalogue.headers import INDEX_FILE, SINGLE_FILE
 from quadriga.engine.models.config import read_model_config
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.engine.weights.loading import load_weights
-from quadriga.engine.weights.matrix import FORM_OF_DTYPE, Form
+from quadriga.engine.weights.matrix import FORM_OF_DTYPE, Form, MatrixForm
 from quadriga.engine.weights.tensor_files import WeightSource
 from quadriga.errors import ConfigError
 from tests.equivalence.models import build, save
@@ -88,7 +88,7 @@ def test_half_precision_is_converted(checkpoint: Path, stored: torch.dtype) -> N
     original = load_file(checkpoint / SINGLE_FILE)["model.embed_tokens.weight"]
     assert torch.equal(weights.embed.rows, original.float())
     assert load(checkpoint, dtype=torch.bfloat16).embed.form is Form.BFLOAT16
-    kept = WeightSource(checkpoint, torch.float32, keeps_forms=True)
+    kept = WeightSource(checkpoint, torch.float32, form="stored")
     weights = load_weights(kept, read_model_config(checkpoint), 3, 96)
     assert weights.embed.form is weights.layers[2].qkv.weight.form is FORM_OF_DTYPE[stored]
     assert torch.equal(weights.embed.rows, original)
@@ -105,12 +105,12 @@ def test_half_precision_is_converted(checkpoint: Path, stored: torch.dtype) -> N
     ],
     ids=["of another size", "of numbers", "not finite"],
 )
-@pytest.mark.parametrize("keeps_forms", [False, True])
+@pytest.mark.parametrize("form", ["dtype", "stored", Form.INT8])
 def test_blocks_that_are_none(
-    tmp_path: Path, rows: torch.Tensor, message: str, keeps_forms: bool
+    tmp_path: Path, rows: torch.Tensor, message: str, form: MatrixForm
 ) -> None:
     save_file({"w.Q4_1": rows}, tmp_path / SINGLE_FILE)
-    source = WeightSource(tmp_path, torch.float32, keeps_forms=keeps_forms)
+    source = WeightSource(tmp_path, torch.float32, form=form)
     with source.open() as files, pytest.raises(ConfigError, match=message):
         files.matrix("w", 64, 64)
 
@@ -119,7 +119,7 @@ def test_matrices_of_several_forms_become_one(tmp_path: Path) -> None:
     """What is stacked has one form: theirs, or else float32."""
     ones = {"a": torch.ones(2, 32), "b": torch.ones(2, 32, dtype=torch.bfloat16)}
     save_file(ones | {"c.Q8_0": torch.zeros(2, 34, dtype=torch.uint8)}, tmp_path / SINGLE_FILE)
-    with WeightSource(tmp_path, torch.float32, keeps_forms=True).open() as files:
+    with WeightSource(tmp_path, torch.float32, form="stored").open() as files:
         assert files.matrix("c", 2, 32).form is Form.Q8_0
         mixed = files.stack(["a", "b", "c"], [2, 2, 2], 32)
     assert mixed.form is Form.FLOAT32

@@ -22,7 +22,7 @@ from quadriga.config.pacing import PaceProfile
 from quadriga.errors import ConfigError
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import SimConfig
-from quadriga.sim.decode import SimulatedDecodeReplica
+from quadriga.sim.decode.replica import SimulatedDecodeReplica
 from quadriga.sim.policies import make_policy
 from quadriga.sim.profiles import CPU, Delays
 from quadriga.sim.records import PAUSE

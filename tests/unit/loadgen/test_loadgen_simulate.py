@@ -422,10 +422,39 @@ def test_every_part_has_points_and_quick_has_fewer() -> None:
     parser = argparse.ArgumentParser()
     ares.add_arguments(parser)
     full, quick = parser.parse_args([]), parser.parse_args(["--quick"])
-    for part in ("rates", "bandwidth", "sizes", "settings"):
+    for part in ("rates", "bandwidth", "sizes", "settings", "overload", "below"):
         points = ares_points.POINTS[part]
         assert 0 < len(points(quick)) < len(points(full))
         assert len({p.policy for p in points(full)}) >= 1
+
+
+def test_overload_is_stated_over_the_best_static_placement_and_over_one_where_none_was_good(
+    outcomes: list[ares_points.PointResult],
+) -> None:
+    def made(part: str, policy: str, good: float, wait_s: float) -> ares_points.PointResult:
+        one = outcomes[0]
+        waits = replace(one.summary.room_wait, max_s=wait_s)
+        summary = replace(one.summary, good_share=good, num_requests=200, room_wait=waits)
+        return replace(one, point=replace(one.point, part=part, x=3, policy=policy),
+                       summary=summary)  # fmt: skip
+
+    found = ares_report.headline(
+        [
+            made("overload", "least_work", 0.25, 9.0),
+            made("overload", "round_robin", 0.1, 9.0),
+            made("overload", "ares", 0.75, 40.0),
+            made("overload, reasoning", "least_work", 0.0, 9.0),
+            made("overload, reasoning", "ares", 0.5, 50.0),
+            made("below, 12", "least_work", 1.0, 0.0),
+            made("below, 12", "ares", 0.99, math.nan),
+        ]
+    )
+    assert found == {
+        "light_load_ratio": 0.99,
+        "overload_3": 3.0,
+        "overload_reasoning_3": 100.0,
+        "overload_longest_wait_s": 50.0,
+    }
 
 
 def test_a_trace_is_run_at_a_rate_that_fills_the_memory(trace: Path) -> None:
@@ -433,7 +462,7 @@ def test_a_trace_is_run_at_a_rate_that_fills_the_memory(trace: Path) -> None:
     ares.add_arguments(parser)
     args = parser.parse_args(["--trace", str(trace), "--duration-s", "30", "--warm-up-s", "0"])
     points = ares_points.POINTS["traces"](args)
-    assert [p.policy for p in points] == list(ares.POLICY_NAMES)
+    assert [p.policy for p in points] == list(ares_points.COMPARED)
     outcome = ares_points.run_point(points[1])
     assert outcome.summary.num_requests > 0
     assert math.isfinite(outcome.summary.window.good)

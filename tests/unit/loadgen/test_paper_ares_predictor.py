@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loadgen.paper.ares.length_contest import averaged
+from loadgen.paper.ares.length_contest import Contest, LengthPredictor, averaged
+from loadgen.paper.ares.length_encoder import EncoderSize
+from loadgen.paper.ares.predictor import by_scenario, gained
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.scheduling.forecasts import believed
-from quadriga.tune.lengths import QUANTILES, LengthData
+from quadriga.tune.lengths import MEDIAN, QUANTILES, LengthData
 
 TOTALS = (95, 7, 61)
 
@@ -27,6 +29,7 @@ def data() -> LengthData:
         prompt_lengths=torch.full((len(where),), 5),
         requests=requests,
         token_ids=[([1] * 5, [2] * total) for total in TOTALS],
+        ids=[f"p{i}" for i in range(len(TOTALS))],
     )
 
 
@@ -61,3 +64,47 @@ def test_what_is_asked_less_often_is_averaged_less_often() -> None:
     for i in everybody.tolist():
         is_asked_again = int(found.generated[i]) in (40, 80)
         assert torch.equal(outputs[i], said[i]) != is_asked_again
+
+
+def contest(found: LengthData, errors: dict[str, float], on_validation: list[float]) -> Contest:
+    """Predictors that say so many tokens too much, always."""
+    truth = found.remaining.float()
+    said = {
+        name: LengthPredictor(name, truth[:, None].expand(-1, 1 + len(QUANTILES)) + error, 100)
+        for name, error in errors.items()
+    }
+    ours, *encoders = said.values()
+    return Contest(ours, ours, encoders, encoders, on_validation, [])
+
+
+def test_what_is_gained_is_stated_against_each_encoder_and_the_best_on_validation() -> None:
+    found = data()
+    everybody = torch.arange(len(found.remaining))
+    sizes = (EncoderSize(2, 64), EncoderSize(4, 128))
+    held = contest(found, {"ours": 3.0, "small": 6.0, "large": 4.0}, [7.0, 8.0])
+    assert gained(held, found, everybody, sizes) == {
+        "ours": 3.0,
+        "encoders": {"2 × 64": 6.0, "4 × 128": 4.0},
+        "sizes": {"2 × 64": 0.5, "4 × 128": 0.25},
+        "best_size": "2 × 64",
+        "best": 0.5,
+        "best_alone": 0.5,
+    }
+
+
+def test_errors_by_scenario_are_of_the_whole_length_and_of_what_remains() -> None:
+    found = data()
+    everybody = torch.arange(len(found.remaining))
+    held = contest(found, {"ours": 0.0, "theirs": 2.0}, [2.0])
+    late = found.generated > 0
+    held.ours.outputs = held.ours.outputs.clone()
+    held.ours.outputs[late, MEDIAN] += 10.0
+    domains = {"p0": "math", "p1": "code", "p2": "math"}
+    code, math, everything = by_scenario(held, found, everybody, domains)
+    assert [row["scenario"] for row in (code, math, everything)] == ["code", "math", "all"]
+    assert [row["requests"] for row in (code, math, everything)] == [1, 2, 3]
+    assert math["mean_tokens"] == pytest.approx((94 + 60) / 2, abs=0.1)
+    assert math["whole"] == {"ours": 0.0, "theirs": 2.0}
+    assert code["remaining"] == {"ours": 0.0, "theirs": 2.0}
+    share = float(late[found.requests != 1].float().mean())
+    assert math["remaining"]["ours"] == pytest.approx(10.0 * share, abs=0.01)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ import pytest
 
 from loadgen.load.task_suite import TaskPrompt
 from loadgen.paper.clocks import TurnClock
-from loadgen.paper.helios.bench import SINGLE, HeliosPlan
+from loadgen.paper.helios.bench import DRAFTING, SINGLE, HeliosPlan
 from loadgen.paper.helios.control import NAME, READ_AGAIN, REPORT_TOKENS, LocalController
 from loadgen.paper.helios.record import HeldMemory, ServedRequest, Shadow, StreamRun
 from loadgen.paper.helios.replica import LocalReplica
@@ -233,7 +233,11 @@ def test_the_plan_gives_all_contestants_the_same_terms() -> None:
     settings = plan.settings(999)
     assert len(set(settings)) == len(settings)
     alone = [s for s in settings if s.part == ALONE]
-    assert [s.contestant for s in alone] == [*SINGLE, "helios-throughput", "helios-energy"]
+    own = ["helios-throughput", "helios-energy"]
+    drafting = [*DRAFTING, "helios-throughput-lossless"]
+    assert [s.contestant for s in alone] == [*SINGLE, *own, *drafting]
+    one = replace(plan, pair=("s",)).settings(999)
+    assert not [s for s in one if "only-l" in s.contestant]
     assert {(s.clients, s.memory_bytes, s.interval) for s in alone} == {(1, None, 7)}
     fixed = [s for s in settings if s.part == FIXED]
     assert {(s.clients, s.memory_bytes, s.interval) for s in fixed} == {(16, 999, 128)}

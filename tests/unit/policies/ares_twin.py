@@ -54,6 +54,7 @@ def snapshot(
     has_predictions: bool = True,
     slower: float = 1.0,
     depth: int = CLASS.depth,
+    front_share: float = 1.0,
 ) -> ReplicaSnapshot:
     """A replica's packed snapshot, as its worker would make it.
 
@@ -94,6 +95,7 @@ def snapshot(
             base_s=BASE_S,
             costs=StepCosts(slower * PER_SEQUENCE_S, slower * PER_TOKEN_S),
             has_predictions=has_predictions,
+            front_share=front_share,
         ),
     )
 

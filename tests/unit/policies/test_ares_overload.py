@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from io import StringIO
 
@@ -19,7 +20,10 @@ from quadriga.policies.ares.overload import (
     ENTER_SHARE,
     HOLD_SHARE,
     LEAVE_SHARE,
+    LONG_SHARE,
+    MAX_HOLD_SHARE,
     MIN_REMAINING_TOKENS,
+    ROOM_SHARE,
     SHORT_SHARE,
     OverloadPlan,
     evictions,
@@ -30,6 +34,7 @@ from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.ares.recording import RecordedTick, parse_ticks, replay, write_tick
 from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
+from quadriga.policies.load import has_room
 from tests.unit.policies.ares_twin import CLASS, Held, random_cluster, snapshot
 
 COSTS = TransferCosts(bytes_per_token=57_344, bandwidth_bytes_per_s=25e9 / 8)
@@ -53,14 +58,43 @@ def three(lengths: tuple[int, ...] = (500, 2_000, 30_000)) -> list[ReplicaSnapsh
 
 
 def short_by_trying(cluster: ClusterForecast, room: float) -> float:
-    """A token less than the least total whose sequence does not fit behind all before it."""
+    """The greatest total whose sequence fits behind all before it, or less than the least."""
     rows = sorted(cluster.rows.astype(float).tolist(), key=lambda row: row[0] + row[1])
-    filled = 0.0
+    if not rows or rows[0][0] + rows[0][3] > room:
+        return min([room, *(float(row[0] + row[1]) - 1.0 for row in rows[:1])])
+    filled = short = 0.0
     for row in rows:
         filled += row[0] + row[3]
         if filled > room:
-            return float(row[0] + row[1] - 1.0)
-    return float(rows[-1][0] + rows[-1][1]) if rows else 0.0
+            break
+        short = float(row[0] + row[1])
+    return short
+
+
+def peaks_by_walking(
+    cluster: ClusterForecast, tokens: float = 0.0, mean: float = 0.0, upper: float = 0.0
+) -> list[float]:
+    """The greatest share of each replica's memory, point by point, sequence by sequence."""
+    found = []
+    for i in range(len(cluster)):
+        owned = [r for r, o in zip(cluster.rows.tolist(), cluster.owner, strict=True) if o == i]
+        every = [(r[0], r[1], max(r[1], r[3])) for r in owned]
+        if tokens:
+            every.append((tokens, mean, max(mean, upper)))
+        most, before = 0.0, -1.0
+        for at_s in cluster.grid_s.tolist():
+            ahead = at_s / cluster.step_s[i]
+
+            def held(size: float, left: float) -> float:
+                return size + min(ahead, left) if before < 0.0 or before < left else 0.0  # noqa: B023
+
+            if not tokens or held(tokens, max(mean, upper)):
+                there = sum(held(size, left) for size, left, _ in every)
+                above = sum((held(s, u) - held(s, m)) ** 2 for s, m, u in every)
+                most = max(most, there + above**0.5)
+            before = ahead
+        found.append(most / cluster.capacity_tokens[i])
+    return found
 
 
 def evictions_by_trying(
@@ -70,6 +104,8 @@ def evictions_by_trying(
     moves, taken = [], set(busy)
     for source, name in enumerate(cluster.names):
         if name not in plan.protected or name in busy:
+            continue
+        if peaks_by_walking(cluster)[source] <= LONG_SHARE:
             continue
         leaving = []
         for row, owner in enumerate(cluster.owner.tolist()):
@@ -92,7 +128,7 @@ def evictions_by_trying(
             and not cluster.num_paused[i]
             and cluster.free_slots[i] > 0
             and cluster.tokens[i, 0] + cluster.rows[row, 0]
-            <= settings.memory_limit * cluster.capacity_tokens[i]
+            <= ROOM_SHARE * cluster.capacity_tokens[i]
         ]
         if takers:
             destination = min(takers)[1]
@@ -154,21 +190,108 @@ def test_one_replica_or_unpredicted_lengths_are_never_overloaded() -> None:
     assert plan_overload(promised(unknown, 0.99), None, num_held=9) is None
 
 
+def at_depths(*depths: int, share: float) -> ClusterForecast:
+    """Replicas of one model with so many layers each; the deep ones have promised a share."""
+    made = [
+        snapshot(f"d{i}", [Held(f"d{i}-{n}", 100.0, n, n / 2, 1.5 * n) for n in (500, 30_000)],
+                 depth=depth)
+        for i, depth in enumerate(depths)
+    ]  # fmt: skip
+    for one in made:
+        deep = one.info.depth_class.depth == 8
+        one.reserved_tokens = int((share if deep else 0.1) * one.info.kv_capacity_tokens)
+    cluster = unpack(made)
+    assert cluster is not None
+    return cluster
+
+
+def test_a_model_at_several_depths_is_overloaded_where_one_class_is_and_protects_in_each() -> None:
+    cluster = at_depths(4, 8, 4, 8, 8, share=0.9)
+    plan = plan_overload(cluster, None, num_held=1)
+    assert plan is not None
+    depth_of = dict(zip(cluster.names, cluster.depth.tolist(), strict=True))
+    assert sorted(depth_of[name] for name in plan.protected) == [4, 8]
+    assert plan_overload(at_depths(4, 8, 4, 8, 8, share=0.7), None, num_held=1) is None
+    # One alone has nobody to leave long sequences to, and is not protected.
+    mixed = plan_overload(at_depths(4, 8, 8, share=0.9), None, num_held=1)
+    assert mixed is not None
+    assert mixed.protected < {"d1", "d2"} and mixed.protected
+    assert plan_overload(at_depths(4, 8, share=0.9), None, num_held=1) is None
+
+
+def open_by_trying(
+    plan: OverloadPlan,
+    cluster: ClusterForecast,
+    able: list[bool],
+    tokens: int,
+    prediction: LengthPrediction,
+    waited_s: float,
+) -> list[bool]:
+    """The rules, one after the other."""
+    run_s = prediction.mean * sum(cluster.step_s) / len(cluster)
+    if waited_s > MAX_HOLD_SHARE * run_s:
+        return able
+    peaks = peaks_by_walking(cluster, tokens, prediction.mean, prediction.upper)
+    fits = [a and p <= ROOM_SHARE for a, p in zip(able, peaks, strict=True)]
+    is_kept = [name in plan.protected for name in cluster.names]
+    inside = [f and k for f, k in zip(fits, is_kept, strict=True)]
+    outside = [f and not k for f, k in zip(fits, is_kept, strict=True)]
+    if tokens + prediction.mean <= plan.short_tokens:
+        return inside if any(inside) else fits
+    if any(outside):
+        return outside
+    if waited_s > HOLD_SHARE * run_s:
+        return fits
+    return [f and p <= LONG_SHARE for f, p in zip(fits, peaks, strict=True)]
+
+
+def test_who_may_take_a_sequence_is_what_trying_every_rule_finds() -> None:
+    rng, found = np.random.default_rng(11), Counter[tuple[bool, bool, bool]]()
+    for _ in range(400):
+        cluster = unpack(random_cluster(rng))
+        assert cluster is not None
+        made = plan_overload(cluster, None, num_held=1) or plan_overload(
+            replace(cluster, promised_tokens=cluster.capacity_tokens), None, num_held=1
+        )
+        if made is None:
+            continue
+        plan = replace(made, short_tokens=8_000.0)
+        able = rng.random(len(cluster)) < 0.6
+        mean = float(rng.choice([500.0, 2_000.0, 9_000.0, 60_000.0]))
+        prediction, tokens = LengthPrediction(mean, 0.0, 2 * mean), int(rng.integers(10, 9_000))
+        waited_s = float(rng.choice([0.0, 2.5, 4.5])) * mean * float(cluster.step_s.mean())
+        may = plan.open_to(cluster, able, tokens, prediction, waited_s).tolist()
+        assert may == open_by_trying(plan, cluster, able.tolist(), tokens, prediction, waited_s)
+        found[tokens + mean <= plan.short_tokens, waited_s > 0.0, any(may)] += 1
+    assert len(found) == 8 and min(found.values()) >= 4, "each case came"
+
+
 def test_short_sequences_have_the_protected_replicas_and_long_ones_the_others() -> None:
     plan = OverloadPlan(frozenset({"d1"}), short_tokens=2_100.0)
-    names, able = ["d0", "d1", "d2"], np.array([True, True, False])
+    empty, half_full, full = (
+        promised(three(lengths), 0.5)
+        for lengths in ((500, 2_000), (30_000,), (30_000, 30_000, 30_000))
+    )
+    able = np.array([True, True, False])
 
-    def where(total: float, *, overdue: bool = False) -> list[str]:
-        may = plan.open_to(names, able, total, is_overdue=overdue)
-        return [n for n, m in zip(names, may, strict=True) if m]
+    def where(total: float, *, waited_s: float = 0.0, held: ClusterForecast = empty) -> list[str]:
+        prediction = LengthPrediction(total - 100.0, 0.0, total - 100.0)
+        may = plan.open_to(held, able, 100, prediction, waited_s)
+        return [n for n, m in zip(held.names, may, strict=True) if m]
 
     assert where(2_100.0) == ["d1"]
     assert where(2_101.0) == ["d0"]
-    assert where(2_101.0, overdue=True) == ["d0", "d1"]
     able[1] = False
     assert where(100.0) == ["d0"], "a short one goes anywhere when the protected have no room"
+    able[:] = False, True, False
+    assert where(30_000.0) == ["d1"], "a long one too, where half of the memory stays free"
+    assert where(30_000.0, held=half_full) == [], "held"
+    overdue_s, most_s = (1.1 * share * 30_000 * 0.02 for share in (HOLD_SHARE, MAX_HOLD_SHARE))
+    assert where(30_000.0, waited_s=overdue_s, held=half_full) == ["d1"], "overdue"
+    assert where(30_000.0, waited_s=overdue_s, held=full) == [], "it has no room"
+    assert where(30_000.0, waited_s=most_s, held=full) == ["d1"], "a wait ends"
     able[:] = False
-    assert where(100.0, overdue=True) == []
+    assert where(100.0, waited_s=1e9) == []
 
 
 @pytest.mark.parametrize(("waited_s", "overdue"), [(0.0, False), (99.0, False), (101.0, True)])
@@ -199,7 +322,7 @@ def test_the_governor_protects_from_eighty_percent_on_and_says_so() -> None:
     made.tick(crowded(0.85), now_s=1.0, now_unix_s=0.0)
     [plan] = made.overload.values()
     assert made.num_held == {"m": 5}
-    text = "overload: protecting 1 of 3 replicas for sequences of up to 30,099 tokens, 5 held"
+    text = "overload: protecting 1 of 3 replicas for sequences of up to 2,100 tokens, 5 held"
     assert made.last.why == {str(CLASS): text}
     assert ticks[-1].overload == plan
     stream = StringIO()
@@ -222,7 +345,7 @@ def test_who_wants_no_overload_objective_has_none(ares: dict[str, object]) -> No
 
 
 def test_a_sequence_is_placed_under_overload_once_its_length_is_known() -> None:
-    placement, snapshots = AresPlacement(), three((500, 2_000))
+    placement, snapshots = AresPlacement(), three((500, 30_000))
     placement.overload = OverloadPlan(frozenset({"d1"}), short_tokens=1_000.0)
 
     def where(mean: float, **fields: object) -> str | None:
@@ -242,12 +365,30 @@ def test_a_sequence_is_placed_under_overload_once_its_length_is_known() -> None:
     assert where(30_000.0, is_prompt_done=False) == "d1"
 
 
+def test_under_overload_room_is_what_the_forecast_says_and_nothing_else_is_promised() -> None:
+    """What answers usually need, promised to each, would leave no room where there is some."""
+    placement, snapshots = AresPlacement(), three((500, 2_000))
+    for held in snapshots:
+        held.reserved_tokens, held.upper_tokens = 85_000, 30_000
+        held.info = replace(held.info, reservation="used")
+    asked = PlaceRequest(
+        "s", CLASS, 100, 60_000, prediction=LengthPrediction(40_000.0, 10.0, 70_000.0)
+    )
+    assert not has_room(snapshots[0], asked)
+    assert has_room(snapshots[0], replace(asked, by_forecast=True))
+    assert placement.choose(asked, snapshots) is None
+    placement.overload = OverloadPlan(frozenset({"d1"}), short_tokens=1_000.0)
+    assert placement.choose(asked, snapshots) in ("d0", "d2")
+
+
 def test_under_overload_the_rescheduler_sends_long_sequences_away_and_balances_nothing() -> None:
     snapshots = three((500, 30_000))
     many = [Held(f"x{i}", 3_000.0, 9_000.0, 8_000.0, 1e4) for i in range(8)]
     snapshots[2] = snapshot("d2", many)
-    plan = OverloadPlan(frozenset({"d0"}), short_tokens=1_000.0)
+    plan = OverloadPlan(frozenset({"d0"}), 1_000.0, spread_tokens={"d0": [30_000.0] * 17})
     usual = Rescheduler().tick(snapshots, COSTS)
     orders = Rescheduler().tick(snapshots, COSTS, overload=plan)
     assert usual and all(o.source == "d2" for o in usual)
     assert [(o.sequence_id, o.source, o.destination) for o in orders] == [("d0-30000", "d0", "d1")]
+    roomy = replace(plan, spread_tokens={})
+    assert not Rescheduler().tick(snapshots, COSTS, overload=roomy), "half of it stays free"

@@ -152,3 +152,19 @@ def test_a_forecast_counts_who_is_on_the_way() -> None:
     forecast = ledger.adjust(made, now_s=0.0).forecast
     assert forecast is not None
     assert forecast.sequence_ids == ("a",)
+
+
+def test_a_sum_is_made_again_where_the_report_or_those_on_the_way_have_changed() -> None:
+    made, ledger = snapshot("d", []), InflightTracker()
+    promised = Promised("a", 50, LengthPrediction(10, 5, 20))
+    ledger.sent("d", "a", SentRequest(0.0, 0, 60, promised))
+    first = ledger.adjust(made, now_s=0.0).forecast
+    assert ledger.adjust(made, now_s=0.0).forecast is first
+    ledger.sent("d", "b", SentRequest(0.0, 0, 60, replace(promised, sequence_id="b")))
+    both = ledger.adjust(made, now_s=0.0).forecast
+    assert both is not None and both.sequence_ids == ("a", "b")
+    newer = snapshot("d", [Held("c", 50.0, 10.0, 5.0, 20.0)])
+    later = ledger.adjust(newer, now_s=0.0).forecast
+    assert later is not None and later.sequence_ids == ("c", "a", "b")
+    ledger.finished(["a", "b"])
+    assert ledger.adjust(newer, now_s=0.0) is newer

@@ -372,6 +372,31 @@ def test_newcomers_are_refused_while_half_of_the_prefill_rows_hold_long_answers(
     assert 0.0 < (exc.value.retry_after_s or 0.0) <= SchedulerConfig().max_retry_after_s
 
 
+@pytest.mark.parametrize(("reserved_tokens", "is_let_in"), [(99_990, True), (99_991, False)])
+def test_newcomers_are_refused_while_held_sequences_leave_no_memory_for_another_prompt(
+    reserved_tokens: int, is_let_in: bool
+) -> None:
+    book = WaitEstimator()
+    snapshots = [snapshot(Role.PREFILL, reserved_tokens=reserved_tokens), snapshot(Role.DECODE)]
+    common: dict[str, Any] = {"now_unix_s": 0.0, "scheduler": SchedulerConfig(), "prefill": PREFILL}
+    admission = admit(request(), snapshots, checks_queue=False, **common)
+    check_room(request(), admission, snapshots, book, now_s=0.0, num_held=0, **common)
+    if is_let_in:
+        check_room(request(), admission, snapshots, book, now_s=0.0, num_held=1, **common)
+        return
+    with pytest.raises(Overloaded, match="prefill replicas have memory for no more"):
+        check_room(request(), admission, snapshots, book, now_s=0.0, num_held=1, **common)
+
+
+def test_a_prompt_goes_where_memory_is_left_for_it() -> None:
+    full = snapshot(Role.PREFILL, reserved_tokens=99_995)
+    busy = snapshot(Role.PREFILL, waiting_tokens=500)
+    busy.info = replace(busy.info, name="busy")
+    snapshots = [full, busy, snapshot(Role.DECODE)]
+    common: dict[str, Any] = {"now_unix_s": 0.0, "scheduler": SchedulerConfig(), "prefill": PREFILL}
+    assert admit(request(), snapshots, **common).prefill_replica == "busy"
+
+
 def test_full_queues_too_tell_everybody_another_time_and_keep_the_place() -> None:
     book = WaitEstimator()
     told = [ask_a_full_queue(n, num_waiting=4, now_s=0.0, book=book) for n in ("a", "b", "c")]

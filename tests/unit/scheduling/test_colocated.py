@@ -86,6 +86,35 @@ def test_every_sequence_says_what_it_says_alone(reservation: str, seed: int) -> 
     )
 
 
+def test_a_replica_computes_chunks_and_steps_in_turn() -> None:
+    """Between two tokens of an answer lies one chunk of another's prompt, however long that is."""
+    runner = FakeRunner(2)
+    loop = ColocatedLoop(runner, spec_of(runner), clock=ManualClock(), chunk_tokens=4)
+    loop.submit(state_of("first", [5], 40))
+    ((_, output),) = loop.step_prompts()
+    assert output is not None
+    said = [output]
+    loop.submit(state_of("long", list(range(1, 33)), 4))
+    loop.submit(state_of("waits for a row", [7, 8], 3))
+    order = []
+    while loop.has_work:
+        done = loop.step_prompts()
+        order += [f"chunk {sequence.state.sequence_id}" for sequence, _ in done]
+        said += [o for _, o in done if o is not None]
+        news = [emission for _, emission in loop.decode.step()]
+        order += [e.sequence_id for e in news]
+        said += news
+        loop.check()
+    assert order.index("chunk long") == 7, "a step of the first for each of its chunks"
+    assert order[:7] == ["first"] * 7
+    assert read(said) == {
+        "first": expected_output([5], 40),
+        "long": expected_output(list(range(1, 33)), 4),
+        "waits for a row": expected_output([7, 8], 3),
+    }
+    assert runner.attached == {} and loop.decode.slots.num_held == 0
+
+
 def test_two_runs_share_the_batch_and_each_reads_its_own() -> None:
     runner = FakeRunner(3)
     loop = ColocatedLoop(runner, spec_of(runner), clock=ManualClock())

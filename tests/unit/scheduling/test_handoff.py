@@ -18,6 +18,7 @@ from quadriga.scheduling.transfer.handoff import (
     Lease,
     LeaseState,
     LeaseTable,
+    check_numerics,
 )
 
 DEPTH = 4
@@ -46,6 +47,20 @@ def store(table: LeaseTable, piece: KVPart, checksum: int | None = None) -> bool
     lease = table.begin_store("source", piece, now_s=0.0)
     digest = piece.checksum if checksum is None else checksum
     return table.end_store(lease, piece, digest, now_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "is_taken"),
+    [("", "", True), ("x", "", True), ("x", "x", True), ("x", "y", False), ("", "y", False)],
+)
+def test_kv_that_was_computed_otherwise_is_refused(theirs: str, ours: str, is_taken: bool) -> None:
+    asked = replace(offer(), numerics=theirs)
+    if is_taken:
+        check_numerics(asked, ours)
+        return
+    with pytest.raises(MigrationFailed, match="this replica computes with y") as refusal:
+        check_numerics(asked, ours)
+    assert refusal.value.code == "wrong_numerics"
 
 
 @pytest.fixture

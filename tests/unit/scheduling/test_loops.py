@@ -396,12 +396,12 @@ def test_joining_without_a_reservation_is_a_bug() -> None:
 def test_finish_reason(
     params: SamplingParams, output: list[int], reason: FinishReason | None
 ) -> None:
-    from quadriga.scheduling.sequence import finish_reason
-
-    state = sequence("a", [1])
-    state.sampling, state.output_ids = params, output
-    assert finish_reason(state, eos_token_ids=(EOS,), row_capacity_tokens=64) == reason
-    assert finish_reason(state, eos_token_ids=(), row_capacity_tokens=1 + len(output)) is not None
+    running = RunningSequence(sequence("a", [1]))
+    running.state.sampling, running.state.output_ids = params, output
+    running.set_end(eos_token_ids=(EOS,), row_capacity_tokens=64)
+    assert running.finish_reason() == reason
+    running.set_end(eos_token_ids=(), row_capacity_tokens=1 + len(output))
+    assert running.finish_reason() is not None
 
 
 def test_a_token_that_cannot_be_said_ends_its_sequence_in_either_loop() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from quadriga.core.forecast import LengthPrediction
@@ -15,6 +17,7 @@ from quadriga.policies.slot_reservation import (
     promised_tokens,
 )
 from quadriga.scheduling.preemption import choose_victim
+from quadriga.scheduling.slots import BLOCK_TOKENS, SlotTable
 from tests.crowded_replica import Replica
 
 
@@ -122,21 +125,23 @@ def test_an_engine_whose_room_is_all_promised_does_not_spin() -> None:
 
 def test_a_newcomer_is_promised_what_answers_usually_add() -> None:
     replica = Replica(rows=8, answer_tokens=60)
-    for i in range(3):
+    for i in range(6):
         replica.take(f"s{i}", max_tokens=100)
-    assert replica.loop.slots.reserved_tokens == 3 * 80
-    with pytest.raises(KVCacheExhausted, match="no room for 80 tokens"):
+    assert replica.loop.slots.reserved_tokens == 80 + 48 + 48 + 32 + 32 + 32
+    with pytest.raises(KVCacheExhausted, match="no room for 32 tokens"):
         replica.take("one too many", max_tokens=100)
-    replica.take("short", max_tokens=20)  # its own limit is nearer
+    replica.take("short", prompt=5, max_tokens=10)  # its own limit is nearer
     replica.finish()
 
 
 def test_where_every_row_fits_at_its_longest_all_of_the_memory_is_promised() -> None:
-    """Two rows of 160 in 320 tokens: nobody can outgrow anything."""
+    """Two rows of 160 in 320 tokens: nobody can lack memory."""
     replica = Replica(rows=2, answer_tokens=200)
     for name in ("a", "b"):
         replica.take(name, prompt=20, max_tokens=140)
-    assert replica.loop.slots.reserved_tokens == 320
+    assert replica.loop.slots.reserved_tokens == 160 + 112
+    with pytest.raises(KVCacheExhausted, match="0 of 2 rows"):
+        replica.take("c")
     replica.finish()
     assert replica.loop.preemption.num_pauses == 0
 
@@ -152,10 +157,10 @@ def test_a_known_length_counts_instead_of_the_usual_one() -> None:
 
 def test_what_is_promised_and_not_used_is_taken_back_before_anybody_is_paused() -> None:
     replica = Replica(rows=8, answer_tokens=100)
+    replica.take("promised much", prompt=60, max_tokens=100)
     replica.take("outlives its promise", max_tokens=140)
-    replica.loop.answers = AnswerLengths()
-    replica.take("promised much", prompt=100, max_tokens=60)
-    assert replica.loop.slots.reserved_tokens == 128 + 160
+    replica.take("outgrows it together with that one", prompt=28, max_tokens=55)
+    assert replica.loop.slots.reserved_tokens == 160 + 64 + 64
     replica.finish()
     assert replica.loop.preemption.num_pauses == 0
 
@@ -238,8 +243,45 @@ def test_the_last_token_says_what_became_of_a_sequence() -> None:
 def test_a_long_prediction_is_promised_no_more_than_answers_usually_add() -> None:
     """It would wait until a replica is nearly empty, and everybody behind it with it."""
     promised = [
-        promised_tokens(10, 700, upper_tokens=100, prediction=LengthPrediction(upper, 1.0, upper))
+        promised_tokens(
+            10, 700, upper_tokens=100, num_held=0, prediction=LengthPrediction(upper, 1.0, upper)
+        )
         for upper in (5.5, 99.0, 100.0, 101.0, 600.0)
     ]
     assert promised == [16, 109, 110, 110, 110]
-    assert promised_tokens(10, 700, upper_tokens=100) == 110
+    assert promised_tokens(10, 700, upper_tokens=100, num_held=0) == 110
+
+
+def test_n_sequences_are_promised_what_answers_add_by_the_root_of_n() -> None:
+    """Who is longer is made up for by who is shorter: the spread of a sum grows with the root."""
+    upper_tokens, num_tokens = 800, 16
+    slots = SlotTable(
+        num_rows=400,
+        row_capacity_tokens=4_096,
+        kv_capacity_tokens=1_000_000,
+        reservation="used",
+    )
+    for n in range(400):
+        slots.reserve(str(n), 4_096, num_tokens, upper_tokens=upper_tokens)
+        ahead = slots.reserved_tokens - num_tokens * (n + 1)
+        together = upper_tokens * math.sqrt(n + 1)
+        assert together <= ahead <= together + BLOCK_TOKENS * (n + 1)
+
+
+def test_under_overload_nothing_is_promised_beyond_what_a_sequence_comes_with() -> None:
+    """Whether there will be room for it, the scheduler's forecast says."""
+    prediction = LengthPrediction(90.0, 60.0, 120.0)
+    for num_held in (0, 9):
+        promised_now = promised_tokens(
+            10, 160, upper_tokens=50, num_held=num_held, prediction=prediction, by_forecast=True
+        )
+        assert promised_now == 11
+    promised = {}
+    for is_overloaded in (False, True):
+        loop = Replica().loop
+        loop.is_overloaded = is_overloaded
+        loop.answers.upper_tokens = 64
+        foreseen = loop.promise("foreseen", 160, 16, 0, prediction)
+        unforeseen = loop.promise("unforeseen", 160, 16)
+        promised[is_overloaded] = foreseen.reserved_tokens, unforeseen.reserved_tokens
+    assert promised == {False: (80, 48), True: (32, 48)}

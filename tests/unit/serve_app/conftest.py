@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -19,7 +19,10 @@ from tests.fakes import FakeCluster
 
 ANSWER = "Hello wörld 😀 and 12 more."
 MODEL = ServedModel(
-    read_checkpoint("quadriga-s"), load_tokenizer(ASSETS / "quadriga-s", "quadriga-s"), 2048
+    read_checkpoint("quadriga-s"),
+    load_tokenizer(ASSETS / "quadriga-s", "quadriga-s"),
+    2048,
+    depth=read_checkpoint("quadriga-s").num_layers,
 )
 END_ID = 0
 
@@ -47,17 +50,21 @@ def model() -> ServedModel:
 
 @pytest_asyncio.fixture
 async def make_stand() -> AsyncIterator[MakeStand]:
-    """Make stands; keyword arguments go to `FakeCluster`, `config` and `keys` to the engine."""
+    """Make stands; arguments without a name here go to `FakeCluster`."""
     made: list[Stand] = []
 
     async def make(
-        *, config: dict[str, Any] | None = None, keys: ApiKeys | None = None, **fake: Any
+        *,
+        config: dict[str, Any] | None = None,
+        keys: ApiKeys | None = None,
+        adapter: str = "",
+        **fake: Any,
     ) -> Stand:
         script = [*MODEL.tokenizer.encode(ANSWER), END_ID]
         cluster = FakeCluster("quadriga-s", script, **fake)
         engine = EngineClient(
             load_config(config or {}),
-            ModelDirectory([MODEL]),
+            ModelDirectory([MODEL, replace(MODEL, adapter=adapter)] if adapter else [MODEL]),
             keys or ApiKeys(),
             cluster,
             ingress_id="ingress-0",

@@ -15,6 +15,7 @@ from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
 from serve_app.http.server import HttpServer
 from tests.unit.serve_app.conftest import MakeStand
+from tests.unit.serve_app.test_engine_client import until
 from tests.unit.serve_app.test_grpc_server import Context
 
 # These answer without a key, because they reveal nothing.
@@ -50,12 +51,28 @@ async def test_every_route(make_stand: MakeStand, keys: ApiKeys) -> None:
     assert guarded >= 7 * len(WRONG)
 
 
+async def test_an_endpoint_picker_has_no_key(make_stand: MakeStand, keys: ApiKeys) -> None:
+    path, good = "/metrics/endpoint", {"authorization": "Bearer secret"}
+    closed = await make_stand(keys=keys)
+    await until(lambda: bool(closed.engine._cluster_state.view.snapshots))
+    assert (await closed.http.get(path)).status_code == 401
+    page = await closed.http.get(path, headers=good)
+    assert page.text.count("\nvllm:num_requests_waiting{") == 1
+    opened = await make_stand(keys=keys, config={"ingress.open_endpoint_metrics": True})
+    await until(lambda: bool(opened.engine._cluster_state.view.snapshots))
+    assert (await opened.http.get(path)).text == page.text
+    assert (await opened.http.get("/load")).status_code == 401
+    opened.engine.drain(0.0)
+    assert (await opened.http.get(path)).status_code == 503, "it is to be sent nothing more"
+
+
 async def test_every_rpc(make_stand: MakeStand, keys: ApiKeys) -> None:
     stand = await make_stand(keys=keys)
     server = GrpcServer(stand.engine)
     methods = {
         "Generate": server.generate,
         "GenerateOnce": server.generate_once,
+        "Embed": server.embed,
         "Cancel": server.cancel,
         "ListModels": server.list_models,
     }

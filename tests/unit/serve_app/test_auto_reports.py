@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quadriga.core.output import EngineOutput
@@ -9,6 +10,7 @@ from quadriga.core.replica import DepthClass
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState, TokenLogprob
 from quadriga.core.routing import AutoReport
 from quadriga.text import StopMatcher
+from serve_app.grpc.messages import usage_message
 from serve_app.openai.models import ModelDirectory
 from serve_app.openai.rendering import usage
 from serve_app.ops.auto_reports import AutoReports
@@ -112,3 +114,13 @@ def test_auto_is_a_choice_only_with_helios() -> None:
     assert not ModelDirectory([MODEL]).find("quadriga-auto").is_auto
     directory = ModelDirectory([MODEL], chooses=True)
     assert directory.find("quadriga-auto").is_auto and not directory.find("quadriga-s").is_auto
+
+
+def test_the_usage_names_the_side_that_a_choice_ended_on() -> None:
+    made = sequence()
+    request = request_of(made)
+    assert "depth_pools" not in usage(request)["quadriga"]
+    assert list(usage_message(request).depth_pools) == []
+    made.progress = replace(made.progress, depth_pool="deep")
+    assert usage(request)["quadriga"]["depth_pools"] == ["deep"]
+    assert list(usage_message(request).depth_pools) == ["deep"]

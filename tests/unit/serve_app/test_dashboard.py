@@ -353,3 +353,9 @@ def test_the_settings_it_names_are_settings() -> None:
     for line in run("quiet", IDLE, True, True):
         name, value = line["setting"].split("=")
         assert load_config({name: {"true": True}.get(value, value)})
+
+
+def test_why_a_request_changed_sides() -> None:
+    view = busy_view()
+    view["recent"][-1] |= {"cause": "depth", "gain": 0.2}
+    assert "tokens take 20 % less time" in run("moves", view)[0]["why"]

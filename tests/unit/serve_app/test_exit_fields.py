@@ -87,6 +87,12 @@ def test_all_fields() -> None:
     assert params == ExitParams(0.7, "bounded", 4, 0.03)
 
 
+def test_off_means_every_layer_that_is_served() -> None:
+    whole, part = read(served(), exit_policy="off"), read(served(depth=4), exit_policy="off")
+    assert whole.policy == "off" and whole.is_strict, "it goes to no replica with fewer layers"
+    assert part == ExitParams(1.0, "bounded")
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -95,14 +95,20 @@ class Server:
 
 @pytest_asyncio.fixture
 async def server(make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.1)
     monkeypatch.setattr(http_server_metrics, "LOG_INTERVAL_S", 0.0)
     stand = await make_stand(
         config={"ingress.body_timeout_s": 0.1, "ingress.cors_origins": ["https://b.example"]}
     )
     app = OpenAIErrors(HttpServer(stand.engine).application())
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, lifespan="off", log_config=None, http=LimitedHttpProtocol
+        app,
+        host="127.0.0.1",
+        port=0,
+        lifespan="off",
+        log_config=None,
+        http=LimitedHttpProtocol,
+        timeout_keep_alive=1,
     )
     running = uvicorn.Server(config)
     running.install_signal_handlers = lambda: None  # type: ignore[attr-defined]

@@ -75,6 +75,7 @@ def test_serve_that_does_not_start(
         raise RuntimeError("the proxy did not come up")
 
     monkeypatch.setattr(ray, "init", lambda *args, **kwargs: None)
+    monkeypatch.setattr("actors.rpc.lookup.begin_cluster", lambda config: None)
     monkeypatch.setattr(serve, "start", fail)
     monkeypatch.setattr("serve_app.cli.launch.LocalService.log_folder", lambda self: tmp_path)
     assert start() == 1

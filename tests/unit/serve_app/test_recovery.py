@@ -32,6 +32,7 @@ from serve_app.auth.api_keys import ApiKeys
 from serve_app.openai.models import ModelDirectory
 from serve_app.request.engine_client import EngineClient
 from serve_app.request.request import Request
+from tests.simulation.virtual_time import run_virtually, virtual_clocks
 from tests.unit.serve_app.conftest import MODEL
 from tests.unit.serve_app.failing_cluster import FailingCluster, FailingReplica, expected
 
@@ -427,7 +428,8 @@ Strikes = st.lists(
 def test_any_order_of_deaths_and_hangs(
     strikes: list[tuple[int, str, Role, int]], gap: int, num_streams: int
 ) -> None:
-    asyncio.run(_survive(strikes, gap, num_streams))
+    with virtual_clocks():
+        run_virtually(lambda: _survive(strikes, gap, num_streams))
 
 
 async def _survive(strikes: list[tuple[int, str, Role, int]], gap: int, num_streams: int) -> None:
@@ -446,7 +448,7 @@ async def _strike(
 ) -> None:
     for at, action, role, which in strikes:
         while sum(s.num_output_tokens for s in requests) < at:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.0001)
         able = [r for r in cluster.of(role) if r.is_well]
         victim = able[which % len(able)]
         if action == "kill" or len(able) == 1:

@@ -62,6 +62,9 @@ class Servicer:
         reply = await self._door.generate_once(request, Context(context))
         return bytes(reply.SerializeToString())
 
+    async def Embed(self, request: bytes, context: Any) -> bytes:
+        return bytes((await self._door.embed(request, Context(context))).SerializeToString())
+
     async def Cancel(self, request: bytes, context: Any) -> bytes:
         return bytes((await self._door.cancel(request, Context(context))).SerializeToString())
 

@@ -12,6 +12,7 @@ from serve_app.openai.openapi import openapi_document
 from serve_app.openai.unsupported import (
     CHAT,
     COMPLETIONS,
+    EMBEDDINGS,
     MESSAGE,
     RESPONSES,
     STRUCTURED_OUTPUTS,
@@ -25,6 +26,7 @@ ROUTES: dict[str, tuple[dict[str, UnsupportedField], dict[str, Any]]] = {
     "/v1/completions": (COMPLETIONS, {"prompt": "a", "max_tokens": 1}),
     "/v1/chat/completions": (CHAT, {"messages": MESSAGES, "max_tokens": 1}),
     "/tokenize": (TOKENIZE, {"messages": MESSAGES}),
+    "/v1/embeddings": (EMBEDDINGS, {"input": "a"}),
     "/v1/responses": (RESPONSES, {"input": "a", "max_output_tokens": 1}),
 }
 WANTED = ["x", 7, 0.25, True, False, ["x"], {"a": 1}]
@@ -104,6 +106,7 @@ def test_the_openapi_document_and_the_docs_name_each_field() -> None:
         ("TokenizeBody", TOKENIZE),
         ("StructuredOutputs", STRUCTURED_OUTPUTS),
         ("ResponsesBody", RESPONSES),
+        ("EmbeddingsBody", EMBEDDINGS),
     ):
         for name, field in table.items():
             assert schemas[body]["properties"][name]["enum"] == [None, *field.neutral]

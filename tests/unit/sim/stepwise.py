@@ -37,6 +37,23 @@ class StepwiseReplica:
     def tokens(self) -> int:
         return sum(self.size.values())
 
+    front_share = 1.0
+
+    def _share(self, sequence: Sequence) -> float:
+        return self.front_share + (1.0 - self.front_share) * sequence.stays
+
+    @property
+    def work(self) -> float:
+        return sum(self._share(s) for s in self.running.values())
+
+    @property
+    def modelled_step_s(self) -> float:
+        step = self.profile.step
+        tokens = sum(self._share(s) * self.size[i] for i, s in self.running.items())
+        nobody = math.prod(1.0 - s.stays for s in self.running.values()) if self.running else 0.0
+        read = 1.0 - nobody * (1.0 - self.front_share)
+        return read * step.base_s + step.per_sequence_s * self.work + step.per_token_s * tokens
+
     @property
     def held_tokens(self) -> int:
         paused = sum(s.tokens for _, s in self.halted_at.values())
@@ -48,8 +65,15 @@ class StepwiseReplica:
         spare = [s.promised_tokens - self.size[i] for i, s in self.running.items()]
         return [tokens for tokens in spare if tokens > 0]
 
-    factor = 1.0
     held_up_s = 0.0
+
+    @property
+    def first_step_s(self) -> float:
+        return self._step_s()
+
+    @property
+    def slope_s(self) -> float:
+        return self.profile.step.per_token_s * self.work
 
     @property
     def num_halted(self) -> int:
@@ -166,7 +190,7 @@ class StepwiseReplica:
                 happened.joined[sequence.index] = sequence
 
     def _step_s(self) -> float:
-        return self.profile.step.step_s(len(self.running), self.tokens)
+        return self.modelled_step_s
 
     def _step(self) -> None:
         self.anchor_s += self._step_s()

@@ -9,10 +9,12 @@ from quadriga.config.scheduling import ScalingConfig
 from quadriga.core.migration import MigrationOrder
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.cluster import ClusterForecast
+from quadriga.policies.ares.overload import OverloadPlan
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import SimConfig, SimScaling
 from quadriga.sim.policies import make_policy
 from quadriga.sim.prediction import OraclePredictor
+from quadriga.sim.records import PAUSE
 from quadriga.sim.results import SimulatedRun
 from tests.unit.sim.test_simulator import SETTINGS, SMALL, load
 
@@ -80,3 +82,23 @@ def test_what_cannot_be_is_refused() -> None:
         SimConfig(SMALL, 1, 1, strict_share=1.5)
     with pytest.raises(ConfigError, match="not with scaling"):
         SimConfig(SMALL, 1, 1, depths=(8,), scaling=SimScaling(ScalingConfig()))
+
+
+def test_an_overload_is_planned_at_several_depths_and_nobody_is_forgotten() -> None:
+    requests = load(2, 250, 40.0)
+    plans: list[OverloadPlan | None] = []
+    depths = (DEEP, DEEP, SHALLOW, SHALLOW)
+    run = Simulation(
+        SimConfig(SMALL, 4, 1, depths=depths, strict_share=0.3, memory=PAUSE),
+        make_policy("ares", SETTINGS),
+        *requests,
+        predictor=OraclePredictor(),
+        on_decision=lambda *seen: plans.append(seen[-1].overload),
+    ).run()
+    made = [plan for plan in plans if plan is not None]
+    assert made
+    for plan in made:
+        at = sorted(int(name.removeprefix("decode-")) // 2 for name in plan.protected)
+        assert at == [0, 1], "one of each depth"
+    assert set(run.failures.values()) <= {"overloaded"}
+    assert np.isfinite(run.finished_s).sum() + len(run.failures) == 250

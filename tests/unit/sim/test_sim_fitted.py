@@ -21,7 +21,7 @@ from quadriga.policies.slot_reservation import ADMIT_SHARE, RETURN_SHARE
 from quadriga.sim.board import Board
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import DEPTH_CLASS, SimConfig
-from quadriga.sim.decode import SimulatedDecodeReplica
+from quadriga.sim.decode.replica import SimulatedDecodeReplica
 from quadriga.sim.placing import Placing
 from quadriga.sim.policies import make_policy
 from quadriga.sim.profiles import Delays, drawn

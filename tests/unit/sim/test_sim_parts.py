@@ -13,7 +13,7 @@ from quadriga.policies.ares.recording import read_ticks, replay
 from quadriga.sim.board import Board
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import SimConfig
-from quadriga.sim.decode import SimulatedDecodeReplica
+from quadriga.sim.decode.replica import SimulatedDecodeReplica
 from quadriga.sim.policies import make_policy
 from quadriga.sim.prediction import ErrorModel, NoisyPredictor, OraclePredictor
 from quadriga.sim.profiles import PROFILES, find_profile

@@ -11,6 +11,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     OPTConfig,
+    Qwen2Config,
     Qwen3Config,
 )
 
@@ -32,6 +33,7 @@ GATED = SIZES | {"intermediate_size": 48, "num_key_value_heads": 2}
 FAMILIES: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**GATED, tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**GATED, sliding_window=16),
+    "qwen2": lambda: Qwen2Config(**GATED),
     "qwen3": lambda: Qwen3Config(**GATED, head_dim=8),
     "opt": lambda: OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=16),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from safetensors.torch import load_file
 
+from quadriga.catalogue.inspection import inspect
 from quadriga.checkpoint.exits import EXITS_WEIGHTS, SKIPPED_KV_WEIGHTS
 from quadriga.checkpoint.folder import ASSETS, Checkpoint, read_checkpoint
 from quadriga.engine.early_exit.length_head import LengthHeads
@@ -27,6 +28,13 @@ def test_it_is_found_for_the_installed_weights(checkpoint: Checkpoint) -> None:
     assert checkpoint.exits.layers
     assert dict(checkpoint.exits.sure_from).keys() == set(checkpoint.exits.layers)
     assert not read_checkpoint(NAME, heads="own").exits.layers
+
+
+def test_a_catalogue_counts_what_its_exits_hold(checkpoint: Checkpoint) -> None:
+    held = sum(t.numel() for t in load_file(checkpoint.heads_path / EXITS_WEIGHTS).values())
+    sizes = inspect(NAME).sizes
+    assert sum(count for _, count in sizes.exit_params) == held > 0
+    assert [layer for layer, _ in sizes.exit_params] == list(checkpoint.exits.layers)
 
 
 def test_every_exit_has_its_weights_maps_and_length_head(checkpoint: Checkpoint) -> None:

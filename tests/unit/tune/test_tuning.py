@@ -16,6 +16,7 @@ from quadriga.checkpoint.exits import EXITS_WEIGHTS, ExitParams, ExitSpec
 from quadriga.checkpoint.folder import on_this_node, read_checkpoint
 from quadriga.checkpoint.length_heads import read_length_heads
 from quadriga.checkpoint.tuned import TUNE_FILE, bundled_for, weights_hash
+from quadriga.config.loader import load_config
 from quadriga.core.request import SamplingParams
 from quadriga.errors import ConfigError
 from quadriga.llm import LLM
@@ -24,12 +25,14 @@ from quadriga.tune.distillation import DistillOptions
 from quadriga.tune.exit_heads import TunedKind
 from quadriga.tune.thresholds import QualityBudget
 from quadriga.tune.tuning import TuneOptions, tune
+from serve_app.cli.launch import find_models
 from tests.unit.tune.models import LAYERS, save_model
 
 PROMPTS = "tasks:4"
 KINDS: dict[str, TunedKind] = {
     "llama": "mlp",
     "mistral": "norm",
+    "qwen2": "mlp",
     "qwen3": "head",
     "opt": "linear",
 }
@@ -154,6 +157,9 @@ def test_a_folder_of_other_weights_is_refused(llama: tuple[Path, Path], tmp_path
         LLM(str(other), exits={"folder": str(out)})
     with pytest.raises(ConfigError, match="was made for the weights"):
         tune(options(other, out), Console(quiet=True))
+    config = load_config({"model": str(other), "exits.folder": str(out)})
+    with pytest.raises(ConfigError, match="was made for the weights"):
+        find_models(config)  # by the command that serves it, before Ray is started
     with pytest.raises(ConfigError, match=f"no {TUNE_FILE}"):
         read_checkpoint(str(model), heads=str(tmp_path))
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class QuadrigaStub:
-    """Text generation. Metadata: `authorization: Bearer KEY` (needed); `session_id` and
+    """Text generation, and embeddings. Metadata: `authorization: Bearer KEY` (needed); `session_id` and
     `idempotency-key`, both set to the request's id (they send all calls of a request to the same
     ingress, which resumption needs where there are several).
 
@@ -51,6 +51,11 @@ class QuadrigaStub:
                 request_serializer=quadriga_dot_protos_dot_quadriga_dot_v1_dot_quadriga__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=quadriga_dot_protos_dot_quadriga_dot_v1_dot_quadriga__pb2.GenerateOnceResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/quadriga.v1.Quadriga/Embed',
+                request_serializer=quadriga_dot_protos_dot_quadriga_dot_v1_dot_quadriga__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=quadriga_dot_protos_dot_quadriga_dot_v1_dot_quadriga__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/quadriga.v1.Quadriga/Cancel',
                 request_serializer=quadriga_dot_protos_dot_quadriga_dot_v1_dot_quadriga__pb2.CancelRequest.SerializeToString,
@@ -64,7 +69,7 @@ class QuadrigaStub:
 
 
 class QuadrigaServicer:
-    """Text generation. Metadata: `authorization: Bearer KEY` (needed); `session_id` and
+    """Text generation, and embeddings. Metadata: `authorization: Bearer KEY` (needed); `session_id` and
     `idempotency-key`, both set to the request's id (they send all calls of a request to the same
     ingress, which resumption needs where there are several).
 
@@ -83,6 +88,13 @@ class QuadrigaServicer:
 
     def GenerateOnce(self, request, context):
         """Generates and answers once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Makes a vector of each input, of the whole model's last hidden states.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,6 +126,11 @@ def add_QuadrigaServicer_to_server(servicer, server):
                     request_deserializer=quadriga_dot_protos_dot_quadriga_dot_v1_dot_quadriga__pb2.GenerateRequest.FromString,
                     response_serializer=quadriga_dot_protos_dot_quadriga_dot_v1_dot_quadriga__pb2.GenerateOnceResponse.SerializeToString,
             ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=quadriga_dot_protos_dot_quadriga_dot_v1_dot_quadriga__pb2.EmbedRequest.FromString,
+                    response_serializer=quadriga_dot_protos_dot_quadriga_dot_v1_dot_quadriga__pb2.EmbedResponse.SerializeToString,
+            ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
                     request_deserializer=quadriga_dot_protos_dot_quadriga_dot_v1_dot_quadriga__pb2.CancelRequest.FromString,
@@ -133,7 +150,7 @@ def add_QuadrigaServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Quadriga:
-    """Text generation. Metadata: `authorization: Bearer KEY` (needed); `session_id` and
+    """Text generation, and embeddings. Metadata: `authorization: Bearer KEY` (needed); `session_id` and
     `idempotency-key`, both set to the request's id (they send all calls of a request to the same
     ingress, which resumption needs where there are several).
 
@@ -186,6 +203,33 @@ class Quadriga:
             '/quadriga.v1.Quadriga/GenerateOnce',
             quadriga_dot_protos_dot_quadriga_dot_v1_dot_quadriga__pb2.GenerateRequest.SerializeToString,
             quadriga_dot_protos_dot_quadriga_dot_v1_dot_quadriga__pb2.GenerateOnceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quadriga.v1.Quadriga/Embed',
+            quadriga_dot_protos_dot_quadriga_dot_v1_dot_quadriga__pb2.EmbedRequest.SerializeToString,
+            quadriga_dot_protos_dot_quadriga_dot_v1_dot_quadriga__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

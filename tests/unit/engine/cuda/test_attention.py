@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +15,13 @@ import pytest
 import torch
 
 from quadriga.engine.cuda.attention import FlashAttention, TorchAttention, choose_attention
+from quadriga.engine.cuda.graphs import GraphRecorder
 from quadriga.engine.cuda.paged_attention import PagedAttention, Runs
+from quadriga.engine.cuda.probe import failed_probe
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.errors import ConfigError
+from tests.equivalence.recording import TapeRecorder
 
 CPU = torch.device("cpu")
 PAGE = 256
@@ -152,6 +158,7 @@ def test_flash_is_asked_the_right_thing(shape: tuple[int, int, int], window: int
     check(FlashAttention(FlashStandIn(), config), config, torch.float16, window, 3e-3)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 3, 20)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -168,10 +175,112 @@ def test_triton_interpreted(
 
     config = make_config(*shape)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-3
-    attention = TritonAttention(config)
+    attention = TritonAttention(config, dtype)
     for splits in (1, 4):
         monkeypatch.setattr(attention, "_splits", lambda *_, n=splits: n)
         check(attention, config, dtype, window, tolerance)
+
+
+@pytest.mark.timeout(1000)
+def test_the_kernels_are_right_in_a_process_whose_kernels_are_interpreted() -> None:
+    """Triton decides when it is imported; here it may be imported already."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install '.[kernels]'")
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the tests of this file check the kernel itself")
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "0",
+            "-k",
+            "test_triton_interpreted",
+            __file__,
+        ],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert ran.returncode == 0 and "24 passed" in ran.stdout, ran.stdout[-3000:] + ran.stderr
+
+
+class WaitingFlash(FlashStandIn):
+    """As from 2.8.4 on: the lengths are checked on the host before the kernel starts."""
+
+    def flash_attn_with_kvcache(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
+        cache_seqlens: torch.Tensor, block_table: torch.Tensor, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        assert cache_seqlens.max().item() <= block_table.shape[1] * k_cache.shape[1]
+        return super().flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table, **options
+        )
+
+
+class ShortFlash(FlashStandIn):
+    """A wrong kernel: the newest position is not read."""
+
+    def flash_attn_with_kvcache(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
+        cache_seqlens: torch.Tensor, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        return super().flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=cache_seqlens - 1, **options
+        )
+
+
+def probe(library: Any, make_recorder: Callable[[], GraphRecorder] | None) -> str | None:
+    config = make_config(2, 3, 24)
+    attention = FlashAttention(library, config)
+    return failed_probe(
+        attention, TorchAttention(config), config, torch.float16, CPU, make_recorder
+    )
+
+
+@pytest.mark.parametrize("make_recorder", [None, TapeRecorder], ids=["eager", "recorded"])
+def test_the_probe_passes_an_attention_that_is_right(
+    make_recorder: Callable[[], GraphRecorder] | None,
+) -> None:
+    assert probe(FlashStandIn(), make_recorder) is None
+
+
+def test_the_probe_finds_a_kernel_that_waits_for_the_device_only_where_graphs_are_made() -> None:
+    assert probe(WaitingFlash(), None) is None
+    reason = probe(WaitingFlash(), TapeRecorder)
+    assert reason is not None and "recorded into a CUDA graph" in reason
+
+
+def test_the_probe_finds_a_kernel_that_is_wrong() -> None:
+    for make_recorder in (None, TapeRecorder):
+        reason = probe(ShortFlash(), make_recorder)
+        assert reason is not None and reason.startswith("its decode step is wrong by")
+
+
+def test_an_attention_that_fails_its_probe_makes_room_for_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from quadriga.engine.cuda import attention
+
+    libraries = {"flash": WaitingFlash(), "triton": FlashStandIn()}
+
+    def make(name: str, config: ModelConfig, dtype: torch.dtype) -> FlashAttention:
+        made = FlashAttention(libraries[name], config)
+        made.name = name
+        return made
+
+    monkeypatch.setattr(attention, "_unfit", lambda *_: None)
+    monkeypatch.setattr(attention, "_make", make)
+    config = make_config(2, 3, 24)
+    chosen = choose_attention("auto", config, torch.float16, CPU, TapeRecorder)
+    assert chosen.name == "triton"
+    [warning] = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert warning.startswith("attention: flash is installed and cannot be used here")
+    assert choose_attention("auto", config, torch.float16, CPU).name == "flash", "without graphs"
+    with pytest.raises(ConfigError, match=r"engine\.attention: 'flash' .* CUDA graph.*use 'auto'"):
+        choose_attention("flash", config, torch.float16, CPU, TapeRecorder)
 
 
 def test_runs_in_blocks() -> None:
@@ -218,7 +327,10 @@ def test_the_choice_on_a_gpu(
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     monkeypatch.setattr(importlib, "import_module", lambda name: FlashStandIn())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(attention, "_make", lambda name, config: SimpleNamespace(name=name))
+    monkeypatch.setattr(
+        attention, "_make", lambda name, *_: SimpleNamespace(name=name, in_graphs=True)
+    )
+    monkeypatch.setattr(attention, "failed_probe", lambda *_: None)
     config = make_config(2, 2, head_dim)
     gpu = torch.device("cuda", 0)
     assert choose_attention("auto", config, dtype, gpu).name == chosen

@@ -122,14 +122,15 @@ def test_closed_graphs_cover_nothing_and_are_released() -> None:
     assert not made.covers(0, 6, 1)
 
 
-def test_the_recorder_refuses_what_a_gpu_could_not_record() -> None:
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_the_recorder_refuses_what_a_gpu_could_not_record(is_inference: bool) -> None:
     def asks_the_device(x: torch.Tensor) -> Callable[[], None]:
         def work() -> None:
             x.mul_(float(x.sum()))
 
         return work
 
-    with pytest.raises(AssertionError, match="cannot be recorded"):
+    with torch.inference_mode(is_inference), pytest.raises(AssertionError, match="cannot be rec"):
         TapeRecorder().record(asks_the_device(torch.ones(2)))
 
 

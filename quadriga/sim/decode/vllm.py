@@ -20,7 +20,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from quadriga.sim.decode import SimulatedDecodeReplica
+from quadriga.sim.decode.replica import SimulatedDecodeReplica
 from quadriga.sim.profiles import CostProfile
 from quadriga.sim.records import Gaps, Happened, MemoryRules, Sequence
 
@@ -114,6 +114,7 @@ class VllmDecodeReplica(SimulatedDecodeReplica):
             self._on_gaps(Gaps(step_s, step_s, num, self.anchor_s))
         self.steps += 1
         self.tokens += num
+        self.work_tokens += self.work
         self._filled += self._chunk
         self.num_recomputed += self._chunk
         self._chunk = 0

@@ -38,6 +38,10 @@ class SimulatedDecodeReplica:
         self.steps = 0
         self.anchor_s = 0.0  # when `steps` were made
         self.tokens = 0  # KV tokens of the running, at the anchor
+        # The same and their number, each counted by the share of the layers that its tokens run.
+        self.work_tokens = self.work = 0.0
+        self.front_share = 1.0
+        self._num_deep, self._log_leaves = 0, 0.0  # who never leaves early; whether any goes on
         self.running: dict[int, Sequence] = {}
         self.paused: dict[int, RunningSequence] = {}
         self.promised: dict[int, int] = {}  # tokens of the sequences on their way here
@@ -60,12 +64,23 @@ class SimulatedDecodeReplica:
     @property
     def first_step_s(self) -> float:
         """Seconds of the step that begins at the anchor."""
-        return self.factor * self.profile.step.step_s(len(self.running), self.tokens)
+        return self.factor * self.modelled_step_s
 
     @property
-    def _slope_s(self) -> float:
+    def modelled_step_s(self) -> float:
+        """The same without the factor: layers that no token runs are not read."""
+        step = self.profile.step
+        unread = 0.0 if self._num_deep else math.exp(self._log_leaves)
+        unread *= (1.0 - self.front_share) * bool(self.running)
+        return step.step_s(self.work, self.work_tokens) - step.base_s * unread
+
+    def _share(self, sequence: Sequence) -> float:
+        return self.front_share + (1.0 - self.front_share) * sequence.stays
+
+    @property
+    def slope_s(self) -> float:
         """What a step takes more than the one before."""
-        return self.factor * self.profile.step.per_token_s * len(self.running)
+        return self.factor * self.profile.step.per_token_s * self.work
 
     @property
     def held_tokens(self) -> int:
@@ -135,6 +150,8 @@ class SimulatedDecodeReplica:
         self._ends.clear()
         self._leave_from_s = math.inf
         self.tokens, self.anchor_s = 0, now_s
+        self.work_tokens = self.work = self._log_leaves = 0.0
+        self._num_deep = 0
         return lost
 
     # Time
@@ -151,6 +168,10 @@ class SimulatedDecodeReplica:
         """Make the steps up to the next event, which is at `now_s`, and let it happen."""
         if self.running:
             self._advance(self._event_steps())
+        return self._let_happen(now_s)
+
+    def _let_happen(self, now_s: float) -> Happened:
+        """What the boundary at `now_s` brings."""
         self.anchor_s = max(self.anchor_s, now_s)
         happened = Happened()
         self._finish(happened)
@@ -179,7 +200,7 @@ class SimulatedDecodeReplica:
         return sequence is None or sequence.base + step != sequence.final_tokens
 
     def _duration_s(self, steps: int) -> float:
-        return steps * self.first_step_s + self._slope_s * steps * (steps - 1) / 2.0
+        return steps * self.first_step_s + self.slope_s * steps * (steps - 1) / 2.0
 
     def _steps_until(self, now_s: float) -> int:
         """Whole steps made by `now_s`."""
@@ -194,7 +215,7 @@ class SimulatedDecodeReplica:
         if wanted_s <= 0.0:
             return 0
         first_s = self.first_step_s
-        half = self._slope_s / 2.0
+        half = self.slope_s / 2.0
         linear = first_s - half
         # The root in the form that stays exact where the quadratic term vanishes.
         root = 2.0 * wanted_s / (linear + math.sqrt(linear * linear + 4.0 * half * wanted_s))
@@ -210,11 +231,12 @@ class SimulatedDecodeReplica:
             return
         num = len(self.running)
         first_s = self.first_step_s
-        last_s = first_s + self._slope_s * (steps - 1)
+        last_s = first_s + self.slope_s * (steps - 1)
         self.anchor_s += self._duration_s(steps)
         self._on_gaps(Gaps(first_s, last_s, steps * num, self.anchor_s))
         self.steps += steps
         self.tokens += steps * num
+        self.work_tokens += steps * self.work
 
     # What happens at a boundary, in this order
 
@@ -292,13 +314,24 @@ class SimulatedDecodeReplica:
         sequence.base = sequence.tokens - self.steps
         self.running[sequence.index] = sequence
         self.tokens += sequence.tokens
+        self._weigh(sequence, 1)
         heapq.heappush(self._ends, (sequence.final_tokens - sequence.base, sequence.index))
 
     def _take_out(self, sequence: Sequence) -> Sequence:
         del self.running[sequence.index]
         self._stopped(sequence)
         self.tokens -= sequence.tokens
+        self._weigh(sequence, -1)
         return sequence
+
+    def _weigh(self, sequence: Sequence, sign: int) -> None:
+        share = self._share(sequence)
+        self.work += sign * share
+        self.work_tokens += sign * share * sequence.tokens
+        if sequence.stays < 1.0:
+            self._log_leaves += sign * math.log1p(-sequence.stays)
+        else:
+            self._num_deep += sign
 
     def _stopped(self, sequence: Sequence) -> Sequence:
         sequence.tokens = sequence.base + self.steps

@@ -1,0 +1,336 @@
+"""Shallow and deep sequences on different decode replicas of one class, where that pays.
+
+A step reads the weights of the layers that it runs once, for however many sequences. Where all of a
+replica's tokens leave at the first exit, the layers behind it are not read at all; one sequence
+that runs deep makes the step read them for all. So sequences are worth more beside their like: on
+some replicas hardly any step goes deep, and on the others the deep layers are read for many.
+
+Once a minute the model below says what a token takes on average, over all sequences, where they are
+mixed, and where replicas are split at the best of all cuts. Where the split saves `ENTER_GAIN` or
+more it is made, and it is kept until it saves less than `LEAVE_GAIN`. While it holds,
+
+- a newcomer whose tokens may leave early goes to a shallow replica, one whose tokens may not to a
+  deep one (`preferred`). What its prompt says of its depth is next to nothing, as measured, so the
+  first shall show its depth where exits are tested;
+- a sequence whose expected depth says that it is on the wrong side is moved (`crossings`);
+- work is balanced inside each side, and memory is relieved wherever there is room.
+
+The model: a token of a sequence runs the layers up to the first exit in use, the share f of all,
+and leaves there with probability u, or runs them all; u follows from the layers that it is expected
+to run. Rebatching lets those that stay wait while k passes go from the front. Then in one round
+
+    time = Σ_{j<k} f · (base + Σ_i u_i^j · x_i)
+           + (1 − f) · (base · (1 − Π_i u_i^k) + Σ_i (1 − u_i^k) · x_i)
+    tokens of sequence i = Σ_{1≤j≤k} u_i^j + 1 − u_i^k
+
+where x is what a sequence adds to a step. The best k is taken whose round is no longer than
+`MOST_GAP` full steps, or full steps without exits where these are faster.
+
+Source: ours; the round is DREX's (`policies.drex.plan`) with a rate for each sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quadriga.policies.ares.cluster import ClusterForecast, RoleAssignment
+from quadriga.policies.ares.forecast import REMAINING, SHARE, TOKENS
+from quadriga.policies.ares.settings import AresSettings, num_memory_points
+
+PLAN_EVERY_S = 60.0
+ENTER_GAIN, LEAVE_GAIN = 0.03, 0.01
+"""Of a token's time, on average over the sequences, as the model says."""
+MIN_ROWS = 2
+"""Sequences a replica, on average; fewer are chance."""
+MAX_SIZES, MAX_GROUPS = 8, 24
+"""Numbers of shallow replicas that are tried, and cuts between the sequences."""
+MOST_GAP = 1.5
+MARGIN = 0.05
+"""Of the layers: a sequence is moved once it is expected to be beyond the cut by so much."""
+ROOM_SHARE = 0.6
+"""Of the memory of a class, in use or forecast: beyond it, balance is worth more than depth."""
+SPILL = 1.5
+"""Times the work that the split gives a replica of a side, that the emptiest one may have and still
+be preferred."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """What a step of one class costs. Source: as measured by its replicas.
+
+    Attributes:
+        front_share: f, of the layers: what every token runs.
+        base_s, per_sequence_s, per_token_s: Of a step through all layers.
+    """
+
+    front_share: float
+    base_s: float
+    per_sequence_s: float
+    per_token_s: float
+
+    def stays(self, share: NDArray[np.float64]) -> NDArray[np.float64]:
+        """1 − u: how often a token runs on behind the first exit, of the layers it is expected to
+        run: [n]."""
+        return np.clip((share - self.front_share) / (1.0 - self.front_share), 0.0, 1.0)
+
+    def token_s(
+        self,
+        stays: NDArray[np.float64],
+        tokens: NDArray[np.float64],
+        num: NDArray[np.float64],
+        num_replicas: int,
+    ) -> float:
+        """Seconds that a token takes, summed over the sequences of equal replicas.
+
+        Args:
+            stays: [groups], of a sequence of each group.
+            tokens: [groups], KV tokens of a sequence of each, on average.
+            num: [groups], sequences of each, on all replicas together.
+        """
+        count = num / num_replicas
+        total = float(num.sum())
+        adds = count * (self.per_sequence_s + self.per_token_s * tokens)
+        full_s = self.base_s + float(adds.sum())
+        best = total * full_s
+        leaves = 1.0 - stays
+        front_s, came = 0.0, np.zeros(len(stays))
+        left = np.ones(len(stays))  # u^j
+        passes = 0
+        while True:
+            front_s += self.front_share * (self.base_s + float(left @ adds))
+            left = left * leaves
+            came = came + left
+            passes += 1
+            with np.errstate(divide="ignore"):
+                no_deep = float(np.exp(np.where(count > 0.0, count * np.log(left), 0.0).sum()))
+            deep_s = self.base_s * (1.0 - no_deep) + float((1.0 - left) @ adds)
+            round_s = front_s + (1.0 - self.front_share) * deep_s
+            if passes > 1 and round_s > MOST_GAP * full_s:
+                return best
+            best = min(best, round_s * float((num / (came + 1.0 - left)).sum()))
+            if passes > 1 and self.front_share * passes > MOST_GAP:
+                return best
+
+
+@dataclass(frozen=True, slots=True)
+class DepthPools:
+    """What was decided of one class, until it is looked at again.
+
+    Attributes:
+        shallow: Names of the replicas for shallow sequences; none: all are mixed.
+        cut: Share of the layers up to which a sequence is shallow.
+        gain: Share of a token's time that the best split saves, by the model; below 0: it costs.
+        mixed_s, split_s: A token's time, on average over the sequences.
+        at_unix_s: When it was decided.
+        members: All replicas there were.
+        work: That the split gives a shallow and a deep replica, over the mean.
+    """
+
+    shallow: frozenset[str]
+    cut: float
+    gain: float
+    mixed_s: float
+    split_s: float
+    at_unix_s: float
+    members: frozenset[str]
+    work: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.shallow)
+
+    def is_shallow(self, names: Sequence[str]) -> NDArray[np.bool_]:
+        """Which replicas are for shallow sequences: [n]."""
+        return np.array([name in self.shallow for name in names], dtype=bool)
+
+    def side_of(self, name: str) -> str:
+        """For which sequences a replica is; empty where they are mixed."""
+        if not self.is_on:
+            return ""
+        return "shallow" if name in self.shallow else "deep"
+
+    def described(self) -> str:
+        """In a line, for operators."""
+        figure = f"{100 * self.gain:.1f} % of a token's time by the model"
+        if not self.is_on:
+            return f"depths mixed: the best split would save {figure}"
+        return (
+            f"depths apart: {len(self.shallow)} of {len(self.members)} replicas for sequences of "
+            f"up to {self.cut:.2f} of the layers, saves {figure}"
+        )
+
+
+def is_due(last: DepthPools | None, names: Sequence[str], now_unix_s: float) -> bool:
+    """Whether a class is to be looked at again: after a minute, or as replicas came or went."""
+    if last is None or last.members != frozenset(names):
+        return True
+    return now_unix_s - last.at_unix_s >= PLAN_EVERY_S
+
+
+def plan_pools(
+    cluster: ClusterForecast, settings: AresSettings, last: DepthPools | None, now_unix_s: float
+) -> DepthPools | None:
+    """Decide whether the replicas of one class are split, and how.
+
+    Args:
+        cluster: With the rows of all replicas.
+        last: Of the minute before; shallow replicas stay shallow.
+
+    Returns:
+        None where nothing can be said: one replica, no exit in use, or hardly any sequence. Mixed
+        where memory is short: what holds it is spread evenly then.
+    """
+    n = len(cluster)
+    rows = cluster.rows.astype(np.float64)
+    is_able = n > 1 and cluster.front_share < 1.0 and len(rows) >= MIN_ROWS * n
+    if not is_able:
+        return None
+    model = StepModel(
+        cluster.front_share,
+        cluster.base_s,
+        cluster.costs.per_sequence_s,
+        cluster.costs.per_token_s,
+    )
+    share, tokens, num = _groups(rows)
+    stays = model.stays(share)
+    mixed_s = model.token_s(stays, tokens, num, n)
+    slots = (cluster.free_slots + np.bincount(cluster.owner, minlength=n)).mean()
+    room = settings.memory_limit * cluster.capacity_tokens.mean()
+    best_s, best = np.inf, (0, 0)
+    for size in _sizes(n):
+        for at in range(1, len(share)):
+            sides = ((slice(0, at), size), (slice(at, None), n - size))
+            fits = all(
+                num[part].sum() <= slots * of and (num[part] @ tokens[part]) <= room * of
+                for part, of in sides
+            )
+            if not fits:
+                continue
+            split_s = sum(
+                model.token_s(stays[part], tokens[part], num[part], of) for part, of in sides
+            )
+            if split_s < best_s:
+                best_s, best = split_s, (size, at)
+    total = float(num.sum())
+    members = frozenset(cluster.names)
+    if not best[0]:
+        return DepthPools(frozenset(), 1.0, 0.0, mixed_s / total, 0.0, now_unix_s, members)
+    gain = 1.0 - best_s / mixed_s
+    points = num_memory_points(settings, cluster.grid_s)
+    peak = cluster.tokens[:, :points].sum(axis=0).max() / cluster.capacity_tokens.sum()
+    has_room = peak <= ROOM_SHARE and not cluster.num_paused.any()
+    was_on = last is not None and last.is_on
+    is_on = has_room and gain >= (LEAVE_GAIN if was_on else ENTER_GAIN)
+    size, at = best
+    cut = float(share[at - 1] + share[at]) / 2.0
+    shallow = _shallow(cluster, last, size) if is_on else frozenset[str]()
+    work = num * share
+    sides = (work[:at].sum() / size, work[at:].sum() / (n - size))
+    return DepthPools(
+        shallow,
+        cut,
+        gain,
+        mixed_s / total,
+        best_s / total,
+        now_unix_s,
+        members,
+        (float(sides[0] / work.sum()) * n, float(sides[1] / work.sum()) * n),
+    )
+
+
+def _groups(
+    rows: NDArray[np.float64],
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Sequences of about the same depth together: share, KV tokens of one, number; ascending."""
+    order = np.argsort(rows[:, SHARE], kind="stable")
+    share, tokens = rows[order, SHARE], rows[order, TOKENS]
+    starts = np.flatnonzero(np.diff(share, prepend=-1.0) > 0.0)
+    if len(starts) > MAX_GROUPS:
+        even = np.arange(MAX_GROUPS) * len(share) // MAX_GROUPS
+        starts = np.unique(starts[np.searchsorted(starts, even, side="right") - 1])
+    num = np.diff(starts, append=len(share)).astype(np.float64)
+    return (
+        np.add.reduceat(share, starts) / num,
+        np.add.reduceat(tokens, starts) / num,
+        num,
+    )
+
+
+def _sizes(n: int) -> list[int]:
+    """Numbers of shallow replicas to try, of n."""
+    if n - 1 <= MAX_SIZES:
+        return list(range(1, n))
+    return sorted({round(n * (i + 1) / (MAX_SIZES + 1)) for i in range(MAX_SIZES)})
+
+
+def _shallow(cluster: ClusterForecast, last: DepthPools | None, size: int) -> frozenset[str]:
+    """The replicas that were shallow before, then those whose sequences are the shallowest."""
+    before = frozenset[str]() if last is None else last.shallow
+    held = np.bincount(cluster.owner, minlength=len(cluster))
+    sums = np.bincount(cluster.owner, cluster.rows[:, SHARE], minlength=len(cluster))
+    mean = sums / np.maximum(held, 1)
+    order = sorted(range(len(cluster)), key=lambda i: (cluster.names[i] not in before, mean[i], i))
+    return frozenset(cluster.names[i] for i in order[:size])
+
+
+def preferred(
+    pools: DepthPools,
+    cluster: ClusterForecast,
+    fits: NDArray[np.bool_],
+    settings: AresSettings,
+    *,
+    leaves_early: bool,
+) -> NDArray[np.bool_]:
+    """Those of the replicas that shall take a newcomer: its own side, unless that is full.
+
+    Args:
+        fits: [n], those with room.
+        leaves_early: Its tokens may leave early.
+    """
+    is_shallow = pools.is_shallow(cluster.names)
+    side = fits & (is_shallow if leaves_early else ~is_shallow)
+    work = cluster.load_s @ settings.weights
+    usual = pools.work[0 if leaves_early else 1] * work.mean()
+    has_room = side.any() and work[side].min() <= SPILL * usual
+    return side if has_room else fits
+
+
+def crossings(
+    cluster: ClusterForecast,
+    pools: DepthPools,
+    settings: AresSettings,
+    rows: NDArray[np.int64],
+    *,
+    busy: Set[str] = frozenset(),
+) -> list[RoleAssignment]:
+    """Choose the moves to the other side, one of each replica: most layers × tokens first.
+
+    Args:
+        rows: Those that may move, and last long enough for it.
+        busy: Replicas with a move under way; they neither give nor take.
+    """
+    is_shallow = pools.is_shallow(cluster.names)
+    is_free = np.array([name not in busy for name in cluster.names], dtype=bool)
+    share = cluster.rows[rows, SHARE].astype(np.float64)
+    on_shallow = is_shallow[cluster.owner[rows]]
+    off = np.where(on_shallow, share - pools.cut, pools.cut - share)
+    gain = off * cluster.rows[rows, REMAINING]
+    work = cluster.load_s @ settings.weights
+    takes = is_free & (cluster.num_paused == 0) & (cluster.free_slots > 0)
+    used, moves = cluster.tokens.max(axis=1), []
+    for at in np.argsort(-gain, kind="stable").tolist():
+        row, source = int(rows[at]), int(cluster.owner[rows[at]])
+        if off[at] <= MARGIN or not is_free[source]:
+            continue
+        room = settings.memory_limit * cluster.capacity_tokens - used
+        able = takes & (is_shallow != is_shallow[source]) & (room >= cluster.rows[row, TOKENS])
+        if not able.any():
+            continue
+        destination = int(np.argmin(np.where(able, work, np.inf)))
+        is_free[source] = takes[destination] = takes[source] = is_free[destination] = False
+        moves.append(RoleAssignment(row, source, destination, pools.gain, is_rescue=False))
+    return moves

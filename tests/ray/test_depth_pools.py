@@ -1,0 +1,116 @@
+"""Shallow and deep sequences on live replicas: told apart, moved, and placed with their like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ray
+
+from actors.rpc.lookup import get_actor, scheduler_name
+from quadriga.checkpoint.exits import ExitParams
+from quadriga.config.pacing import find_profile
+from quadriga.core.replica import DepthClass
+from tests.ray.apps import App, wait_until
+from tests.ray.ingress import call
+from tests.ray.moves import set_device, set_pace
+
+SHALLOW, DEEP = ExitParams(0.0, "bounded"), ExitParams(1.0, "off")
+CLASS = DepthClass("quadriga-s", 8)
+NUM_EACH, LONG = 5, 900
+
+
+@pytest.fixture(scope="module")
+def split(ray_cluster: None) -> Iterator[App]:
+    """Two decode replicas that test every exit, whatever the load."""
+    app = App.start(
+        "split",
+        **{
+            "decode_replicas": 2,
+            "decode.max_slots": 16,
+            "decode.pace": "steady-60ms",
+            "deterministic": True,
+            "engine.max_model_len": 1024,
+            "scheduler.ares.interval_s": 0.5,
+            "lifecycle.orphan_timeout_s": 300.0,
+        },
+    )
+    yield app
+    app.stop()
+
+
+def pools(app: App) -> dict[str, Any]:
+    found: dict[str, Any] = call(scheduler_name(app.name), "operators_view", timeout_s=10.0)
+    return dict(found["depth_pools"].get(str(CLASS), {}))
+
+
+def look_every_second(app: App) -> None:
+    """The scheduler looks once a minute; the test has not so much time."""
+
+    def change(_: Any) -> None:
+        from quadriga.policies.ares import depth_pools
+
+        depth_pools.PLAN_EVERY_S = 1.0
+
+    actor: Any = get_actor(scheduler_name(app.name))
+    ray.get(actor.__ray_call__.remote(change), timeout=30)
+
+
+def sides(replica: str) -> set[str]:
+    """What the sequences of a replica have noted of the side that they run on."""
+
+    def read(actor: Any) -> set[str]:
+        return {state.depth_pool for state in actor.engine.core.loop.running}
+
+    actor: Any = get_actor(replica)
+    found: set[str] = ray.get(actor.__ray_call__.remote(read), timeout=30)
+    return found
+
+
+@pytest.mark.timeout(400)
+def test_shallow_and_deep_sequences_come_to_run_on_replicas_of_their_own(split: App) -> None:
+    look_every_second(split)
+    replicas, ingress = split.replicas("decode"), split.ingress()
+    for name in replicas:  # what runs outlasts what a busy machine does meanwhile
+        set_device(name, replace(find_profile("steady-60ms"), base_s=0.3))
+    streams = {
+        kind: [
+            ingress.submit([5 + i] * 20, LONG, deadline_s=380.0, exits=exits)
+            for i in range(NUM_EACH)
+        ]
+        for kind, exits in (("shallow", SHALLOW), ("deep", DEEP))
+    }
+    ingress.until(lambda: bool(pools(split).get("is_on")), 120.0)
+
+    def is_apart() -> bool:
+        shallow = set(pools(split)["shallow"])
+        return all(
+            (stream.replica in shallow) == (kind == "shallow")
+            for kind, some in streams.items()
+            for stream in some
+        )
+
+    ingress.until(is_apart, 120.0)
+    decided = pools(split)
+    assert len(decided["shallow"]) == 1
+    assert decided["gain"] >= 0.03
+    assert decided["cut"] < 1.0
+    wait_until(lambda: split.metric("quadriga_depth_pool_shallow_replicas") == 1.0, 30.0)
+    wait_until(lambda: split.metric("quadriga_depth_pool_gain") >= 0.03, 30.0)
+    why = call(scheduler_name(split.name), "operators_view")["last_tick"]["why"][str(CLASS)]
+    assert "depths apart: 1 of 2 replicas" in why
+    for name in replicas:
+        side = "shallow" if name in decided["shallow"] else "deep"
+        wait_until(lambda n=name, s=side: sides(n) == {s}, 60.0)  # type: ignore[misc]
+
+    for exits, side in ((DEEP, "deep"), (SHALLOW, "shallow")):
+        new = ingress.submit([9] * 10, LONG, deadline_s=300.0, exits=exits)
+        ingress.until(lambda s=new: len(s.tokens) > 2, 60.0)  # type: ignore[misc]
+        assert (new.replica in decided["shallow"]) == (side == "shallow")
+        ingress.cancel(new)
+    ingress.cancel(*(stream for some in streams.values() for stream in some))
+    for name in replicas:
+        set_pace(name, None)
+    split.until_idle()

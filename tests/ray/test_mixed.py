@@ -1,0 +1,224 @@
+"""Mixed replicas: prompts are computed and decoded in one process, and moves go on as before."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from actors.rpc.lookup import scheduler_name
+from quadriga.checkpoint.exits import ExitParams
+from quadriga.core.request import FinishReason
+from quadriga.core.routing import AdmitRequest
+from quadriga.errors import Overloaded, ReplicaDied, Unavailable
+from quadriga.scheduling.transfer.rebuild import num_prefill_tokens
+from tests.ray.apps import App, pids, wait_until
+from tests.ray.ingress import Ingress, Stream, call
+from tests.ray.moves import HELD_STEP_S, Mover, held, hold, open_books, order
+
+NUM_OUTPUT = 60
+NUM_LONG = 700
+
+
+@pytest.fixture(scope="module")
+def mixed_app(ray_cluster: None) -> Iterator[App]:
+    """Two mixed replicas of a model with exits, to the bit the same in any batch."""
+    app = App.start("mixed", **{"mixed_replicas": 2, **SETTINGS})
+    yield app
+    app.stop()
+
+
+SETTINGS: dict[str, Any] = {
+    "scheduler.ares.mode": "off",  # moves are ordered by the tests alone
+    "decode.max_slots": 8,
+    "prefill.chunk_tokens": 64,
+    "deterministic": True,
+    "engine.compile": "wait",  # the kernels compute a row alike in any batch
+    "lifecycle.orphan_timeout_s": 300.0,
+}
+
+
+@pytest.fixture
+def mixed(mixed_app: App) -> App:
+    mixed_app.until_ready()
+    mixed_app.until_idle(20.0)
+    return mixed_app
+
+
+def submit(ingress: Ingress, count: int, num_output: int = NUM_OUTPUT) -> list[Stream]:
+    """Streams greedy and seeded, with exits and without, of one chunk and of several."""
+    rng = random.Random(5)
+    streams = []
+    for i in range(count):
+        sampling: dict[str, Any] = {} if i % 2 else {"temperature": 0.8, "seed": i}
+        streams.append(
+            ingress.submit(
+                [rng.randrange(5, 500) for _ in range(rng.randrange(4, 300))],
+                num_output,
+                deadline_s=200.0,
+                exits=ExitParams(threshold=0.9 if i % 3 else 1.0),
+                **sampling,
+            )
+        )
+    return streams
+
+
+def assert_same(streams: list[Stream], wanted: list[Stream]) -> None:
+    assert [s.error for s in streams] == [None] * len(streams)
+    assert {s.finish for s in streams} == {FinishReason.LENGTH}
+    assert [s.token_ids for s in streams] == [s.token_ids for s in wanted]
+
+
+@pytest.mark.timeout(300)
+def test_answers_are_those_of_prefill_and_decode_replicas(mixed: App) -> None:
+    """More than there are slots for, so that some wait for a row; nothing is handed over."""
+    ingress = mixed.ingress()
+    streams = submit(ingress, 24)
+    ingress.finish(*streams, timeout_s=200.0)
+    assert [s.moved_to for s in streams] == [[]] * 24
+    assert {s.replica for s in streams} == set(mixed.replicas("mixed")), "both were used"
+    mixed.until_idle()
+    apart = App.start("apart", **SETTINGS)
+    try:
+        other = apart.ingress()
+        wanted = submit(other, 24)
+        other.finish(*wanted, timeout_s=200.0)
+    finally:
+        apart.stop()
+    assert {m for s in wanted for m in s.moved_to}, "those were handed over"
+    assert_same(streams, wanted)
+
+
+@pytest.mark.timeout(300)
+def test_sequences_move_between_mixed_replicas(mixed: App) -> None:
+    alone = submit(ingress := mixed.ingress(), 6, NUM_LONG)
+    ingress.finish(*alone, timeout_s=200.0)
+    mixed.until_idle()
+    mover = Mover(mixed.ingress(), mixed.replicas("mixed"), random.Random(6))
+    with held(mover.replicas):
+        streams = submit(mover.ingress, 6, NUM_LONG)
+        mover.ingress.until(lambda: all(len(s.tokens) > 2 for s in streams), 120.0)
+        for stream in streams:
+            (other,) = set(mover.replicas) - {stream.replica}
+            report = call(stream.replica, "migrate", order(stream, stream.replica, other))
+            assert report.outcome == "moved", report
+    mover.ingress.finish(*streams, timeout_s=200.0)
+    assert all(len(s.moved_to) == 1 for s in streams)
+    assert_same(streams, alone)
+    mixed.until_idle()
+    assert [open_books(name) for name in mover.replicas] == [(0, 0)] * 2
+
+
+@pytest.mark.timeout(300)
+def test_cancelling_queued_computed_and_running_sequences_frees_everything(mixed: App) -> None:
+    ingress, names = mixed.ingress(), mixed.replicas("mixed")
+    with held(names):
+        streams = submit(ingress, 30, NUM_LONG)
+        ingress.until(lambda: any(s.first_token_s is not None for s in streams), 120.0)
+        loads = [(s.num_running, s.num_waiting) for s in mixed.snapshots()]
+        assert any(running for running, _ in loads) and any(waiting for _, waiting in loads)
+        ingress.cancel(*streams)
+    mixed.until_idle()
+
+
+@pytest.mark.timeout(300)
+def test_a_deadline_ends_one_that_waits_for_a_row(mixed: App) -> None:
+    ingress, names = mixed.ingress(), mixed.replicas("mixed")
+    with held(names):
+        holders = [ingress.submit([5] * 20, 1_900, deadline_s=250.0) for _ in range(16)]
+        ingress.until(lambda: all(s.first_token_s is not None for s in holders), 120.0)
+        late = ingress.submit([6] * 20, 4, deadline_s=1.0)
+        ingress.finish(late, timeout_s=60.0)
+        assert late.error is not None and late.error.code == "deadline_exceeded"
+        ingress.cancel(*holders)
+    mixed.until_idle()
+
+
+@pytest.mark.timeout(300)
+def test_a_replica_that_dies_is_replaced_and_its_sequences_are_rebuilt(mixed: App) -> None:
+    prompts = [[5 + i] * 40 for i in range(4)]
+    ingress = mixed.ingress()
+    alone = [ingress.submit(p, NUM_LONG) for p in prompts]
+    ingress.finish(*alone, timeout_s=200.0)
+    mixed.until_idle()
+    ingress, names = mixed.ingress(), mixed.replicas("mixed")
+    for name in names:
+        hold(name, HELD_STEP_S)
+    streams = [ingress.submit(p, NUM_LONG, deadline_s=250.0) for p in prompts]
+    ingress.until(lambda: all(len(s.tokens) > 2 for s in streams), 120.0)
+    victim = streams[0].replica
+    os.kill(pids(mixed.name)[victim], signal.SIGKILL)
+    lost = [s for s in streams if s.replica == victim]
+    ingress.until(lambda: all(s.is_over for s in lost), 60.0)
+    (survivor,) = set(names) - {victim}
+    hold(survivor, 0.0)
+    assert {s.error.code for s in lost if s.error is not None} == {"replica_died"}
+    again = [rebuild(ingress, stream) for stream in lost]
+    going = again + [s for s in streams if s not in lost]
+    ingress.finish(*going, timeout_s=200.0)
+    said = {tuple(s.state.prompt_ids): s for s in alone}
+    assert_same(going, [said[tuple(s.state.prompt_ids)] for s in going])
+    wait_until(lambda: victim not in mixed.replicas("mixed"), 60.0)
+    mixed.until_ready()
+    mixed.until_idle()
+
+
+def rebuild(ingress: Ingress, lost: Stream) -> Stream:
+    """Submit a lost stream of full depth with what it has said, as the service's ingress does."""
+    depth = call(scheduler_name(ingress.app), "directory").snapshots[0].info.depth_class.depth
+    said = lost.token_ids
+    state = replace(
+        lost.state,
+        sequence_id=uuid.uuid4().hex,
+        epoch=1,
+        output_ids=said,
+        exit_layers=[depth] * len(said),
+    )
+    request = AdmitRequest(
+        state.sequence_id,
+        ingress.model,
+        num_prefill_tokens(state),
+        state.sampling.max_tokens - len(said),
+        0,
+        state.deadline_unix_s,
+        is_rebuild=True,
+    )
+    replica: list[str] = []
+
+    def is_admitted() -> bool:
+        try:
+            replica[:] = [call(scheduler_name(ingress.app), "admit", request).prefill_replica]
+            call(replica[0], "submit", state)
+        except (Overloaded, Unavailable, ReplicaDied):
+            return False
+        return True
+
+    wait_until(is_admitted, 60.0)
+    stream = Stream(state, replica[0], tokens=dict(lost.tokens))
+    ingress.streams[state.sequence_id] = stream
+    return stream
+
+
+@pytest.mark.timeout(300)
+def test_a_replica_that_drains_hands_its_sequences_over(mixed: App) -> None:
+    alone = submit(ingress := mixed.ingress(), 4, NUM_LONG)
+    ingress.finish(*alone, timeout_s=200.0)
+    mixed.until_idle()
+    ingress, names = mixed.ingress(), mixed.replicas("mixed")
+    with held(names):
+        streams = submit(ingress, 4, NUM_LONG)
+        ingress.until(lambda: all(len(s.tokens) > 2 for s in streams), 120.0)
+        source = streams[0].replica
+        (other,) = set(names) - {source}
+        leaving = [s for s in streams if s.replica == source]
+        reports = call(source, "hand_over", other)
+        assert [r.outcome for r in reports] == ["moved"] * len(leaving)
+    ingress.finish(*streams, timeout_s=200.0)
+    assert_same(streams, alone)
+    mixed.until_idle()

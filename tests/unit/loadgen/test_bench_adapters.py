@@ -1,0 +1,37 @@
+"""`bench adapters`: it measures an adapter that changes the answer, and ends in its line."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from loadgen.__main__ import main
+from loadgen.bench.adapters import NAME, PROMPT, write_adapter
+from quadriga import LLM, SamplingParams
+
+
+def test_the_adapter_is_one_and_fits_its_model(tmp_path: Path) -> None:
+    size, floor = write_adapter(tmp_path / NAME, "quadriga-s", 4)
+    stored = (tmp_path / NAME / "adapter_model.safetensors").stat().st_size
+    assert size == pytest.approx(stored, rel=0.1), "all but the header"
+    assert 0 < floor < 0.1
+    params = SamplingParams(0, temperature=0.0, num_prompt_logprobs=1)
+    with closing(LLM("quadriga-s", adapters=str(tmp_path), engine={"compile": "off"})) as llm:
+        said = [
+            llm.generate([PROMPT], params, progress=False, adapter=name)[0].prompt_logprobs
+            for name in ("", NAME)
+        ]
+    assert said[0] != said[1]
+
+
+def test_the_command_ends_in_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "adapters", "--model", "quadriga-s", "--tokens", "4", "--repeats", "1"]
+    assert main(words) == 0
+    line = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert line["experiment"] == "adapters"
+    assert set(line["headline"]) == {"cost_1", "cost_8", "cost_32"}
+    assert [cost["rows"] for cost in line["costs"]] == [1, 8, 32]
+    assert all(cost["with_s"] > 0 for cost in line["costs"])

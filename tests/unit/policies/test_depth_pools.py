@@ -1,0 +1,145 @@
+"""Replicas for shallow and for deep sequences: who is placed where, and what operators see."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+
+import numpy as np
+import pytest
+
+from quadriga.config.scheduling import SchedulerConfig
+from quadriga.core.forecast import LengthPrediction
+from quadriga.core.migration import MigrationCause
+from quadriga.core.routing import PlaceRequest
+from quadriga.policies.ares.cluster import unpack
+from quadriga.policies.ares.depth_pools import PLAN_EVERY_S, DepthPools, is_due
+from quadriga.policies.ares.governor import Governor
+from quadriga.policies.ares.placement import best_replica
+from quadriga.policies.ares.recording import RecordedTick, parse_ticks, replay, write_tick
+from quadriga.policies.ares.settings import AresSettings
+from tests.unit.policies.ares_twin import CLASS, Held, snapshot
+
+SETTINGS = AresSettings()
+FRONT = 0.25
+
+
+def rows(name: str, shares: list[float]) -> list[Held]:
+    return [Held(f"{name}{i}", 400, 600, 500, 700, share=s) for i, s in enumerate(shares)]
+
+
+def mixed() -> list[list[Held]]:
+    """Two replicas, each with sequences that never go deep and others that always do."""
+    return [rows(name, [FRONT + 0.001] * 6 + [1.0] * 6) for name in "ab"]
+
+
+def cluster_of(*held: list[Held], front_share: float = FRONT):  # type: ignore[no-untyped-def]
+    found = unpack(
+        [snapshot(n, h, front_share=front_share) for n, h in zip("ab", held, strict=True)]
+    )
+    assert found is not None
+    return found
+
+
+def pools(*shallow: str) -> DepthPools:
+    return DepthPools(frozenset(shallow), 0.6, 0.1, 1.0, 0.9, 0.0, frozenset("ab"))
+
+
+@pytest.mark.parametrize(("leaves_early", "chosen"), [(True, 0), (False, 1)])
+def test_a_newcomer_goes_to_its_own_side_even_if_the_other_has_less_to_do(
+    leaves_early: bool, chosen: int
+) -> None:
+    held = [rows("a", [0.5] * 4), rows("b", [0.5] * 4)]
+    held[chosen] += rows("c", [0.5])
+    cluster, said = cluster_of(*held), LengthPrediction(100, 100, 100)
+    asked = PlaceRequest("new", CLASS, 50, 51, prediction=said, leaves_early=leaves_early)
+    able = np.array([True, True])
+    assert best_replica(cluster, asked, said, able, SETTINGS, pools("a")) == chosen
+    assert best_replica(cluster, asked, said, able, SETTINGS, pools()) == 1 - chosen
+    full = np.array([i != chosen for i in range(2)])
+    assert best_replica(cluster, asked, said, full, SETTINGS, pools("a")) == 1 - chosen
+
+
+def test_a_side_with_far_more_work_than_the_mean_is_not_preferred() -> None:
+    cluster, said = (
+        cluster_of(rows("a", [1.0] * 14), rows("b", [1.0])),
+        LengthPrediction(90, 90, 90),
+    )
+    asked = PlaceRequest("new", CLASS, 50, 51, prediction=said)
+    assert best_replica(cluster, asked, said, np.array([True, True]), SETTINGS, pools("a")) == 1
+
+
+def governor(**ares: object) -> tuple[Governor, list[RecordedTick]]:
+    ticks: list[RecordedTick] = []
+    config = SchedulerConfig()
+    config = config.model_copy(update={"ares": config.ares.model_copy(update=ares)})
+    return Governor(config, ticks.append), ticks
+
+
+def test_mixed_replicas_are_split_sequences_cross_and_the_decision_can_be_replayed() -> None:
+    governed, ticks = governor()
+    snapshots = [snapshot(n, h, front_share=FRONT) for n, h in zip("ab", mixed(), strict=True)]
+    orders = governed.tick(snapshots, now_s=10.0, now_unix_s=1.0)
+    decided = governed.pools[CLASS]
+    assert len(decided.shallow) == 1
+    assert decided.gain > 0.03
+    assert [o.cause for o in orders] == [MigrationCause.DEPTH]
+    assert "depths apart: 1 of 2 replicas" in governed.last.why[str(CLASS)]
+    explanation = governed.moves.recent[-1].explanation
+    assert explanation["pools"]["cut"] == decided.cut
+    assert "of the layers" in explanation["text"]
+    stream = StringIO()
+    write_tick(stream, ticks[0])
+    (read,) = parse_ticks(stream.getvalue().splitlines(), "here")
+    assert read.pools == ticks[0].pools
+    assert replay([read]) == []
+
+
+def test_replicas_are_not_split_where_that_is_off_or_no_exit_is_in_use() -> None:
+    snapshots = [snapshot(n, h, front_share=FRONT) for n, h in zip("ab", mixed(), strict=True)]
+    for ares in ({"depth_pools": False}, {"mode": "load"}, {"mode": "off"}):
+        governed, _ = governor(**ares)
+        governed.tick(snapshots, now_s=10.0, now_unix_s=1.0)
+        assert not governed.pools
+    governed, _ = governor()
+    without = [snapshot(n, h) for n, h in zip("ab", mixed(), strict=True)]
+    governed.tick(without, now_s=10.0, now_unix_s=1.0)
+    assert not governed.pools
+
+
+def test_alike_sequences_stay_mixed_and_the_figure_says_why() -> None:
+    governed, _ = governor()
+    alike = [snapshot(n, rows(n, [1.0] * 8), front_share=FRONT) for n in "ab"]
+    governed.tick(alike, now_s=10.0, now_unix_s=1.0)
+    assert not governed.pools[CLASS].is_on
+    assert "depths mixed" in governed.pools[CLASS].described()
+
+
+def test_a_plan_lasts_a_minute_or_until_replicas_come_or_go() -> None:
+    last = pools("a")
+    assert not is_due(last, ["a", "b"], PLAN_EVERY_S - 1)
+    assert is_due(last, ["a", "b"], PLAN_EVERY_S)
+    assert is_due(last, ["a"], 1.0)
+    assert is_due(None, ["a", "b"], 0.0)
+
+
+def test_a_forecast_with_an_impossible_share_before_the_first_exit_is_refused() -> None:
+    from quadriga.errors import ConfigError
+
+    wrong = snapshot("a", rows("a", [1.0]))
+    assert wrong.forecast is not None
+    wrong = replace(wrong, forecast=replace(wrong.forecast, front_share=0.0))
+    with pytest.raises(ConfigError, match="front_share"):
+        unpack([wrong, snapshot("b", rows("b", [1.0]))])
+
+
+def test_replicas_are_not_split_while_memory_is_short() -> None:
+    governed, _ = governor()
+    short = [
+        snapshot(n, h, front_share=FRONT, capacity=16_000)
+        for n, h in zip("ab", mixed(), strict=True)
+    ]
+    governed.tick(short, now_s=10.0, now_unix_s=1.0)
+    decided = governed.pools[CLASS]
+    assert decided.gain > 0.03
+    assert not decided.is_on
