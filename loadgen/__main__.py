@@ -86,6 +86,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         ("bench generator", f"{_BENCH}.generator", "the load generator's own limit"),
         ("bench grammar", f"{_BENCH}.grammar", "answers of a given form: validity and cost"),
         ("bench adapters", f"{_BENCH}.adapters", "LoRA adapters: what one adds to a step"),
+        ("bench transports", f"{_BENCH}.transports",
+         "KV from process to process: speed, and processor time"),
         ("bench prefix", f"{_BENCH}.prefix", "prompts that begin alike: time saved, and overhead"),
         ("paper ares", f"{_PAPER}.ares.experiment", "rescheduling against its baselines"),
         ("paper ares-predictor", f"{_PAPER}.ares.predictor",

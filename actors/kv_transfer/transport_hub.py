@@ -23,16 +23,17 @@ from quadriga.kv_transport.channel import (
     TOO_LARGE,
     ChannelOffer,
     NcclOffer,
+    NixlOffer,
 )
 from quadriga.kv_transport.gloo import GlooTransport
+from quadriga.kv_transport.pairs import PairTransport
 
 if TYPE_CHECKING:
-    from quadriga.kv_transport.nccl import NcclTransport
     from quadriga.kv_transport.nccl_library import NcclLibrary
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["auto", "nccl", "gloo", "object_store"]
+Kind = Literal["auto", "nccl", "nixl", "gloo", "object_store"]
 
 RETRY_S = 60.0
 """A peer that a transport did not reach is tried again that way after this long."""
@@ -92,7 +93,7 @@ class TransportHub:
         counts: What was sent, and what failed.
 
     Raises:
-        ConfigError: `nccl` was asked for and cannot be had.
+        ConfigError: `nccl` or `nixl` was asked for and cannot be had.
     """
 
     def __init__(
@@ -110,20 +111,22 @@ class TransportHub:
         self.num_fallbacks = 0
         self.counts = TransportCounts()
         self._clock = clock
-        self._nccl: NcclTransport | None = None
-        self._gloo: GlooTransport | None = None
+        self._pairs: dict[type[ChannelOffer], PairTransport] = {}
         self._store: ObjectStoreTransport | None = None
         library = nccl or _library(kind, device)
         if library is not None:
             from quadriga.kv_transport.nccl import NcclTransport  # for GPUs alone
 
-            self._nccl = NcclTransport(me, sink, host_for, library, invite_actor)
+            self._pairs[NcclOffer] = NcclTransport(me, sink, host_for, library, invite_actor)
+        if kind == "nixl":
+            self._pairs[NixlOffer] = _nixl(me, sink, host_for, device)
         if kind in ("auto", "gloo"):
-            self._gloo = GlooTransport(me, sink, host_for, invite_actor)
+            self._pairs[ChannelOffer] = GlooTransport(me, sink, host_for, invite_actor)
         if kind in ("auto", "object_store"):
             self._store = ObjectStoreTransport(me, sink)
-        ways: tuple[KVTransport | None, ...] = (self._nccl, self._gloo, self._store)
-        self._ways: list[KVTransport] = [way for way in ways if way is not None]
+        self._ways: list[KVTransport] = [*self._pairs.values()]
+        if self._store is not None:
+            self._ways.append(self._store)
         self._again_s: dict[tuple[str, str], float] = {}  # by way and peer
 
     @property
@@ -170,14 +173,12 @@ class TransportHub:
 
     def connect(self, offer: ChannelOffer) -> None:
         """A peer opens a channel. Raises: KVTransportError, code "refused" or "no_route"."""
-        if isinstance(offer, NcclOffer):
-            if self._nccl is None:
-                raise KVTransportError("this replica has no NCCL", code=NO_ROUTE)
-            self._nccl.connect(offer)
-            return
-        if self._gloo is None:
-            raise KVTransportError("this replica does not receive over gloo", code="refused")
-        self._gloo.connect(offer)
+        pair = self._pairs.get(type(offer))
+        if pair is None:
+            raise KVTransportError(
+                f"this replica receives over {', '.join(self.names)} alone", code=NO_ROUTE
+            )
+        pair.connect(offer)
 
     async def deliver(
         self, source: str, part: KVPart, refs: list[ray.ObjectRef[Any]], deadline_s: float
@@ -199,8 +200,22 @@ class TransportHub:
 
     def channels(self) -> dict[str, dict[str, dict[str, int]]]:
         """Generations of live channels by transport, direction and peer."""
-        pairs = (self._nccl, self._gloo)
-        return {pair.name: pair.describe() for pair in pairs if pair is not None}
+        return {pair.name: pair.describe() for pair in self._pairs.values()}
+
+
+def _nixl(
+    me: str, sink: KVSink | None, host_for: Callable[[str], str], device: Device
+) -> PairTransport:
+    """NIXL, which was asked for. Raises: ConfigError."""
+    from quadriga.kv_transport.nixl import NixlTransport  # for those who have it
+
+    try:
+        return NixlTransport(me, sink, host_for, invite_actor, torch.device(device))
+    except KVTransportError as exc:
+        raise ConfigError(
+            f"transport.kind: 'nixl' cannot be had: {exc.message}; or set it to 'auto'",
+            param="transport.kind",
+        ) from exc
 
 
 def _library(kind: Kind, device: Device) -> NcclLibrary | None:

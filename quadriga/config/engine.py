@@ -250,10 +250,11 @@ class DecodeConfig(Section):
 class TransportConfig(Section):
     """How KV caches move between replicas."""
 
-    kind: Literal["auto", "nccl", "gloo", "object_store"] = Field(
+    kind: Literal["auto", "nccl", "nixl", "gloo", "object_store"] = Field(
         "auto",
         description="nccl: between GPUs of their own (needs CuPy with NCCL); gloo: through host "
-        "memory; object_store: through Ray. auto: the first of these that reaches the peer.",
+        "memory; object_store: through Ray. auto: the first of these that reaches the peer. nixl: "
+        "by UCX over what it finds, and nothing else (needs quadriga[nixl]).",
     )
     deadline_s: Seconds = Field(20.0, description="For one hand-off, from reserve to commit.")
     lease_s: Seconds = Field(10.0, description="A silent transfer's reservation lapses.")

@@ -280,7 +280,7 @@ def _engine_spec(
         attention=engine.attention,
         gpu_memory_share=engine.gpu_memory_share if memory is None else None,
         fits_length=memory is None and engine.max_model_len == "auto",
-        host_copies=not (device == "cuda" and config.transport.kind in ("auto", "nccl")),
+        host_copies=not (device == "cuda" and config.transport.kind in ("auto", "nccl", "nixl")),
         shared_in=cache_dir / "shared" if device == "cpu" else None,
         adapters=pool.adapters,
     )

@@ -56,16 +56,30 @@ class ChannelOffer:
 
 
 @dataclass(frozen=True, slots=True)
-class NcclOffer(ChannelOffer):
+class LinkOffer(ChannelOffer):
     """How the receiver reaches the sender's control link.
 
     Attributes:
         token: Proves at the link that the receiver connected.
-        gpu: Where the sender is.
     """
 
     token: str
+
+
+@dataclass(frozen=True, slots=True)
+class NcclOffer(LinkOffer):
+    """Of a pair of NCCL's.
+
+    Attributes:
+        gpu: Where the sender is.
+    """
+
     gpu: str
+
+
+@dataclass(frozen=True, slots=True)
+class NixlOffer(LinkOffer):
+    """Of memory that NIXL lets the receiver read."""
 
 
 class Channel(Protocol):

@@ -20,7 +20,7 @@ from quadriga.scheduling.transfer.handoff import LeaseState
 from tests.contract.lines import wait_for
 from tests.contract.peer import DEPTH_CLASS, NUM_LAYERS, NUM_ROWS, make_state, start_peer
 
-TRANSPORTS = ["gloo", "object_store", "nccl"]
+TRANSPORTS = ["gloo", "object_store", "nixl", "nccl"]
 """NCCL on a stand-in for the library: see `tests.fake_nccl`."""
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

@@ -1,14 +1,16 @@
-"""Every kind of line keeps the contract: gloo, NCCL's logic, and the loop that GPU tests use."""
+"""Every kind of line keeps the contract: gloo, NIXL, NCCL's logic, the loop that GPU tests use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from quadriga.kv_transport.gloo import GlooTransport
 from quadriga.kv_transport.nccl import NcclTransport
 from quadriga.kv_transport.nccl_library import NcclLibrary
+from quadriga.kv_transport.nixl import NixlTransport
 from quadriga.kv_transport.pairs import Invite, PairTransport
 from tests.contract.lines import LinesContract, Rig, Sink, make_rig, wait_for
 from tests.fake_nccl import FakeDevice, FakeNccl
@@ -19,7 +21,7 @@ def localhost(_: str) -> str:
     return "127.0.0.1"
 
 
-@pytest.fixture(params=["gloo", "nccl", "nccl loop"])
+@pytest.fixture(params=["gloo", "nixl", "nccl", "nccl loop"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     modules = {name: FakeNccl(f"gpu-{name}") for name in "ab"}
     loopback = Loopback(modules["a"])
@@ -27,6 +29,8 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     def make(me: str, sink: Sink, invite: Invite) -> PairTransport:
         if request.param == "gloo":
             return GlooTransport(me, sink, localhost, invite)
+        if request.param == "nixl":
+            return NixlTransport(me, sink, localhost, invite, torch.device("cpu"))
         module = modules[me] if request.param == "nccl" else loopback
         library = NcclLibrary(module, FakeDevice(f"gpu-{me}"))
         return NcclTransport(me, sink, localhost, library, invite)

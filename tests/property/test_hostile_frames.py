@@ -31,7 +31,7 @@ from quadriga.kv_transport.channel import (
     read_verdict,
 )
 from quadriga.kv_transport.channel_ends import ReceivingChannel
-from quadriga.kv_transport.nccl import MAX_FRAME_BYTES, Link, Listener, join_link
+from quadriga.kv_transport.link import MAX_FRAME_BYTES, Link, Listener, join_link
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from tests.hostile import DEEP, VALUES, broken, garbled, tried
 

@@ -12,8 +12,8 @@ import torch
 from actors.kv_transfer.transport_hub import NO_ROUTE_RETRY_S, RETRY_S, TransportHub
 from quadriga.core.kv import KVPart
 from quadriga.errors import ConfigError, KVTransportError
-from quadriga.kv_transport import nccl_library
-from quadriga.kv_transport.channel import NO_ROUTE, TOO_LARGE
+from quadriga.kv_transport import nccl_library, nixl
+from quadriga.kv_transport.channel import NO_ROUTE, TOO_LARGE, NixlOffer
 from quadriga.kv_transport.nccl_library import find_nccl
 from tests.fake_nccl import FakeNccl
 
@@ -125,6 +125,7 @@ async def test_each_kind_names_its_transports() -> None:
     assert names("gloo") == ("gloo",)
     assert names("object_store") == ("object_store",)
     assert names("nccl", nccl=library) == ("nccl",)
+    assert names("nixl") == ("nixl",)
 
 
 def test_nccl_that_is_asked_for_and_missing_is_an_error(
@@ -137,6 +138,20 @@ def test_nccl_that_is_asked_for_and_missing_is_an_error(
     hub = TransportHub("auto", "me", None, lambda _: "127.0.0.1", device="cuda")
     assert hub.names == ("gloo", "object_store")
     assert "without NCCL: torch sees no GPU" in caplog.text
+
+
+async def test_an_offer_of_a_transport_that_is_not_here_finds_no_route() -> None:
+    hub = TransportHub("gloo", "me", None, lambda _: "127.0.0.1")
+    with pytest.raises(KVTransportError, match="receives over gloo alone") as refusal:
+        hub.connect(NixlOffer("p", "127.0.0.1", 1, 1, "token"))
+    assert refusal.value.code == NO_ROUTE
+
+
+def test_nixl_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "PACKAGES", ("no_such_package",))
+    with pytest.raises(ConfigError, match=r"quadriga\[nixl\]") as refusal:
+        TransportHub("nixl", "me", None, lambda _: "127.0.0.1")
+    assert refusal.value.param == "transport.kind"
 
 
 def test_a_missing_nccl_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
