@@ -36,7 +36,7 @@ HEADS, DIM = 4, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class PartCost:
     """Of one part.
 
     Attributes:
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _measure(args: argparse.Namespace) -> list[Cost]:
+async def _measure(args: argparse.Namespace) -> list[PartCost]:
     peers = [_Peer(kind) for kind in args.kinds]
     costs = []
     try:
@@ -118,7 +118,7 @@ async def _measure(args: argparse.Namespace) -> list[Cost]:
             floor = kv.nbytes / statistics.median(floor_s) / 1e9
             for kind, took_s in times.items():
                 wall_s, cpu_s = (statistics.median(column) for column in zip(*took_s, strict=True))
-                costs.append(Cost(kind, mib, kv.nbytes / wall_s / 1e9, 1e6 * cpu_s, floor))
+                costs.append(PartCost(kind, mib, kv.nbytes / wall_s / 1e9, 1e6 * cpu_s, floor))
     finally:
         for peer in peers:
             await peer.close()

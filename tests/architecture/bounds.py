@@ -19,7 +19,7 @@ BOUNDS = {
     "request_classes": Bound(12, 10),
     "service_lines": Bound(46_200, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(97_450, 58_000),
+    "product_lines": Bound(98_000, 58_000),
     "test_lines": Bound(74_150, 38_000),
     "reliability_lines": Bound(5_010, 4_000),
     "circles": Bound(0, 0),
