@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from loadgen.load.task_suite import TaskSuite
-from loadgen.paper.drex.closed_loop import ClosedLoopRun, run_closed_loop
+from loadgen.paper.drex.closed_loop import PROMPTS_A_SLOT, ClosedLoopRun, run_closed_loop
 from loadgen.paper.drex.judged import Decisions, JudgedRebatcher
 from loadgen.paper.native import load_native
 from quadriga.checkpoint.exits import ExitCounters, ExitParams, SkippedKV
@@ -228,7 +228,8 @@ class DrexBench:
     ) -> tuple[list[ClosedLoopRun], int]:
         """No exits with the slots that DREX's bytes would pay for, where they pay for more."""
         ours, theirs = max(o.peak_bytes for o in drex), max(o.peak_bytes for o in ran)
-        slots = min(int(self._batch * ours / theirs), self._native.num_rows)
+        most = min(self._native.num_rows, len(self._suite.prompts) // PROMPTS_A_SLOT)
+        slots = min(int(self._batch * ours / theirs), most)
         if slots <= self._batch:
             return ran, self._batch
         more = [self._run(NO_EXITS, 1.0, slots) for _ in ran]

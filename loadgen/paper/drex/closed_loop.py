@@ -25,6 +25,8 @@ from quadriga.policies.rebatching import Rebatcher
 from quadriga.scheduling.colocated import ColocatedLoop
 from quadriga.scheduling.decode_loop import DecodeLoop
 
+PROMPTS_A_SLOT = 3
+"""At least: with fewer, most of a run is its beginning and its end."""
 _BYTES_EVERY = 16  # steps between two looks at the memory held
 
 
@@ -65,6 +67,15 @@ class ClosedLoopRun:
         """Share of the tokens that left before layer `num_layers`."""
         tokens = self.at_exit
         return 1.0 - tokens.get(num_layers, 0) / max(1, sum(tokens.values()))
+
+
+def check_prompts(num_prompts: int, slots: int) -> None:
+    """Raises: ConfigError: There are too few prompts to fill the slots."""
+    least = PROMPTS_A_SLOT * slots
+    if num_prompts < least:
+        raise ConfigError(
+            f"--prompts: {num_prompts} are too few for {slots} slots; take {least} or more"
+        )
 
 
 def run_closed_loop(
@@ -124,10 +135,7 @@ def closed_loop(
     Raises:
         ConfigError: There are too few prompts to fill the slots.
     """
-    if len(prompts) < 3 * slots:
-        raise ConfigError(
-            f"{len(prompts)} prompts are too few for {slots} slots; take {3 * slots} or more"
-        )
+    check_prompts(len(prompts), slots)
     skipped = native.skipped
     before = (skipped.num_filled, skipped.copied_bytes) if skipped is not None else (0, 0)
     loop = ColocatedLoop(

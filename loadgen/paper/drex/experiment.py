@@ -18,6 +18,7 @@ from typing import get_args
 from loadgen.options import number_from, whole
 from loadgen.paper.clocks import ProcessorClock
 from loadgen.paper.drex.bench import DrexBench, DrexRow
+from loadgen.paper.drex.closed_loop import check_prompts
 from loadgen.paper.drex.quality import run_quality
 from loadgen.paper.drex.report import headline, plain, print_table, read_rows, write_plot
 from loadgen.report.experiment import publish, say
@@ -72,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         return run_quality(args)
     if args.quick:
         args.batch, args.rounds = [8, 32], 3
+    if args.prompts:
+        check_prompts(args.prompts, max(args.batch))
     policies = args.policy or (_QUICK if args.quick else POLICIES)
     kept = read_rows(args.out / "drex.json") if args.keep else []
     rows: list[DrexRow] = []
