@@ -159,6 +159,14 @@ def given_up(figures: Mapping[str, Any], wanted: Sequence[int]) -> list[str]:
     never = [k for k, v in spec.get("sure_from", {}).items() if v >= NEVER]
     if never:
         found.append(f"exits after {', '.join(never)} are never left by default")
+    has_maps = {name.split(".")[1] for name in figures.get("maps") or ()}
+    last = figures["num_layers"] - 1  # its KV is never skipped
+    bare = [str(k) for k in spec.get("layers", []) if k < last and str(k) not in has_maps]
+    if bare:
+        found.append(
+            f"maps for exits after {', '.join(bare)}: not fitted, so the layers' own projections "
+            "stand in; do the part maps"
+        )
     speed = figures.get("speed") or []
     if unused := [str(r["batch"]) for r in speed if not r["early"]]:
         found.append(
