@@ -106,6 +106,12 @@ class Tuning:
         _check(self.checkpoint)
         self.prompts = read_prompts(options.prompts)
         self._domains = {prompt.id: prompt.domain for prompt in self.prompts}
+        if unknown := sorted(set(options.held_back) - set(self._domains.values())):
+            raise ConfigError(
+                f"--hold-back: {', '.join(unknown)} are no domains of {options.prompts}, which has "
+                f"{', '.join(sorted(set(self._domains.values())))}",
+                param="held_back",
+            )
         self._parts: dict[str, Part] = {p.id: p.part(options.held_back) for p in self.prompts}
         self.folder = TuneFolder(options.out, self.checkpoint)
         self.work = options.out / "work"
@@ -295,12 +301,15 @@ class Tuning:
                 "need some to learn from, some to stop by and some to be measured on",
                 param="prompts",
             )
-        spec, tensors, figures = lengths.train_heads(
-            learned,
-            seed=self._options.seed,
-            report=self._console.print,
-            parts=(train, validation, test),
-        )
+        total = lengths.MAX_EPOCHS * len(learned.depths)
+        with self._progress("epochs of length heads, at most", total) as advance:
+            spec, tensors, figures = lengths.train_heads(
+                learned,
+                seed=self._options.seed,
+                report=self._console.print,
+                parts=(train, validation, test),
+                advance=advance,
+            )
         lengths.save_heads(self.folder.path, spec, tensors)
         self.figures["lengths"] = figures
 
@@ -320,6 +329,7 @@ class Tuning:
             self._verdicts = verdicts
             tests = [a.prompt_ids for a in answers if self._parts[a.id] == "test"]
             tests = tests[: options.speed_prompts]
+            self.figures["speed_prompts"] = len(tests)
             if tests:
                 with self._progress("timed runs", None) as advance:
                     self.figures["speed"], said = measure_speed(llm, tests, advance=advance)
@@ -369,12 +379,22 @@ class Tuning:
             "seed": options.seed,
         }
         file = self.work / "asked.json"
-        if file.is_file() and json.loads(file.read_text()) != asked:
+        before = json.loads(file.read_text()) if file.is_file() else asked
+        held_back = before.pop("held_back", sorted(options.held_back))
+        if before != asked:
             raise ConfigError(
                 f"--out: {self.work} holds answers to other prompts, or of another seed, "
                 "temperature or length; remove it, or name another folder",
                 param="out",
             )
+        if held_back != sorted(options.held_back) and set(options.parts) != set(PARTS):
+            raise ConfigError(
+                f"--hold-back: what is in {options.out} was made with "
+                f"{', '.join(held_back) or 'nothing'} held back; hold back the same, or do all "
+                "parts again",
+                param="held_back",
+            )
+        asked["held_back"] = sorted(options.held_back)
         file.write_text(json.dumps(asked))
 
     def _how(self) -> dict[str, Any]:
