@@ -56,7 +56,7 @@ def spawn(name: str, spec: ReplicaSpec, config: dict[str, Any]) -> ActorHandle[A
     return actor
 
 
-def _replica_class(role: Role) -> type[Any]:
+def _replica_class(role: Role) -> Any:
     """The class of a role, whose modules are imported where a replica of it is spawned."""
     if role is Role.PREFILL:
         from actors.replica.prefill import PrefillReplica
