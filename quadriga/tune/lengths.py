@@ -181,7 +181,9 @@ def train_head_at(
 
 def apply_at(data: LengthData, index: int, samples: Tensor, head: dict[str, Tensor]) -> Tensor:
     """What the head behind one exit says of some samples: tokens, [n, 1 + quantiles]."""
-    return torch.cat([apply(head, data.inputs(index, some)) for some in samples.split(AT_ONCE)])
+    return torch.cat(
+        [apply(head, data.inputs(index, some)) for some in torch.split(samples, AT_ONCE)]
+    )
 
 
 def train_head(
@@ -222,7 +224,7 @@ def train_head(
     best, best_loss, since, epochs = _copy(layers), float("inf"), 0, 0
     while epochs < MAX_EPOCHS and since < PATIENCE:
         network.train()
-        for chosen in train[torch.randperm(len(train))].split(BATCH):
+        for chosen in torch.split(train[torch.randperm(len(train))], BATCH):
             loss = loss_on(chosen)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -230,7 +232,7 @@ def train_head(
             optimizer.step()
         network.eval()
         with torch.no_grad():
-            losses = [len(some) * float(loss_on(some)) for some in validation.split(AT_ONCE)]
+            losses = [len(some) * float(loss_on(some)) for some in torch.split(validation, AT_ONCE)]
         val_loss = sum(losses) / len(validation)
         since += 1
         if val_loss < best_loss:
@@ -243,7 +245,7 @@ def train_head(
     advance(MAX_EPOCHS - epochs)
     weight = best["0.weight"] / deviation
     head = best | {"0.weight": weight, "0.bias": best["0.bias"] - weight @ mean}
-    outputs = torch.cat([_raw(head, read(some)) for some in validation.split(AT_ONCE)])
+    outputs = torch.cat([_raw(head, read(some)) for some in torch.split(validation, AT_ONCE)])
     return calibrated(head, outputs, target[validation])
 
 
@@ -251,7 +253,7 @@ def _spread(read: Callable[[Tensor], Tensor], samples: Tensor) -> tuple[Tensor, 
     """Mean and deviation of the inputs."""
     total: Tensor | float = 0.0
     squares: Tensor | float = 0.0
-    for some in samples.split(AT_ONCE):
+    for some in torch.split(samples, AT_ONCE):
         x = read(some).double()
         total, squares = total + x.sum(0), squares + x.square().sum(0)
     mean = torch.as_tensor(total) / len(samples)

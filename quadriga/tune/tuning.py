@@ -379,7 +379,7 @@ class Tuning:
             "seed": options.seed,
         }
         file = self.work / "asked.json"
-        before = json.loads(file.read_text()) if file.is_file() else asked
+        before: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else dict(asked)
         held_back = before.pop("held_back", sorted(options.held_back))
         if before != asked:
             raise ConfigError(
