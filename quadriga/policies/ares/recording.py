@@ -16,21 +16,18 @@ from io import StringIO
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
 from quadriga.core.forecast import LoadForecast
 from quadriga.core.migration import MigrationCause, MigrationOrder
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.depth_pools import DepthPools
 from quadriga.policies.ares.forecast import (
-    NUM_COLUMNS,
     REMAINING,
     REMAINING_LOWER,
     REMAINING_UPPER,
     TOKENS,
-    StepCosts,
-    pack,
+    packed_anew,
+    rows_of,
 )
 from quadriga.policies.ares.overload import OverloadPlan
 from quadriga.policies.ares.rescheduler import Rescheduler
@@ -208,7 +205,7 @@ def with_exact_lengths(ticks: Iterable[RecordedTick]) -> list[RecordedTick]:
     last: dict[str, float] = {}
     for tick in ticks:
         for forecast in (s.forecast for s in tick.snapshots if s.forecast is not None):
-            tokens = _rows(forecast)[:, TOKENS]
+            tokens = rows_of(forecast)[:, TOKENS]
             for name, held in zip(forecast.sequence_ids, tokens.tolist(), strict=True):
                 last[name] = max(held, last.get(name, 0.0))
     shown = [s.forecast for s in ticks[-1].snapshots if s.forecast] if ticks else []
@@ -220,29 +217,16 @@ def with_exact_lengths(ticks: Iterable[RecordedTick]) -> list[RecordedTick]:
     ]
 
 
-def _rows(forecast: LoadForecast) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.frombuffer(forecast.rows, dtype="<f4").reshape(-1, NUM_COLUMNS)
-
-
 def _exact(snapshot: ReplicaSnapshot, last: Mapping[str, float]) -> ReplicaSnapshot:
     forecast = snapshot.forecast
     if forecast is None:
         return snapshot
-    rows = _rows(forecast).copy()
+    rows = rows_of(forecast).copy()
     for index, name in enumerate(forecast.sequence_ids):
         if name in last:
             gained = max(0.0, last[name] - float(rows[index, TOKENS]))
             rows[index, [REMAINING, REMAINING_LOWER, REMAINING_UPPER]] = gained
-    packed = pack(
-        rows,
-        forecast.sequence_ids,
-        grid_s=forecast.grid_s,
-        step_s=snapshot.step_time_s or forecast.base_s,
-        base_s=forecast.base_s,
-        costs=StepCosts(forecast.per_sequence_s, forecast.per_token_s),
-        bytes_per_token=forecast.bytes_per_token,
-        front_share=forecast.front_share,
-    )
+    packed = packed_anew(forecast, rows, snapshot.step_time_s)
     return replace(snapshot, forecast=packed)
 
 
