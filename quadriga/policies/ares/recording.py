@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 VERSION = 3
 PACKED = ("rows", "running", "context", "load_s", "tokens")
 """Fields of a forecast that are bytes."""
+PLANNED = ("overload", "depth_pools")
+"""Settings by which a plan is made before a tick, and recorded with it."""
 RECENT_BYTES = 8_000_000
 SNAPSHOT_BYTES = 1_000
 """About what a snapshot takes without its forecast's rows."""
@@ -173,22 +175,29 @@ def replay(
         changes: Settings to decide by instead of the recorded ones, by name.
 
     Raises:
-        ConfigError: A setting does not exist, or its value is out of range.
+        ConfigError: A setting does not exist, or its value is out of range; or ticks do not show
+            what it would change.
     """
-    known = {field.name for field in fields(AresSettings)}
-    for name in changes or {}:
+    changes = changes or {}
+    known = {field.name for field in fields(AresSettings)} - {"hold_share"}
+    for name, value in changes.items():
         if name not in known:
-            raise ConfigError(f"{name}: not a setting; there are {', '.join(sorted(known))}")
+            raise ConfigError(f"{name}: cannot be replayed; what can: {', '.join(sorted(known))}")
+        if name in PLANNED and value != 0:
+            raise ConfigError(
+                f"{name}: {value:g} cannot be replayed: ticks hold what was planned, and not what "
+                f"would have been; 0 leaves the plans out"
+            )
     differences = []
     for tick in ticks:
-        settings = replace(tick.settings, **dict(changes or {}))  # type: ignore[arg-type]
+        settings = replace(tick.settings, **changes)  # type: ignore[arg-type]
         orders = Rescheduler(settings, predicts=tick.predicts).tick(
             tick.snapshots,
             tick.costs,
             busy=tick.busy,
             load_only=tick.load_only,
-            overload=tick.overload,
-            pools=tick.pools,
+            overload=tick.overload if settings.overload else None,
+            pools=tick.pools if settings.depth_pools else None,
         )
         if orders != tick.orders:
             differences.append(Difference(tick.at_s, tick.orders, orders))
