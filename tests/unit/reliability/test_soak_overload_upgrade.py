@@ -19,6 +19,7 @@ from loadgen.checker import Outcome, Verdict
 from loadgen.checker.judge import Judgement
 from loadgen.checker.verdict import AnswerChoice, FaultKind, Write
 from loadgen.comparison.pairs import paired_ratio
+from loadgen.report.metrics import Distribution, LoadSummary
 from loadgen.runner import Record, now_s
 from loadgen.target import Target
 from loadgen.wire.capture import Capture, Transport
@@ -37,6 +38,7 @@ from tests.reliability.cluster.process_resources import (
 from tests.reliability.load.mixed_load import Silence, SlowHttpClient, Tally, silences_of
 from tests.reliability.load.streams import StreamAnswer, make_streams
 from tests.reliability.overload_report import Found, Phase, Returns, recovered_after_s
+from tests.reliability.rescheduling_turns import ratios_of
 from tests.unit.loadgen.conftest import make_spec
 
 MIB = 1 << 20
@@ -400,6 +402,23 @@ def test_the_ratio_of_turns_has_an_interval_over_their_pairs() -> None:
     assert sure.high == pytest.approx(
         math.exp(logs.mean() + 3.182 * logs.std(ddof=1) / 2.0), rel=1e-3
     )
+
+
+def test_turns_of_rescheduling_are_compared_in_pairs() -> None:
+    """A turn without a good request still has a ratio; what failed counts in every turn."""
+
+    def turn(good_share: float, p99_s: float, failed: int = 0) -> LoadSummary:
+        return LoadSummary(
+            ok=40, failed=failed, good_share=good_share, tpot=Distribution(p99=p99_s)
+        )
+
+    better = [(turn(1.0, 0.030), turn(0.5, 0.060)), (turn(0.8, 0.030), turn(0.4, 0.060))]
+    found = ratios_of(better)
+    assert found["good"].ratio == pytest.approx(2.0) == found["speed"].ratio
+    assert found["good_shares"] == [0.9, 0.45] and found["p99_ms"] == [30.0, 60.0]
+    worse = ratios_of([(turn(0.0, 0.1, failed=1), turn(1.0, 0.05))] * 3)
+    assert worse["failed"] == 3
+    assert worse["good"].is_surely_below(0.98) and worse["speed"].is_surely_below(0.98)
 
 
 def test_a_strict_answer_with_a_token_below_its_threshold_has_failed() -> None:
