@@ -93,10 +93,6 @@ class Rescheduling:
             depth_pool="" if pools is None else pools.side_of(info.name),
         )
 
-    def moved(self, order: MigrationOrder, report: MigrationReport) -> None:
-        """A replica has carried out an order that was not the scheduler's."""
-        self.governor.moves.told(order, report, self._clock.unix_s())
-
     def replica_died(self, name: str) -> None:
         self.governor.moves.replica_died(name)
 

@@ -306,7 +306,7 @@ class Scheduler(BatchedCalls):
 
     async def moved(self, order: MigrationOrder, report: MigrationReport) -> None:
         """An order of the controller's to move a sequence is over."""
-        self._rescheduling.moved(order, report)
+        self._rescheduling.governor.moves.told(order, report, self._clock.unix_s())
 
     async def replica_died(self, name: str) -> None:
         """Forget a replica that is gone."""
