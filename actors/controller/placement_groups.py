@@ -1,5 +1,8 @@
 """Replica processes: each an actor inside a placement group of its own name, both detached.
 
+A tensor-parallel replica's group has a bundle for each rank; the first is the replica's own, and it
+starts the others (`actors/replica/ranks.py`).
+
 Nothing here waits for capacity: a group that cannot be placed yet stays pending, and so does the
 actor inside it, while the controller goes on.
 """
@@ -37,11 +40,12 @@ def spawn(name: str, spec: ReplicaSpec, config: dict[str, Any]) -> ActorHandle[A
 
     num_cpus = max(spec.num_cpus, MIN_CPUS)
     bundle = {"CPU": num_cpus} | ({"GPU": spec.num_gpus} if spec.num_gpus else {})
+    ranks = spec.engine.tensor_parallel
     group = placement_group(
-        [bundle],
+        [bundle] * ranks,
         name=name,
         lifetime="detached",
-        bundle_label_selector=[dict(spec.node_labels)] if spec.node_labels else None,
+        bundle_label_selector=[dict(spec.node_labels)] * ranks if spec.node_labels else None,
     )
     classes: dict[Role, Any] = {
         Role.PREFILL: PrefillReplica,

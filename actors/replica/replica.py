@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import ray
 
 from actors.metrics.replica_metrics import ReplicaMetrics
+from actors.replica.ranks import RankActors
 from actors.rpc.lifecycle import end_this_actor, fingerprint, scheduler_name
 from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import BatchedCalls
@@ -44,7 +45,7 @@ from quadriga.errors import (
 from quadriga.interfaces import KVSink
 from quadriga.observability import tracing
 from quadriga.observability.logs import configure_logging
-from quadriga.replica.engine_thread import Core, EngineThread
+from quadriga.replica.engine_thread import Core, EngineBroken, EngineThread
 from quadriga.replica.resizing import Resizing
 from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
@@ -78,6 +79,8 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
     Attributes:
         reply_spacing_s: Pause after a poll's reply, per sequence in it; see `OutputDispatcher`.
         report_options: What the scheduler last asked for.
+        nice: Unix niceness of its engine.
+        ranks: Where several share the model, the others.
     """
 
     reply_spacing_s: ClassVar[float] = 0.0
@@ -106,7 +109,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self._has_load = False
         self._loaded_s = 0.0
         self._node_id: str = ray.get_runtime_context().get_node_id()
-        self._node_ip: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self.node_ip: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._peer_nodes: OrderedDict[str, str] = OrderedDict()
         self._load_lock = threading.Lock()  # load, its time and `_accepted` belong together
         self._arrived: list[str] = []  # of the engine's thread: since the last load was published
@@ -139,12 +142,11 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             num_layers=spec.engine.checkpoint.num_layers,
         )
         self._resizing = Resizing(self)
+        is_nice = spec.role is Role.DECODE and spec.engine.device == "cpu"
+        self.nice = self.config.decode.nice if is_nice else 0
+        self.ranks = RankActors(self) if spec.engine.tensor_parallel > 1 else None
         self.engine: EngineThread[Core] = EngineThread(
-            self._load_core,
-            self._engine_failed,
-            self.config.decode.nice
-            if spec.role is Role.DECODE and spec.engine.device == "cpu"
-            else 0,
+            self._load_core, self._engine_failed, self.nice
         )
         self.engine.start()
         on_sigterm(self._asked_to_go)
@@ -391,7 +393,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
 
     def _host_for(self, peer: str) -> str:
         is_local = self._peer_nodes.get(peer) == self._node_id
-        return "127.0.0.1" if is_local else self._node_ip
+        return "127.0.0.1" if is_local else self.node_ip
 
     def _snapshot(self) -> ReplicaSnapshot:
         with self._load_lock:
@@ -540,6 +542,23 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
     async def _go_at_last(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
         await self._end("it was asked to go, and was not retired in time")
+
+    async def break_engine(self, reason: str) -> None:
+        """End the engine, and this process with it: something that it needs is gone."""
+        if self._is_ending:
+            return
+        error = EngineBroken(reason)
+
+        def fail(core: Core) -> None:
+            raise error
+
+        try:
+            await self.engine.call(fail)
+        except Unavailable:  # it is loading, or over
+            if self.engine.error is None:
+                self._engine_failed(error)
+        except QuadrigaError as exc:
+            logger.info("the engine of %s is over: %s", self.name, exc)
 
     def _engine_failed(self, error: QuadrigaError) -> None:
         """On the event loop: the engine is over, so this process is of no more use."""

@@ -108,9 +108,7 @@ class GlooChannels:
     def _meet(self, store: Any, offer: ChannelOffer, *, rank: int, host: str) -> GlooChannel:
         """Meet the other side: a private process group of two, on one address."""
         prefix = f"{offer.source}/{offer.generation}"
-        group = make_group(
-            store, prefix, rank=rank, size=2, host=host, timeout_s=CONNECT_TIMEOUT_S
-        )
+        group = make_group(store, prefix, rank=rank, size=2, host=host, timeout_s=CONNECT_TIMEOUT_S)
         return GlooChannel(group, rank)
 
     def check_part(self, num_bytes: int) -> None:

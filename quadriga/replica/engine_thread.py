@@ -146,9 +146,7 @@ class EngineThread(Generic[Core]):
 
     def _run(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        if sys.platform == "linux" and self._nice:  # elsewhere niceness belongs to processes
-            own = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + self._nice)
+        yield_by(self._nice)
         try:
             core = self._load()
             settle()
@@ -192,6 +190,13 @@ class EngineThread(Generic[Core]):
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
             logger.info("the event loop is closed; %r is dropped", callback)
+
+
+def yield_by(nice: int) -> None:
+    """Raise the niceness of this thread, and of those that it starts."""
+    if sys.platform == "linux" and nice:  # elsewhere niceness belongs to processes
+        own = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + nice)
 
 
 def _nothing(core: object) -> None:

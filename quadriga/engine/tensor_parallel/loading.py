@@ -28,13 +28,11 @@ LOAD_TIMEOUT_S = 600.0
 
 
 class RankStarter(Protocol):
-    """Starts the ranks behind the first one, somewhere; rank 0 ends them.
+    """Starts the ranks behind the first one, somewhere; rank 0 ends them."""
 
-    Attributes:
-        host: The address at which they reach rank 0.
-    """
-
-    host: str
+    @property
+    def host(self) -> str:
+        """The address at which they reach rank 0."""
 
     def start(self, spec: EngineSpec, port: int) -> None:
         """Have `serve_rank(spec, rank, host, port)` run for the ranks 1 … k − 1; does not wait."""

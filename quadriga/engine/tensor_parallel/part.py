@@ -88,9 +88,7 @@ class Part:
             x = x + weights.positions[torch.from_numpy(tokens.positions)]
         return self._met.computed(x)
 
-    def run_layers(
-        self, x: torch.Tensor, tokens: Tokens, first: int, stop: int
-    ) -> torch.Tensor:
+    def run_layers(self, x: torch.Tensor, tokens: Tokens, first: int, stop: int) -> torch.Tensor:
         """See `Decoder.run_layers`; every rank has the result."""
         return self._met.computed(self.decoder.run_layers(x, self.plan(tokens), first, stop))
 

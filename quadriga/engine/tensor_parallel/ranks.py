@@ -125,15 +125,14 @@ class Ranks:
         size: int,
         host: str,
         dtype: torch.dtype,
-        timeout_s: float = SILENCE_TIMEOUT_S,
     ) -> None:
         self.rank = rank
         self.size = size
         self.lost: Callable[[str], None] = lambda reason: None
         self._group = make_group(
-            store, "ranks", rank=rank, size=size, host=host, timeout_s=timeout_s
+            store, "ranks", rank=rank, size=size, host=host, timeout_s=SILENCE_TIMEOUT_S
         )
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=SILENCE_TIMEOUT_S)
         self._dtype = dtype
         self._lock = threading.RLock()
         self._reason: str | None = None

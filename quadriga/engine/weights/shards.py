@@ -15,9 +15,9 @@ import torch
 from quadriga.engine.models.config import ModelConfig
 
 _BY_ROWS = frozenset(
-    "q_proj k_proj v_proj gate_proj up_proj fc1 embed_tokens lm_head head".split()
+    ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "embed_tokens", "lm_head", "head"]
 )
-_BY_COLUMNS = frozenset("o_proj out_proj down_proj fc2".split())
+_BY_COLUMNS = frozenset(["o_proj", "out_proj", "down_proj", "fc2"])
 
 
 @dataclass(frozen=True, slots=True)
