@@ -6,8 +6,8 @@ of the replica. Which sequences there are, only the replica knows.
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 import ray
 from ray.actor import ActorHandle
@@ -18,13 +18,24 @@ from actors.rpc.ray_rpc import NAMESPACE
 from quadriga.background import background
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.ingress import LoggingConfig
+from quadriga.config.loader import QuadrigaConfig
+from quadriga.config.resolve import ReplicaSpec
 from quadriga.observability.logs import configure_logging
 from quadriga.replica.engine_thread import yield_by
 
-if TYPE_CHECKING:
-    from actors.replica.replica import Replica
 
-logger = logging.getLogger(__name__)
+class RankedReplica(Protocol):
+    """What the ranks know of their replica."""
+
+    name: str
+    spec: ReplicaSpec
+    config: QuadrigaConfig
+    node_ip: str
+    nice: int
+
+    def post(self, callback: Callable[..., object], *args: object) -> None: ...
+
+    def break_engine(self, reason: str) -> Coroutine[Any, Any, None]: ...
 
 
 def rank_name(replica: str, rank: int) -> str:
@@ -49,7 +60,7 @@ class Rank:
 class RankActors:
     """See `RankStarter`; the replica's own process is rank 0."""
 
-    def __init__(self, replica: Replica[Any]) -> None:
+    def __init__(self, replica: RankedReplica) -> None:
         self._replica = replica
         self._actors: list[ActorHandle[Any]] = []  # without a handle an actor ends
 

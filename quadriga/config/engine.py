@@ -160,8 +160,9 @@ class EngineConfig(Section):
     )
     kv_memory_bytes: Auto | Annotated[int, Field(ge=1, le=1 << 50)] = Field(
         "auto",
-        description="KV cache per replica, over all of its ranks; auto: on CPUs an equal share of half of the memory that "
-        "the weights leave on a node, on GPUs what gpu_memory_share leaves beside the weights.",
+        description="KV cache per replica, over all of its ranks; auto: on CPUs an equal share of "
+        "half of the memory that the weights leave on a node, on GPUs what gpu_memory_share leaves "
+        "beside the weights.",
     )
     gpu_memory_share: float = Field(
         0.85,

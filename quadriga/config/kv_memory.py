@@ -107,7 +107,7 @@ def kv_bytes_per_replica(
     num_processes: int,
     cpus_each: float,
 ) -> int:
-    """Bytes of KV for each rank of a replica, on whatever node; may be negative where none are left.
+    """Bytes of KV for each rank of a replica, on whatever node; negative where none are left.
 
     Args:
         nodes: Those there are; with none it is `UNKNOWN_KV_BYTES`.

@@ -360,7 +360,7 @@ class LoadedModel:
         eager, checkpoint = self._eager, spec.checkpoint
         if not isinstance(eager, Decoder):
             raise ConfigError(
-                f"depth: an engine on a GPU, or over several ranks, keeps the {spec.depth} layers it "
+                f"depth: an engine on a GPU or over several ranks keeps the {spec.depth} layers it "
                 f"started with; start a replica of {checkpoint.id} at depth {depth}",
                 param="depth",
             )

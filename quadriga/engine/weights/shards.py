@@ -14,10 +14,11 @@ import torch
 
 from quadriga.engine.models.config import ModelConfig
 
-_BY_ROWS = frozenset(
-    ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "embed_tokens", "lm_head", "head"]
-)
-_BY_COLUMNS = frozenset(["o_proj", "out_proj", "down_proj", "fc2"])
+_BY_ROWS = {
+    *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"),
+    *("embed_tokens", "lm_head", "head"),
+}
+_BY_COLUMNS = {"o_proj", "out_proj", "down_proj", "fc2"}
 
 
 @dataclass(frozen=True, slots=True)
