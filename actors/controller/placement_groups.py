@@ -18,10 +18,11 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.rpc.lifecycle import actor_class, parse_replica_name
+from actors.rpc.lifecycle import actor_class
 from actors.rpc.ray_rpc import NAMESPACE, forget_actor
 from quadriga.config.kv_memory import NodeMemory
 from quadriga.config.resolve import Hardware, ReplicaSpec
+from quadriga.control.replica_names import parse_replica_name
 from quadriga.core.replica import Role
 from quadriga.engine.kernels.build import has_compiler
 
@@ -34,10 +35,6 @@ MIN_CPUS = 0.001
 
 def spawn(name: str, spec: ReplicaSpec, config: dict[str, Any]) -> ActorHandle[Any]:
     """Ask Ray for a replica process; returns before it runs, or even has a place."""
-    from actors.replica.decode import DecodeReplica
-    from actors.replica.mixed import MixedReplica
-    from actors.replica.prefill import PrefillReplica
-
     num_cpus = max(spec.num_cpus, MIN_CPUS)
     bundle = {"CPU": num_cpus} | ({"GPU": spec.num_gpus} if spec.num_gpus else {})
     ranks = spec.engine.tensor_parallel
@@ -47,13 +44,8 @@ def spawn(name: str, spec: ReplicaSpec, config: dict[str, Any]) -> ActorHandle[A
         lifetime="detached",
         bundle_label_selector=[dict(spec.node_labels)] * ranks if spec.node_labels else None,
     )
-    classes: dict[Role, Any] = {
-        Role.PREFILL: PrefillReplica,
-        Role.DECODE: DecodeReplica,
-        Role.MIXED: MixedReplica,
-    }
     actor: ActorHandle[Any] = (
-        actor_class(classes[spec.role])
+        actor_class(_replica_class(spec.role))
         .options(
             name=name,
             namespace=NAMESPACE,
@@ -67,6 +59,21 @@ def spawn(name: str, spec: ReplicaSpec, config: dict[str, Any]) -> ActorHandle[A
         .remote(name, spec, config)
     )
     return actor
+
+
+def _replica_class(role: Role) -> Any:
+    """The class of a role, whose modules are imported where a replica of it is spawned."""
+    if role is Role.PREFILL:
+        from actors.replica.prefill import PrefillReplica
+
+        return PrefillReplica
+    if role is Role.DECODE:
+        from actors.replica.decode import DecodeReplica
+
+        return DecodeReplica
+    from actors.replica.mixed import MixedReplica
+
+    return MixedReplica
 
 
 def remove(name: str, handle: ActorHandle[Any] | None) -> None:

@@ -1,13 +1,13 @@
 """The ranks of a tensor-parallel replica behind the first: an actor each, in its placement group.
 
-They belong to the replica's actor: Ray ends them with it, and the first that ends before is the end
-of the replica. Which sequences there are, only the replica knows.
+Ray ends them with the replica's actor, which owns them; one that ends before is the replica's end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -15,32 +15,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.rpc.lifecycle import actor_class
 from actors.rpc.ray_rpc import NAMESPACE
-from quadriga.background import background
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.ingress import LoggingConfig
-from quadriga.config.loader import QuadrigaConfig
 from quadriga.config.resolve import ReplicaSpec
+from quadriga.control.replica_names import rank_name
 from quadriga.observability.logs import configure_logging
 from quadriga.replica.engine_thread import yield_by
-
-
-class RankedReplica(Protocol):
-    """What the ranks know of their replica."""
-
-    name: str
-    spec: ReplicaSpec
-    config: QuadrigaConfig
-    node_ip: str
-    nice: int
-
-    def post(self, callback: Callable[..., object], *args: object) -> None: ...
-
-    def break_engine(self, reason: str) -> Coroutine[Any, Any, None]: ...
-
-
-def rank_name(replica: str, rank: int) -> str:
-    """The actor's name: no replica is called so."""
-    return f"{replica}:rank{rank}"
 
 
 class Rank:
@@ -57,49 +37,40 @@ class Rank:
         serve_rank(spec, rank, host, port)
 
 
+@dataclass
 class RankActors:
-    """See `RankStarter`; the replica's own process is rank 0."""
+    """`RankStarter`, in the replica's process, which is rank 0.
 
-    def __init__(self, replica: RankedReplica) -> None:
-        self._replica = replica
-        self._actors: list[ActorHandle[Any]] = []  # without a handle an actor ends
+    Attributes:
+        lost: Ends the engine; from any thread.
+    """
 
-    @property
-    def host(self) -> str:
-        """The address at which the ranks reach this process."""
-        return self._replica.node_ip
+    name: str
+    spec: ReplicaSpec
+    logs: LoggingConfig
+    host: str
+    nice: int
+    lost: Callable[[str], None]
+    _actors: list[ActorHandle[Any]] = field(default_factory=list)  # without a handle one ends
 
-    def start(self, spec: EngineSpec, port: int) -> None:
-        """See `RankStarter.start`; on the engine's thread."""
-        replica, logs = self._replica, self._replica.config.logging
-        group = ray.util.get_placement_group(replica.name)
-        for rank in range(1, spec.tensor_parallel):
-            name = rank_name(replica.name, rank)
-            actor = (
-                actor_class(Rank)
-                .options(
-                    name=name,
-                    namespace=NAMESPACE,
-                    max_restarts=0,
-                    num_cpus=replica.spec.num_cpus,
-                    num_gpus=replica.spec.num_gpus,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
-                )
-                .remote(name, logs)
+    def start(self, engine: EngineSpec, port: int) -> None:
+        """See `RankStarter.start`."""
+        group = ray.util.get_placement_group(self.name)
+        for rank in range(1, engine.tensor_parallel):
+            name = rank_name(self.name, rank)
+            options = actor_class(Rank).options(
+                name=name,
+                namespace=NAMESPACE,
+                max_restarts=0,
+                num_cpus=self.spec.num_cpus,
+                num_gpus=self.spec.num_gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
             )
+            actor: Any = options.remote(name, self.logs)
             self._actors.append(actor)
-            ref = actor.serve.remote(spec, rank, self.host, port, replica.nice)
-            replica.post(lambda rank=rank, ref=ref: background(self._watch(rank, ref)))
+            served: Any = actor.serve.remote(engine, rank, self.host, port, self.nice)
+            served.future().add_done_callback(lambda done, name=name: self._over(name, done))
 
-    def lost(self, reason: str) -> None:
-        """See `RankStarter.lost`."""
-        self._replica.post(lambda: background(self._replica.break_engine(reason)))
-
-    async def _watch(self, rank: int, ref: Any) -> None:
-        """Wait for the end of a rank, which is the engine's."""
-        try:
-            await ref
-            why = "it ended"
-        except Exception as exc:  # a border: whatever it is, the rank is gone
-            why = str(exc).splitlines()[0] if str(exc) else repr(exc)
-        await self._replica.break_engine(f"rank {rank} is gone: {why}")
+    def _over(self, name: str, done: Any) -> None:
+        why = str(done.exception() or "it ended").splitlines()[0]
+        self.lost(f"{name} is gone: {why}")

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import ray
 
-from actors.metrics.replica_metrics import ReplicaMetrics
+from actors.metrics import push
 from actors.replica.ranks import RankActors
-from actors.rpc.lifecycle import end_this_actor, fingerprint, scheduler_name
+from actors.rpc.lifecycle import end_this_actor, scheduler_name
 from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import BatchedCalls
 from actors.rpc.signals import on_sigterm
@@ -25,6 +25,7 @@ from quadriga.clock import SystemClock
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.config.resolve import ReplicaSpec
+from quadriga.control.replica_names import fingerprint
 from quadriga.control.replica_record import ReplicaLoad, ReplicaStatus
 from quadriga.core.adapters import find_adapter
 from quadriga.core.forecast import LengthOutcome
@@ -45,7 +46,8 @@ from quadriga.errors import (
 from quadriga.interfaces import KVSink
 from quadriga.observability import tracing
 from quadriga.observability.logs import configure_logging
-from quadriga.replica.engine_thread import Core, EngineBroken, EngineThread
+from quadriga.replica.engine_thread import Core, EngineThread
+from quadriga.replica.replica_metrics import ReplicaMetrics
 from quadriga.replica.resizing import Resizing
 from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
@@ -79,8 +81,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
     Attributes:
         reply_spacing_s: Pause after a poll's reply, per sequence in it; see `OutputDispatcher`.
         report_options: What the scheduler last asked for.
-        nice: Unix niceness of its engine.
-        ranks: Where several share the model, the others.
+        ranks: Where several share the model, starts the others.
     """
 
     reply_spacing_s: ClassVar[float] = 0.0
@@ -109,7 +110,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self._has_load = False
         self._loaded_s = 0.0
         self._node_id: str = ray.get_runtime_context().get_node_id()
-        self.node_ip: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._node_ip: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._peer_nodes: OrderedDict[str, str] = OrderedDict()
         self._load_lock = threading.Lock()  # load, its time and `_accepted` belong together
         self._arrived: list[str] = []  # of the engine's thread: since the last load was published
@@ -143,10 +144,10 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         )
         self._resizing = Resizing(self)
         is_nice = spec.role is Role.DECODE and spec.engine.device == "cpu"
-        self.nice = self.config.decode.nice if is_nice else 0
-        self.ranks = RankActors(self) if spec.engine.tensor_parallel > 1 else None
-        self.engine: EngineThread[Core] = EngineThread(
-            self._load_core, self._engine_failed, self.nice
+        nice = self.config.decode.nice if is_nice else 0
+        self.engine: EngineThread[Core] = EngineThread(self._load_core, self._engine_failed, nice)
+        self.ranks = RankActors(
+            name, spec, self.config.logging, self._node_ip, nice, self.engine.break_off
         )
         self.engine.start()
         on_sigterm(self._asked_to_go)
@@ -393,7 +394,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
 
     def _host_for(self, peer: str) -> str:
         is_local = self._peer_nodes.get(peer) == self._node_id
-        return "127.0.0.1" if is_local else self.node_ip
+        return "127.0.0.1" if is_local else self._node_ip
 
     def _snapshot(self) -> ReplicaSnapshot:
         with self._load_lock:
@@ -501,7 +502,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
                 await self._cancel_orphans(silent, forget_after_s=FORGET_FACTOR * request_s)
             self.metrics.gauges(self.load, self.transport.num_fallbacks)
             self.metrics.sent(self.transport.counts)
-            background(self.metrics.push(self.config.name))
+            background(push.push_metrics(self.config.name, self.metrics.registry))
 
     async def _cancel_orphans(self, silent: dict[str, float], *, forget_after_s: float) -> None:
         """Free the sequences of silent ingresses, and leave them an error, should they come back.
@@ -543,30 +544,13 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         await asyncio.sleep(after_s)
         await self._end("it was asked to go, and was not retired in time")
 
-    async def break_engine(self, reason: str) -> None:
-        """End the engine, and this process with it: something that it needs is gone."""
-        if self._is_ending:
-            return
-        error = EngineBroken(reason)
-
-        def fail(core: Core) -> None:
-            raise error
-
-        try:
-            await self.engine.call(fail)
-        except Unavailable:  # it is loading, or over
-            if self.engine.error is None:
-                self._engine_failed(error)
-        except QuadrigaError as exc:
-            logger.info("the engine of %s is over: %s", self.name, exc)
-
     def _engine_failed(self, error: QuadrigaError) -> None:
         """On the event loop: the engine is over, so this process is of no more use."""
         self._is_draining = True
         self.mail.close()  # waiting polls are to learn of it now
         if isinstance(error, InvariantViolation):
             self.metrics.violated()
-            background(self.metrics.push(self.config.name))
+            background(push.push_metrics(self.config.name, self.metrics.registry))
         background(self._end_after_failure(error))
 
     async def _end_after_failure(self, error: QuadrigaError) -> None:

@@ -134,6 +134,18 @@ class EngineThread(Generic[Core]):
         """Let an idle thread look again whether there is work."""
         self._inbox.put(_nothing)
 
+    def break_off(self, reason: str) -> None:
+        """End the engine, from any thread: something that it needs is gone."""
+        error = EngineBroken(reason)
+
+        def fail(core: Core) -> None:
+            raise error
+
+        if self.core is not None:
+            self._inbox.put(fail)
+        elif self._error is None:  # it is loading, and may wait for what is gone
+            self._fail(error)
+
     def stop(self) -> None:
         """Let the thread end after its step; commands still waiting fail."""
         self._is_stopping = True

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.replica.ranks import rank_name
+from quadriga.control.replica_names import rank_name
 from quadriga.llm import LLM
 from tests.ray.apps import App, pids, wait_until
 from tests.ray.ingress import Stream, call

@@ -38,7 +38,7 @@ class RankStarter(Protocol):
         """Have `serve_rank(spec, rank, host, port)` run for the ranks 1 … k − 1; does not wait."""
 
     def lost(self, reason: str) -> None:
-        """The ranks are of no more use; called once, from any thread."""
+        """The ranks are of no more use; called from any thread."""
 
 
 class RankThreads:
