@@ -74,6 +74,12 @@ class TimedPrefixCache(PrefixCache):
         with self._timed():
             super().store(sequence, start, stop)
 
+    def store_answer(self, sequence: RunningSequence) -> None:
+        """See `PrefixCache.store_answer`; `store` is timed within."""
+        began_s, before_s = time.process_time(), self.seconds
+        super().store_answer(sequence)
+        self.seconds = before_s + time.process_time() - began_s
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -179,7 +185,7 @@ def measure(llm: LLM, cache: PrefixCache, num_tokens: int, seed: int) -> Round:
     shared, first, second = tokens(num_tokens), tokens(QUESTION_TOKENS), tokens(QUESTION_TOKENS)
 
     def ask(question: list[int], *, cached: bool) -> RequestOutput:
-        llm.loop.prefill.prefixes = cache if cached else None
+        llm.loop.prefill.prefixes = llm.loop.decode.prefixes = cache if cached else None
         return llm.generate([shared + question], ANSWER, progress=False)[0]
 
     answers, cpu_s = dict[bool, RequestOutput](), dict[bool, float]()

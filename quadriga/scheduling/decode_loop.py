@@ -39,6 +39,7 @@ from quadriga.scheduling.exits.judging import Group, judge
 from quadriga.scheduling.exits.pressure import lower_thresholds
 from quadriga.scheduling.meters import Ewma, RateMeter, StepMeter
 from quadriga.scheduling.preemption import Preemption
+from quadriga.scheduling.prefixes.cache import PrefixCache
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import Slot, SlotTable
 from quadriga.scheduling.transfer.sequence_export import SequenceExport
@@ -55,6 +56,8 @@ class DecodeLoop:
     Args:
         rebatcher: Which group runs next and which tokens leave; None runs every token to the end.
         criterion, is_partial: See `DecodeBatch`.
+        prefixes: Keeps what sequences had at their ends, for those that go on from there; None:
+            nothing is kept.
 
     Attributes:
         batch: The table of its sequences.
@@ -81,8 +84,10 @@ class DecodeLoop:
         counters: ExitCounters | None = None,
         criterion: Criterion = "top",
         is_partial: bool = False,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self.slots = slots
+        self.prefixes = prefixes
         self.counters = counters or ExitCounters()
         self.answers = AnswerLengths()
         self.is_overloaded = False
@@ -192,6 +197,7 @@ class DecodeLoop:
         depth = min(depth or loaded, sequence.kv_depth)
         if is_attached:
             batch.set_depth_of(slot.row, depth)
+            sequence.num_full = len(state.prompt_ids)
         else:
             batch.attach(sequence, resume, depth)
         batch.enter(sequence)
@@ -436,6 +442,8 @@ class DecodeLoop:
                 emissions.append((state.ingress_id, emission))
                 continue
             if finish is not None:
+                if self.prefixes is not None:
+                    self.prefixes.store_answer(sequence)
                 self.leave(state.sequence_id)
                 continue
             if sequence.next_segment:

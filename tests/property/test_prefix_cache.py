@@ -145,6 +145,49 @@ def test_answers_are_those_of_whole_prompts(
         assert_no_page_is_held(runner)
 
 
+TURNS = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(1, 70), st.integers(1, 120)), min_size=2, max_size=8
+)
+"""Each goes on from what an earlier one ended with: (which, tokens asked, tokens answered)."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=10)
+@given(turns=TURNS, capacity=st.integers(520, ROWS * LENGTH))
+def test_turns_go_on_from_answers_as_if_all_was_computed(
+    kind: str, folder: Path, turns: list[tuple[int, int, int]], capacity: int
+) -> None:
+    runner = load(kind, folder)
+    plain = loop_over(runner, ROWS * LENGTH, caching=False)
+    loop = loop_over(runner, capacity, caching=True)
+    cache = loop.prefill.prefixes
+    assert cache is not None
+    rng, talks = random.Random(11), [list[int]()]
+    for i, (which, asked, answered) in enumerate(turns):
+        before = talks[which % len(talks)][: LENGTH - asked - answered]
+        prompt = before + [rng.randrange(3, 130) for _ in range(asked)]
+        state = replace(
+            make_state(prompt), sequence_id=str(i), sampling=replace(ANSWER, max_tokens=answered)
+        )
+        wanted = answers(plain, [replace(state, output_ids=[], exit_layers=[])])[str(i)]
+        hits = cache.totals.hits
+        said = answers(loop, [state])[str(i)]
+        assert said.tokens == wanted.tokens
+        if kind == "compiled rows":
+            assert said == wanted
+        assert said.logprobs == pytest.approx(wanted.logprobs, abs=1e-3)
+        if capacity == ROWS * LENGTH:
+            size = cache.block_tokens
+            there = max(0, len(before) - 1) // size * size  # its last token was never computed
+            assert cache.totals.hits - hits >= min(there, (len(prompt) - 1) // size * size)
+        talks.append(prompt + list(said.tokens))
+    if kind == "pages":
+        cache_of(runner).pages.check()
+    cache.clear()
+    if kind == "pages":
+        assert_no_page_is_held(runner)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_prompts_that_come_together_are_computed_once(kind: str, folder: Path) -> None:
     runner = load(kind, folder)

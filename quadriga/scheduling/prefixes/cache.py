@@ -6,10 +6,12 @@ Its key is a hash of its tokens and of the key before it, so equal keys mean equ
         key[i] = blake2b(key[i - 1] + tokens[i · n : (i + 1) · n])
         key[-1]: model, layers, adapter, salt
 
-Only whole blocks of a prompt are kept, which all loaded layers have run: an output token may have
-left early. Kept blocks take no memory from sequences: they lie in what the slots have not promised,
-and go, least recently used first, as soon as it is promised. A block is used no earlier than the
-blocks behind it, so what goes first is the end of a prefix, never its beginning.
+Only whole blocks are kept whose tokens all loaded layers have run: those of prompts, and behind
+them those of an answer that was decoded in the same row, up to the first token that left early. So
+the next turn of a conversation computes neither. Kept blocks take no memory from sequences: they
+lie in what the slots have not promised, and go, least recently used first, as soon as it is
+promised. A block is used no earlier than the blocks behind it, so what goes first is the end of a
+prefix, never its beginning.
 
 Source: the chained hash and the order of eviction are those of vLLM's automatic prefix caching;
 differs: there is one block size a runner, and no block is counted as used between two sequences.
@@ -20,6 +22,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from quadriga.core.request import SequenceState
 from quadriga.interfaces import ModelRunner, SharingRunner
@@ -69,8 +72,11 @@ class PrefixCache:
 
     def keys(self, state: SequenceState) -> list[bytes]:
         """The key of every whole block of a prompt."""
+        return self._keys(state, state.prompt_ids)
+
+    def _keys(self, state: SequenceState, tokens: Sequence[int]) -> list[bytes]:
         root = f"{self._model}\0{self._runner.num_layers}\0{state.prefix_salt}"
-        return list(block_keys(state.prompt_ids, self.block_tokens, root))
+        return list(block_keys(tokens, self.block_tokens, root))
 
     def count(self) -> PrefixTotals:
         """The totals as they are now, apart from what comes."""
@@ -113,6 +119,21 @@ class PrefixCache:
             if keys[i] not in self._blocks and not self._keep(sequence, i, own):
                 break
         self._touch(keys[:end])
+
+    def store_answer(self, sequence: RunningSequence) -> None:
+        """Keep the blocks of a sequence that has ended, while its row still has its KV.
+
+        The pass that gave an output token computed the token before it: where all passes up to
+        there went to the last layer, so has that token's KV.
+        """
+        state, num_full = sequence.state, sequence.num_full
+        depth = self._runner.num_layers
+        if not num_full or state.exit_layers[0] < depth:
+            return
+        num_full += sum(1 for _ in takewhile(depth.__eq__, state.exit_layers[1:]))
+        sequence.block_keys = self._keys(state, (state.prompt_ids + state.output_ids)[:num_full])
+        there = sum(1 for _ in takewhile(self._blocks.__contains__, sequence.block_keys))
+        self.store(sequence, there * self.block_tokens, num_full)
 
     def clear(self) -> None:
         """Let all blocks go."""
