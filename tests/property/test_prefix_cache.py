@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,13 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.engine.model_runner import NativeRunner
+from quadriga.errors import KVCacheExhausted
 from quadriga.scheduling.colocated import ColocatedLoop
 from quadriga.scheduling.prefixes.cache import PrefixCache
+from quadriga.scheduling.transfer.handoff import LeaseTable
+from tests.crowded_replica import output_of
 from tests.equivalence.models import GATED, make_spec, make_state, randomise, save
+from tests.equivalence.moving import move
 from tests.equivalence.paged import assert_no_page_is_held, cache_of, load_on_pages
+from tests.simulation.stand_ins import TensorRunner
 
 LENGTH, ROWS, CHUNK = 512, 4, 100
 KINDS = ("rows", "compiled rows", "pages")
@@ -204,6 +211,108 @@ def test_equal_prompts_that_come_together_are_computed_once(kind: str, folder: P
     totals = loop.prefill.prefixes.totals
     assert (totals.queries, totals.hits) == (4 * 300, 3 * (300 - 300 % size))
     loop.prefill.prefixes.clear()
+
+
+class Place:
+    """A mixed replica without its process: loops over a runner whose KV tells its tokens."""
+
+    def __init__(self, capacity: int) -> None:
+        checkpoint = read_checkpoint("quadriga-s")
+        spec = make_spec(checkpoint.path, num_rows=4, row_capacity_tokens=256)
+        self.runner: Any = TensorRunner(spec)
+        self.loops = ColocatedLoop(
+            self.runner,
+            spec,
+            clock=ManualClock(),
+            chunk_tokens=32,
+            kv_capacity_tokens=capacity,
+            reservation="used",
+            prefix_caching=True,
+        )
+        self.loop = self.loops.decode
+        self.table = LeaseTable(spec.depth_class, max_live=99)
+
+    @property
+    def states(self) -> list[SequenceState]:
+        return self.loops.prefill.states + self.loop.running
+
+    def end(self) -> None:
+        """Verify that blocks are all that it still holds, and that they can go."""
+        cache = self.loops.prefill.prefixes
+        assert cache is not None and not self.loop.slots.num_held
+        assert cache.held_tokens == self.runner.num_kept * self.runner.share_tokens
+        cache.clear()
+        assert self.runner.num_kept == 0
+
+
+FAULTS = st.lists(
+    st.tuples(st.sampled_from(["pause", "move", "rebuild", "die", "step", "step"]), st.integers(0)),
+    max_size=40,
+)
+
+
+@settings(max_examples=40)
+@given(tree=TREES, faults=FAULTS, capacity=st.integers(320, 1024))
+def test_answers_outlive_moves_pauses_rebuilds_and_deaths(
+    tree: list[tuple[int, int, int]], faults: list[tuple[str, int]], capacity: int
+) -> None:
+    """Whatever becomes of those that share, everyone gets the tokens that follow from its own."""
+    places = [Place(capacity), Place(capacity)]
+    waiting, said = [], dict[str, list[int]]()
+    for i, prompt in enumerate(prompts_of(tree)):
+        params = SamplingParams(1 + 7 * i, temperature=0.0, ignore_eos=True)
+        state = replace(make_state(prompt[:180]), sequence_id=str(i), sampling=params)
+        waiting.append(state)
+        said[str(i)] = []
+    wanted = {s.sequence_id: output_of(s.prompt_ids, s.sampling.max_tokens) for s in waiting}
+    for i, state in enumerate(waiting):
+        places[i % 2].loops.submit(state)
+    ended = set[str]()
+    orders = iter(faults)
+    for _ in range(5000):
+        kind, pick = next(orders, ("step", 0))
+        place, other = places[pick % 2], places[1 - pick % 2]
+        states = place.states
+        if kind == "die":
+            places[pick % 2] = Place(capacity)
+            for state in states:
+                other.loops.submit(_rebuilt(state))
+        elif states and kind == "rebuild":
+            state = states[pick % len(states)]
+            place.loops.release(state.sequence_id)
+            other.loops.submit(_rebuilt(state))
+        elif place.loop.running and kind in ("pause", "move"):
+            running = place.loop.running
+            name = running[pick % len(running)].sequence_id
+            if kind == "pause":
+                place.loop.pause(name)
+            elif not place.loop.is_paused(name):
+                with suppress(KVCacheExhausted):
+                    move(place, other, name)
+        for one in places:
+            for output in one.loops.step() if one.loops.has_work else ():
+                assert output.error is None
+                tokens = said[output.sequence_id]
+                assert output.first_index == len(tokens)
+                tokens += output.token_ids
+                if output.finish is not None:
+                    ended.add(output.sequence_id)
+            one.loops.prefill.retry()
+            one.loops.check()
+        if len(ended) == len(wanted):
+            break
+    assert said == wanted
+    for one in places:
+        one.end()
+
+
+def _rebuilt(state: SequenceState) -> SequenceState:
+    return replace(
+        state,
+        epoch=state.epoch + 1,
+        output_ids=list(state.output_ids),
+        exit_layers=list(state.exit_layers),
+    )
 
 
 def test_other_salts_and_scored_prompts_share_nothing(folder: Path) -> None:
