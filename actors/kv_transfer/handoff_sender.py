@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.background import background
 from quadriga.config.engine import TransportConfig
-from quadriga.core.kv import KVPart, ResumePoint, TransferOffer
-from quadriga.core.replica import DepthClass, ReplicaInfo
+from quadriga.core.kv import KVPart, ResumePoint, TransferAccepted, TransferOffer
+from quadriga.core.replica import DepthClass
 from quadriga.core.request import SequenceState, remaining_of
 from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied, ReplicaError
 from quadriga.interfaces import KVTransport
@@ -41,18 +42,23 @@ def call_timeout_s(deadline_s: float) -> float:
 
 
 class OutgoingTransfer:
-    """One transfer at its source; made by `HandoffSender.reserve`."""
+    """One transfer at its source; made by `HandoffSender.reserve`.
+
+    Attributes:
+        held_tokens: Positions, from the first on, whose KV the destination has.
+    """
 
     def __init__(
         self,
         offer: TransferOffer,
-        peer: ReplicaInfo,
+        accepted: TransferAccepted,
         transport: KVTransport,
         calls: RpcBatcher,
         deadline_s: float,
     ) -> None:
         self.offer = offer
-        self.peer = peer
+        self.peer = accepted.peer
+        self.held_tokens = accepted.held_tokens
         self._transport = transport
         self._calls = calls
         self._deadline_s = deadline_s
@@ -237,6 +243,7 @@ class HandoffSender:
         is_live: bool = False,
         depths: tuple[int, int] = (0, 0),
         numerics: str = "",
+        block_keys: Sequence[bytes] = (),
     ) -> OutgoingTransfer:
         """Ask a replica for room for a sequence and all it can grow to.
 
@@ -245,6 +252,7 @@ class HandoffSender:
             is_live: The sequence is decoding here, and goes on until the commit.
             depths: Least and most layers of a live one; see `depth_bounds`.
             numerics: Of this replica.
+            block_keys: Of the prompt, where the destination may have some of its KV.
 
         Raises:
             KVCacheExhausted: It has no room now.
@@ -269,12 +277,17 @@ class HandoffSender:
             min_depth=depths[0],
             max_depth=depths[1],
             numerics=numerics,
+            block_keys=tuple(block_keys),
         )
         timeout_s = call_timeout_s(self._config.deadline_s)
         try:
-            info: ReplicaInfo = await self._calls.call(peer, "reserve", offer, timeout_s=timeout_s)
+            accepted: TransferAccepted = await self._calls.call(
+                peer, "reserve", offer, timeout_s=timeout_s
+            )
         except (asyncio.CancelledError, ReplicaError):
             # The reservation may have been made: give it back without waiting for it to lapse.
             background(self._calls.tell(peer, "abort", offer.transfer_id))
             raise
-        return OutgoingTransfer(offer, info, self._transport, self._calls, self._config.deadline_s)
+        return OutgoingTransfer(
+            offer, accepted, self._transport, self._calls, self._config.deadline_s
+        )

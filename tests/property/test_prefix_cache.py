@@ -24,10 +24,20 @@ from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import KVCacheExhausted
 from quadriga.scheduling.colocated import ColocatedLoop
+from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.prefixes.cache import PrefixCache
+from quadriga.scheduling.sequence import append_token
+from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.handoff import LeaseTable
 from tests.crowded_replica import output_of
-from tests.equivalence.models import GATED, make_spec, make_state, randomise, save
+from tests.equivalence.models import (
+    GATED,
+    make_spec,
+    make_state,
+    randomise,
+    save,
+    whole_prompt,
+)
 from tests.equivalence.moving import move
 from tests.equivalence.paged import assert_no_page_is_held, cache_of, load_on_pages
 from tests.simulation.stand_ins import TensorRunner
@@ -211,6 +221,53 @@ def test_equal_prompts_that_come_together_are_computed_once(kind: str, folder: P
     totals = loop.prefill.prefixes.totals
     assert (totals.queries, totals.hits) == (4 * 300, 3 * (300 - 300 % size))
     loop.prefill.prefixes.clear()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decode_replica_is_sent_what_it_lacks_of_a_conversation(kind: str, folder: Path) -> None:
+    """What it kept of the turn before, answer included, is as if it came with the hand-off."""
+    runner = load(kind, folder)
+    slots = SlotTable(num_rows=2, row_capacity_tokens=LENGTH, kv_capacity_tokens=2 * LENGTH)
+    prefixes = PrefixCache(runner, slots, "m")
+    decode = DecodeLoop(
+        runner=runner, slots=slots, eos_token_ids=(), clock=ManualClock(), prefixes=prefixes
+    )
+    plain = loop_over(runner, ROWS * LENGTH, caching=False)
+    rng, tokens, sent = random.Random(5), list[int](), list[int]()
+    for turn in range(4):
+        tokens = tokens + [rng.randrange(3, 130) for _ in range(30)]
+        state = replace(
+            make_state(tokens), sequence_id=str(turn), sampling=replace(ANSWER, max_tokens=60)
+        )
+        wanted = answers(plain, [replace(state, output_ids=[], exit_layers=[])])[str(turn)]
+        # As a prefill replica, in a row that no slot is for.
+        runner.attach(ROWS - 1, state)
+        first = runner.prefill([whole_prompt(ROWS - 1, state)])[0]
+        assert first is not None
+        keys = prefixes.keys(state)
+        slot = decode.reserve(str(turn), state.max_total_tokens, len(tokens), block_keys=keys)
+        held = decode.fill(slot.row, keys)
+        kv = runner.read_kv(ROWS - 1, 0, runner.num_layers, held, len(tokens))
+        runner.detach(ROWS - 1)
+        if held < len(tokens):
+            runner.write_kv(slot.row, 0, held, kv)
+        sent.append(len(tokens) - held)
+        append_token(state, first)
+        decode.join(state)
+        while decode.has_work:
+            decode.step()
+        assert tuple(state.output_ids) == wanted.tokens
+        logprobs = [p.logprob for p in state.logprobs]
+        assert logprobs == pytest.approx(wanted.logprobs[1:], abs=1e-3)
+        if kind == "compiled rows":
+            assert tuple(logprobs) == wanted.logprobs[1:]
+        tokens = tokens + state.output_ids
+    size = prefixes.block_tokens
+    lengths = [30 + 90 * turn for turn in range(4)]
+    assert sent == [30, *(n - (n - 31) // size * size for n in lengths[1:])]
+    prefixes.clear()
+    if kind == "pages":
+        assert_no_page_is_held(runner)
 
 
 class Place:

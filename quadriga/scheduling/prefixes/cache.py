@@ -68,7 +68,7 @@ class PrefixCache:
         is_whole = params.num_prompt_logprobs is not None or params.pooling == "mean"
         if not sequence.block_keys and not is_whole:
             sequence.block_keys = self.keys(state)
-        self._touch(sequence.block_keys)
+        self.touch(sequence.block_keys)
 
     def keys(self, state: SequenceState) -> list[bytes]:
         """The key of every whole block of a prompt."""
@@ -91,17 +91,24 @@ class PrefixCache:
         most = (num_prefill_tokens(sequence.state) - 1) // size
         if done % size or done // size >= most:
             return 0
-        first = stop = done // size
-        keys = sequence.block_keys
-        while stop < min(most, len(keys)) and keys[stop] in self._blocks:
-            self._runner.share(sequence.row, stop * size, self._blocks[keys[stop]])
-            stop += 1
-        if stop == first:
-            return 0
-        self._touch(keys[:stop])
-        num_tokens = (stop - first) * size
+        first = done // size
+        num_tokens = self.fill(sequence.row, sequence.block_keys[:most], first)
         self.totals.hits += num_tokens
         return num_tokens
+
+    def fill(self, row: int, keys: Sequence[bytes], first: int = 0) -> int:
+        """Let a row that has its first blocks have those behind them that are there.
+
+        Returns:
+            Their tokens.
+        """
+        size, stop = self.block_tokens, first
+        while stop < len(keys) and keys[stop] in self._blocks:
+            self._runner.share(row, stop * size, self._blocks[keys[stop]])
+            stop += 1
+        if stop > first:
+            self.touch(keys[:stop])
+        return (stop - first) * size
 
     def store(self, sequence: RunningSequence, start: int, stop: int) -> None:
         """Keep the blocks that end in positions (start, stop], which were just computed.
@@ -113,12 +120,12 @@ class PrefixCache:
         first, end = start // size, min(stop // size, len(keys))
         if end <= first or (first and keys[first - 1] not in self._blocks):
             return
-        self._touch(keys[:first])
+        self.touch(keys[:first])
         own = set(keys)
         for i in range(first, end):
             if keys[i] not in self._blocks and not self._keep(sequence, i, own):
                 break
-        self._touch(keys[:end])
+        self.touch(keys[:end])
 
     def store_answer(self, sequence: RunningSequence) -> None:
         """Keep the blocks of a sequence that has ended, while its row still has its KV.
@@ -177,7 +184,7 @@ class PrefixCache:
         self.totals.evicted += self.block_tokens
         return block
 
-    def _touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes]) -> None:
         """These blocks, each behind the one before, are used now."""
         for key in reversed(keys):
             if key in self._blocks:
