@@ -127,6 +127,9 @@ class FakeRunner:
         self.num_kept += 1
         return FakeBlock(tuple(self.kv[row][:stop]))
 
+    def blank(self) -> None:
+        """See `SharingRunner.blank`."""
+
     def share(self, row: int, start: int, kept: object) -> None:
         """See `SharingRunner.share`; KV at a position follows from all tokens up to there."""
         assert isinstance(kept, FakeBlock) and kept.is_kept, "a block was shared that had gone"

@@ -158,6 +158,8 @@ class DecodeEngine:
         if has_work:
             self._pass_s.add(self._replica.clock.now_s() - self._began_s)
         self._idle_check.step(is_idle=not self.has_work)
+        if self.loop.prefixes is not None and not self.has_work:
+            self.loop.prefixes.prepare()
         if emissions:
             self._emit(emissions)
         self.forecasting.stepped(self.loop, emissions)

@@ -103,6 +103,8 @@ class PrefillEngine:
         self.loop.max_unplaced = self._max_held if is_overloaded else self._max_unplaced
         outputs = self.loop.step()
         self._idle_check.step(is_idle=not self.loop.has_work)
+        if self.loop.prefixes is not None and not self.loop.has_work:
+            self.loop.prefixes.prepare()
         if any(o is None or (o.finish is None and o.error is None) for _, o in outputs):
             if self._replica.report_options.forecast:
                 predict_new(self._lengths)

@@ -8,7 +8,8 @@ behind it, which are asked with the cache and without it, in turns:
    machine's times differ by, so the cache's own calls are timed as well, in processor time:
    `overhead_no_hits` is their share of the rest. There is memory for one kept prompt, so that in
    all rounds but the first blocks go for new ones, as they do in a service that has run for a
-   while; the first one's share, which touches that memory first, is `overhead_while_filling`.
+   while; the first one's share, for which memory was touched in idle steps, as a replica does, is
+   `overhead_while_filling`.
 2. hit: another question behind the same prompt. `ttft_ratio_shared_2000` is its time to the first
    token over the cold one's.
 3. The same prompt several times at once, as `n` choices are: how many tokens were computed.
@@ -34,7 +35,7 @@ from quadriga.core.output import RequestOutput
 from quadriga.core.request import SamplingParams
 from quadriga.errors import ConfigError
 from quadriga.interfaces import SharingRunner
-from quadriga.scheduling.prefixes.cache import PrefixCache
+from quadriga.scheduling.prefixes.cache import MAX_BLANK, PrefixCache
 from quadriga.scheduling.sequence import RunningSequence
 
 if TYPE_CHECKING:
@@ -133,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
     slots = llm.loop.prefill.slots
     whole_memory = slots.kv_capacity_tokens
     slots.resize(2 * width + 4 * cache.block_tokens)
+    for _ in range(MAX_BLANK):
+        cache.prepare()
     first, *rounds = [measure(llm, cache, args.tokens, seed) for seed in range(args.rounds + 1)]
     slots.resize(whole_memory)
     computed = tokens_of_equal_prompts(llm, cache, args.tokens, args.choices)

@@ -402,6 +402,25 @@ def test_keys_differ_by_model_layers_and_salt() -> None:
     assert len(keys) == 5 and len({key[0] for key in keys}) == 5
 
 
+def test_memory_is_touched_ahead_only_where_nothing_was_promised(folder: Path) -> None:
+    runner = load("rows", folder)
+    loop = loop_over(runner, 600, caching=True)
+    cache, slots = loop.prefill.prefixes, loop.decode.slots
+    assert cache is not None
+    for _ in range(20):
+        cache.prepare()
+    assert len(cache._blank) == 600 // 64
+    held = slots.reserve("a", 300, 300)
+    assert held.reserved_tokens >= 300
+    assert len(cache._blank) * 64 <= 600 - held.reserved_tokens - 64
+    slots.release("a")
+    blank = {id(block) for block in cache._blank}
+    answers(loop, [replace(make_state(prompts_of([(0, 0, 130)])[0]), sampling=ANSWER)])
+    assert {id(block) for block in cache._blocks.values()} <= blank, "kept where it was touched"
+    cache.clear()
+    assert not cache._blank
+
+
 def test_blocks_go_for_promises_the_end_of_a_prefix_first(folder: Path) -> None:
     runner = load("rows", folder)
     loop = loop_over(runner, 600, caching=True)

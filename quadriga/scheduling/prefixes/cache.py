@@ -32,6 +32,9 @@ from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.rebuild import num_prefill_tokens
 
+MAX_BLANK = 32
+"""Blocks whose memory is touched ahead of their use, at most."""
+
 
 class PrefixCache:
     """Kept blocks of one engine, by key, least recently used first.
@@ -50,6 +53,7 @@ class PrefixCache:
         self._slots = slots
         self._model = model
         self._blocks: OrderedDict[bytes, object] = OrderedDict()
+        self._blank: list[object] = []
         slots.on_promise = self._make_room
 
     @property
@@ -142,8 +146,20 @@ class PrefixCache:
         there = sum(1 for _ in takewhile(self._blocks.__contains__, sequence.block_keys))
         self.store(sequence, there * self.block_tokens, num_full)
 
+    def prepare(self) -> None:
+        """Touch the memory of one block to come, in a step that has nothing else to do.
+
+        The first touch of memory costs several times what a block's copy does.
+        """
+        num_tokens = self.held_tokens + (len(self._blank) + 1) * self.block_tokens
+        if len(self._blank) < MAX_BLANK and num_tokens <= self._room:
+            block = self._runner.blank()
+            if block is not None:
+                self._blank.append(block)
+
     def clear(self) -> None:
         """Let all blocks go."""
+        self._blank.clear()
         while self._blocks:
             self._runner.forget(self._evict())
 
@@ -159,7 +175,7 @@ class PrefixCache:
             free.append(self._evict())
         has_room = self.held_tokens + self.block_tokens <= self._room
         if has_room:
-            over, start = free.pop() if free else None, index * self.block_tokens
+            over, start = (free or self._blank or [None]).pop(), index * self.block_tokens
             kept = self._runner.keep(sequence.row, start, over)
             self._blocks[sequence.block_keys[index]] = kept
         for block in free:
@@ -175,6 +191,8 @@ class PrefixCache:
 
     def _make_room(self) -> None:
         """Let blocks go that lie in what was just promised."""
+        while self._blank and self.held_tokens + len(self._blank) * self.block_tokens > self._room:
+            self._blank.pop()
         while self._blocks and self.held_tokens > self._room:
             self._runner.forget(self._evict())
 
