@@ -251,7 +251,7 @@ def test_instances_of_the_suite_are_judged_as_it_does() -> None:
                 wrongly_allowed.append((keyword, value))
     assert not wrongly_allowed
     assert not not_allowed
-    assert count > 80
+    assert count > 70
     for reason, schema, text in NOT_WRITTEN:
         assert jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)), reason
         assert not lets_through(schema, text), reason
