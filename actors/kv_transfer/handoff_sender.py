@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.background import background
 from quadriga.config.engine import TransportConfig
-from quadriga.core.kv import KVPart, ResumePoint, TransferAccepted, TransferOffer
+from quadriga.core.kv import Accepted, KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass
 from quadriga.core.request import SequenceState, remaining_of
 from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied, ReplicaError
@@ -51,7 +50,7 @@ class OutgoingTransfer:
     def __init__(
         self,
         offer: TransferOffer,
-        accepted: TransferAccepted,
+        accepted: Accepted,
         transport: KVTransport,
         calls: RpcBatcher,
         deadline_s: float,
@@ -243,7 +242,7 @@ class HandoffSender:
         is_live: bool = False,
         depths: tuple[int, int] = (0, 0),
         numerics: str = "",
-        block_keys: Sequence[bytes] = (),
+        block_keys: tuple[bytes, ...] = (),
     ) -> OutgoingTransfer:
         """Ask a replica for room for a sequence and all it can grow to.
 
@@ -277,17 +276,13 @@ class HandoffSender:
             min_depth=depths[0],
             max_depth=depths[1],
             numerics=numerics,
-            block_keys=tuple(block_keys),
+            block_keys=block_keys,
         )
         timeout_s = call_timeout_s(self._config.deadline_s)
         try:
-            accepted: TransferAccepted = await self._calls.call(
-                peer, "reserve", offer, timeout_s=timeout_s
-            )
+            info: Accepted = await self._calls.call(peer, "reserve", offer, timeout_s=timeout_s)
         except (asyncio.CancelledError, ReplicaError):
             # The reservation may have been made: give it back without waiting for it to lapse.
             background(self._calls.tell(peer, "abort", offer.transfer_id))
             raise
-        return OutgoingTransfer(
-            offer, accepted, self._transport, self._calls, self._config.deadline_s
-        )
+        return OutgoingTransfer(offer, info, self._transport, self._calls, self._config.deadline_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actors.kv_transfer.placement import DecodePlacement
@@ -194,30 +193,20 @@ class PrefillHandoff:
             self._placement.cancel_at(transfer.peer.name, state.sequence_id, state.ingress_id)
 
     async def _send_all(self, transfer: OutgoingTransfer) -> int:
-        """Send every range, as they become complete, but for what the destination has.
-
-        Returns:
-            The bytes sent.
-        """
+        """Send what the destination lacks, as it becomes complete. Returns the bytes sent."""
         # Here, not above: the controller imports this module, and has no torch.
         from quadriga.kv_transport.payload import join_layers
 
         index = 0
         num_bytes = 0
-        while (piece := await self._feed.next(index)) is not None:
-            index += piece.num_ranges
-            span, copies = piece.span, piece.copies
-            start = max(span.start, transfer.held_tokens)
-            if start >= span.stop:
-                continue
-            if copies is None:
-                kv = await self._read_kv(replace(span, start=start))
+        while (piece := await self._feed.next(index, transfer.held_tokens)) is not None:
+            if piece.copies is None:
+                kv = await self._read_kv(piece.span)
             else:
-                kv = copies[0] if piece.num_ranges == 1 else join_layers(copies)
-                if start > span.start:
-                    kv = kv[..., start - span.start :, :].contiguous()
-            await transfer.send(span.first_layer, start, kv)
+                kv = piece.copies[0] if len(piece.copies) == 1 else join_layers(piece.copies)
+            await transfer.send(piece.span.first_layer, piece.span.start, kv)
             num_bytes += kv.nbytes
+            index += piece.num_ranges
         return num_bytes
 
     async def _read_kv(self, span: KVRange) -> Any:
@@ -261,7 +250,7 @@ class PrefillHandoff:
                     state,
                     depth_class,
                     numerics=replica.info_record.numerics,
-                    block_keys=self._sequence.block_keys,
+                    block_keys=tuple(self._sequence.block_keys),
                 )
             except (Overloaded, Unavailable):
                 refused.append(peer)

@@ -16,7 +16,7 @@ from quadriga.config.resolve import ReplicaSpec
 from quadriga.control.replica_record import ReplicaLoad
 from quadriga.core.adapters import find_adapter
 from quadriga.core.forecast import LengthOutcome
-from quadriga.core.kv import ResumePoint, TransferAccepted, TransferOffer
+from quadriga.core.kv import Accepted, ResumePoint, TransferOffer
 from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.output import EngineOutput, progress_of
 from quadriga.core.replica import ReplicaSnapshot
@@ -86,7 +86,7 @@ class DecodeReplica(Replica[DecodeEngine]):
 
     # RPC: the receiving side of a hand-off
 
-    async def reserve(self, offer: TransferOffer) -> TransferAccepted:
+    async def reserve(self, offer: TransferOffer) -> Accepted:
         """Promise a row to a sequence that another replica is to hand over.
 
         Raises:
@@ -97,7 +97,7 @@ class DecodeReplica(Replica[DecodeEngine]):
         self.require_taking()
         self._require_wanted(offer.sequence_id)
         check_numerics(offer, self.info_record.numerics)
-        return TransferAccepted(self.info_record, await self.receiver.reserve(offer))
+        return Accepted(self.info_record, await self.receiver.reserve(offer))
 
     async def renew(self, transfer_id: str) -> bool:
         """Keep a lease alive; False when there is none."""

@@ -95,7 +95,7 @@ class DecodeEngine:
         self._began_s = 0.0
         self._pass_s = Ewma(0.2)
         self._leaks = Leaks()
-        self._idle_check = IdleCheck(self._check, replica.clock)
+        self._idle_check = IdleCheck(self._check, replica.clock, self.loop.prefixes)
 
     def _make_loop(
         self, spec: EngineSpec, rebatcher: Rebatcher, counters: ExitCounters
@@ -116,12 +116,7 @@ class DecodeEngine:
             counters=counters,
             criterion=spec.exits.criterion,
             is_partial=spec.depth < spec.checkpoint.num_layers,
-            prefixes=find_prefix_cache(
-                self.runner,
-                slots,
-                spec.checkpoint.fingerprint,
-                enabled=config.prefill.prefix_caching,
-            ),
+            prefixes=find_prefix_cache(self.runner, slots, spec, config.prefill.prefix_caching),
         )
 
     @property
@@ -158,8 +153,6 @@ class DecodeEngine:
         if has_work:
             self._pass_s.add(self._replica.clock.now_s() - self._began_s)
         self._idle_check.step(is_idle=not self.has_work)
-        if self.loop.prefixes is not None and not self.has_work:
-            self.loop.prefixes.prepare()
         if emissions:
             self._emit(emissions)
         self.forecasting.stepped(self.loop, emissions)

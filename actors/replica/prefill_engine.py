@@ -81,14 +81,12 @@ class PrefillEngine:
             may_deepen=self._is_watched,
             replays=replays_of(spec, is_exact=replica.config.deterministic),
             max_unplaced=settings.max_rows,
-            prefixes=find_prefix_cache(
-                runner, slots, spec.checkpoint.fingerprint, enabled=settings.prefix_caching
-            ),
+            prefixes=find_prefix_cache(runner, slots, spec, settings.prefix_caching),
             on_start=self._started,
             on_kv=self._computed,
         )
 
-        self._idle_check = IdleCheck(self._check, replica.clock)
+        self._idle_check = IdleCheck(self._check, replica.clock, self.loop.prefixes)
 
     @property
     def has_work(self) -> bool:
@@ -103,8 +101,6 @@ class PrefillEngine:
         self.loop.max_unplaced = self._max_held if is_overloaded else self._max_unplaced
         outputs = self.loop.step()
         self._idle_check.step(is_idle=not self.loop.has_work)
-        if self.loop.prefixes is not None and not self.loop.has_work:
-            self.loop.prefixes.prepare()
         if any(o is None or (o.finish is None and o.error is None) for _, o in outputs):
             if self._replica.report_options.forecast:
                 predict_new(self._lengths)

@@ -50,7 +50,7 @@ class TransferOffer:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferAccepted:
+class Accepted:
     """The destination's answer to an offer.
 
     Attributes:

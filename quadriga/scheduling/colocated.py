@@ -97,9 +97,7 @@ class ColocatedLoop:
             kv_capacity_tokens=kv_capacity_tokens or spec.kv_capacity_tokens,
             reservation=reservation,
         )
-        prefixes = find_prefix_cache(
-            runner, slots, spec.checkpoint.fingerprint, enabled=prefix_caching
-        )
+        prefixes = find_prefix_cache(runner, slots, spec, prefix_caching)
         self.decode = DecodeLoop(
             runner=runner,
             slots=slots,

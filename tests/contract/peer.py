@@ -16,7 +16,7 @@ from actors.rpc.ray_rpc import NAMESPACE, call
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from quadriga.clock import ManualClock
 from quadriga.config.engine import TransportConfig
-from quadriga.core.kv import KVPart, ResumePoint, TransferAccepted, TransferOffer
+from quadriga.core.kv import Accepted, KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import KVCacheExhausted, QuadrigaError
@@ -96,9 +96,9 @@ class Peer(BatchedCalls):
 
     # The calls of a replica
 
-    async def reserve(self, offer: TransferOffer) -> TransferAccepted:
+    async def reserve(self, offer: TransferOffer) -> Accepted:
         await self._receiver.reserve(offer)
-        return TransferAccepted(
+        return Accepted(
             ReplicaInfo(self._name, Role.DECODE, DEPTH_CLASS, "node", "incarnation", NUM_ROWS, 0)
         )
 

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 
+from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SequenceState
 from quadriga.interfaces import ModelRunner, SharingRunner
 from quadriga.scheduling.meters import PrefixTotals
@@ -210,9 +211,9 @@ class PrefixCache:
 
 
 def find_prefix_cache(
-    runner: ModelRunner, slots: SlotTable, model: str, *, enabled: bool
+    runner: ModelRunner, slots: SlotTable, spec: EngineSpec, enabled: bool
 ) -> PrefixCache | None:
     """The cache of an engine; None where it is off or the runner cannot share KV."""
     if not enabled or not isinstance(runner, SharingRunner):
         return None
-    return PrefixCache(runner, slots, model)
+    return PrefixCache(runner, slots, spec.checkpoint.fingerprint)

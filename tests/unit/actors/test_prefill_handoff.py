@@ -16,7 +16,7 @@ from actors.kv_transfer.sequence_handoff import PrefillHandoff
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from quadriga.clock import SystemClock
 from quadriga.config.loader import load_config
-from quadriga.core.kv import KVPart, ResumePoint, TransferAccepted, TransferOffer
+from quadriga.core.kv import Accepted, KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.core.routing import PlaceRequest, ReportOptions
@@ -148,9 +148,9 @@ class Peer(BatchedCalls):
         self.joined: list[int] = []
         self.receiver = HandoffReceiver(CLASS, self, SystemClock(), ["local"])
 
-    async def reserve(self, offer: TransferOffer) -> TransferAccepted:
+    async def reserve(self, offer: TransferOffer) -> Accepted:
         await self.receiver.reserve(offer)
-        return TransferAccepted(ReplicaInfo(self.name, Role.DECODE, CLASS, "", self.name, 8, 512))
+        return Accepted(ReplicaInfo(self.name, Role.DECODE, CLASS, "", self.name, 8, 512))
 
     async def commit(
         self,
