@@ -308,9 +308,11 @@ class Simulation:
 
     def _place_roomless(self, now_s: float) -> None:
         """Ask again for the waiting sequences, in the order of prefill replicas' turns."""
-        for index in self._in_turn(now_s):
-            if self._place(now_s, index):
+        most_tokens = self._placing.most_room(now_s) if self._roomless else 0.0
+        for index in self._in_turn(now_s) if most_tokens > 0.0 else ():
+            if self._tokens_of(index) < most_tokens and self._place(now_s, index):
                 self._run.room_wait_s[index] += now_s - self._roomless.pop(index).since_s
+                most_tokens = self._placing.most_room(now_s)
         self._wake_prefill(now_s)
 
     def _in_turn(self, now_s: float) -> list[int]:

@@ -63,6 +63,7 @@ class Sequence:
         promised_tokens: KV tokens that its replica keeps for it where memory is promised as it is
             used; nothing once it has more.
         num_pauses: How often its replica paused it.
+        stays_until: KV tokens up to which it keeps its place, after it was paused for long.
         stays: How often one of its tokens runs on behind the first exit.
     """
 
@@ -75,6 +76,7 @@ class Sequence:
     base: int = 0
     promised_tokens: int = 0
     num_pauses: int = 0
+    stays_until: int = 0
     stays: float = 1.0
 
 

@@ -18,8 +18,9 @@ from quadriga.core.forecast import LengthPrediction
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import InvariantViolation
 from quadriga.policies.slot_reservation import AnswerLengths
-from quadriga.scheduling.preemption import choose_return, choose_victim
+from quadriga.scheduling.preemption import choose_return, choose_victim, is_overdue
 from quadriga.scheduling.sequence import RunningSequence
+from quadriga.scheduling.slots import BLOCK_TOKENS
 from quadriga.sim.profiles import CostProfile
 from quadriga.sim.records import Gaps, Happened, MemoryRules, Sequence
 
@@ -294,6 +295,8 @@ class SimulatedDecodeReplica:
             is_alone = not self.running and not self._joining
             if self.tokens + coming + sequence.tokens + 1 > limit and not is_alone:
                 return
+            if is_overdue(first, self.anchor_s):
+                sequence.stays_until = sequence.tokens + BLOCK_TOKENS
             del self.paused[sequence.index], self._halted[sequence.index]
             if self.rules.on_full == "pause":
                 num_bytes = sequence.tokens * self.profile.kv_bytes_per_token
@@ -339,7 +342,11 @@ class SimulatedDecodeReplica:
 
     def _candidate(self, sequence: Sequence) -> RunningSequence:
         return RunningSequence(
-            self._state(sequence), since_s=self.anchor_s, num_pauses=sequence.num_pauses
+            self._state(sequence),
+            since_s=self.anchor_s,
+            num_tokens=sequence.base + self.steps,
+            num_pauses=sequence.num_pauses,
+            stays_until=sequence.stays_until,
         )
 
     def _state(self, sequence: Sequence) -> SequenceState:
