@@ -41,11 +41,7 @@ def call_timeout_s(deadline_s: float) -> float:
 
 
 class OutgoingTransfer:
-    """One transfer at its source; made by `HandoffSender.reserve`.
-
-    Attributes:
-        held_tokens: Positions, from the first on, whose KV the destination has.
-    """
+    """One transfer at its source; made by `HandoffSender.reserve`."""
 
     def __init__(
         self,
@@ -57,7 +53,7 @@ class OutgoingTransfer:
     ) -> None:
         self.offer = offer
         self.peer = accepted.peer
-        self.held_tokens = accepted.held_tokens
+        self.held_tokens = accepted.held_tokens  # the first, whose KV is there already
         self._transport = transport
         self._calls = calls
         self._deadline_s = deadline_s
