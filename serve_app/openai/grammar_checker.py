@@ -26,7 +26,7 @@ START_LIMIT_S = 60.0
 MAX_WAITING = 16
 """Grammars of one caller that wait for the process; one more is refused with 429."""
 MAX_WAITING_OF_ALL = 256
-WAIT_LIMIT_S = 20.0
+WAIT_LIMIT_S = 30.0
 """One that waits longer is refused with 429 as well."""
 MAX_KNOWN = 1024
 """Grammars whose outcome is remembered."""
