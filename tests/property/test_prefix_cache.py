@@ -186,7 +186,7 @@ def test_turns_go_on_from_answers_as_if_all_was_computed(
         state = replace(
             make_state(prompt), sequence_id=str(i), sampling=replace(ANSWER, max_tokens=answered)
         )
-        wanted = answers(plain, [replace(state, output_ids=[], exit_layers=[])])[str(i)]
+        wanted = answers(plain, [_fresh(state)])[str(i)]
         hits = cache.totals.hits
         said = answers(loop, [state])[str(i)]
         assert said.tokens == wanted.tokens
@@ -239,7 +239,7 @@ def test_a_decode_replica_is_sent_what_it_lacks_of_a_conversation(kind: str, fol
         state = replace(
             make_state(tokens), sequence_id=str(turn), sampling=replace(ANSWER, max_tokens=60)
         )
-        wanted = answers(plain, [replace(state, output_ids=[], exit_layers=[])])[str(turn)]
+        wanted = answers(plain, [_fresh(state)])[str(turn)]
         # As a prefill replica, in a row that no slot is for.
         runner.attach(ROWS - 1, state)
         first = runner.prefill([whole_prompt(ROWS - 1, state)])[0]
@@ -363,12 +363,17 @@ def test_answers_outlive_moves_pauses_rebuilds_and_deaths(
         one.end()
 
 
+def _fresh(state: SequenceState) -> SequenceState:
+    return replace(state, output_ids=[], exit_layers=[], logprobs=[])
+
+
 def _rebuilt(state: SequenceState) -> SequenceState:
     return replace(
         state,
         epoch=state.epoch + 1,
         output_ids=list(state.output_ids),
         exit_layers=list(state.exit_layers),
+        logprobs=list(state.logprobs),
     )
 
 
