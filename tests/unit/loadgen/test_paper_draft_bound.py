@@ -56,3 +56,11 @@ def test_a_test_that_costs_the_head_takes_the_gain() -> None:
     dear, cheap = (bounds(20, 30, head, agrees, owners) for head in (8.0, 0.0))
     assert dear["free_test"] >= dear["speedup"][ADAPTIVE] >= dear["best"]
     assert cheap["best"] < 1.1, "two thirds of the layers before the exit leave little to save"
+
+
+def test_smollm2s_last_exit_cannot_make_it_a_fifth_faster_however_its_drafts_agree() -> None:
+    """docs/experiments/helios.md: thirty layers, and a head that costs eight."""
+    owners, right = np.zeros(5_000, dtype=np.int64), np.ones(5_000, dtype=bool)
+    most = {depth: bounds(depth, 30, 8.0, right, owners) for depth in (15, 20, 25)}
+    assert [round(row["speedup"]["8"], 2) for row in most.values()] == [1.54, 1.31, 1.13]
+    assert most[25]["speedup"][ADAPTIVE] < 1.2
