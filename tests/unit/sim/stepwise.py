@@ -66,7 +66,7 @@ class StepwiseReplica:
         spare = [s.promised_tokens - self.size[i] for i, s in self.running.items()]
         return [tokens for tokens in spare if tokens > 0]
 
-    held_up_s = 0.0
+    held_up_s = num_lowered = 0.0
 
     @property
     def first_step_s(self) -> float:
