@@ -24,6 +24,7 @@ from rich.console import Console
 from loadgen.options import number, whole
 from loadgen.report.experiment import publish, table_of
 from loadgen.report.output import add_out_argument
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError
 from quadriga.llm import LLM
 from quadriga.tune.answers import generate_answers
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         checkpoint, runner = llm.runner.spec.checkpoint, llm.runner
         layers = checkpoint.exits.layers
-        if not layers:
+        if not layers or not isinstance(runner, NativeRunner):
             raise ConfigError(
                 f"--checkpoint: {checkpoint.id} has no exits to draft with", param="checkpoint"
             )
