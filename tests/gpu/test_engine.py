@@ -147,7 +147,6 @@ def test_early_exits_are_the_references(
         runner.close()
 
 
-@gpu_itself
 @pytest.mark.parametrize("attention", ATTENTIONS[:2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_change_no_token(attention: Attention, dtype: str) -> None:
@@ -198,7 +197,6 @@ def test_a_step_waits_for_the_gpu_once() -> None:
     runner.close()
 
 
-@gpu_itself
 def test_threads_copy_rows_while_passes_run() -> None:
     """Hand-offs beside decode: what is read is what was written, and no token changes."""
     from concurrent.futures import ThreadPoolExecutor
@@ -234,7 +232,6 @@ def test_threads_copy_rows_while_passes_run() -> None:
     runner.close()
 
 
-@gpu_itself
 def test_sampling_on_the_device_draws_as_the_host_does() -> None:
     from quadriga.engine.sampler import invert_cdf, invert_cdf_on_device
 
