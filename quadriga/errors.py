@@ -181,6 +181,12 @@ class KVCacheExhausted(Overloaded):
     default_code = "kv_cache_exhausted"
 
 
+class DeviceMemoryExhausted(Overloaded):
+    """A pass needed more of the device's memory than was free; all is as it was before."""
+
+    default_code = "device_memory_exhausted"
+
+
 class KeyLimitReached(Overloaded):
     """The API key is at a limit of its own; other keys are served."""
 
