@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import DeviceType
 
 from loadgen.bench.gpu_models import LLAMA_1B, LLAMA_8B, TINY, Shape, begin, load
 from loadgen.report import provenance
@@ -486,8 +487,8 @@ def counted(setting: Setting, work: Callable[[], object]) -> dict[str, int | Non
         with torch.profiler.profile(activities=activities) as profile:
             work()
             settle(setting)
-        names = [e.name for e in profile.events() or ()]
-        kernels = sum(not n.startswith(("Memcpy", "Memset", "cuda", "cu")) for n in names)
+        ran = [e for e in profile.events() or () if e.device_type == DeviceType.CUDA]
+        kernels = sum(not e.name.startswith(("Memcpy", "Memset")) for e in ran)
     except RuntimeError:  # no profiler here
         return {"kernels": None, "waits": waits}
     return {"kernels": kernels, "waits": waits}

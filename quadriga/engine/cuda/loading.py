@@ -74,7 +74,15 @@ def load_paged(
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        dummy_step(spec, config, weights, attention, operations)
+        try:
+            dummy_step(spec, config, weights, attention, operations)
+        except torch.OutOfMemoryError as exc:
+            raise ConfigError(
+                f"decode.max_slots: passes of {spec.num_rows} rows and {spec.pass_tokens} prompt "
+                f"tokens do not fit beside {before} bytes of weights; lower it or "
+                "prefill.chunk_tokens, load less depth, or use a larger GPU",
+                param="decode.max_slots",
+            ) from exc
         needed = torch.cuda.max_memory_allocated(device) - before
         # The logits that graphs leave, beside what is needed while a pass runs.
         spec = _fit(spec, config, device, needed + 4 * spec.num_rows * config.vocab_size)

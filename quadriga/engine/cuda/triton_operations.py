@@ -47,7 +47,8 @@ def _add_norm(
     tl.store(normed + row + at, wide.to(normed.dtype.element_ty), mask=is_in)
 
 
-@triton.jit
+# One number is read of each: where it lies makes no other kernel of it.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rotate_and_store(
     qkv,
     q_norm,

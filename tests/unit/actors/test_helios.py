@@ -745,9 +745,10 @@ async def test_what_a_gpu_has_is_known_from_its_replicas(monkeypatch: pytest.Mon
         assert member.status is not None
         info = replace(member.status.info, usable_bytes=usable)
         member.status = replace(member.status, info=info)
-    await stand.tick()
     planner = stand.control.operator.machine._planner
+    named = planner._device.memory_bytes
+    await stand.tick()
+    assert named is not None and planner._device.memory_bytes == named, "a setting comes first"
+    planner._is_named = False  # as where the setting is `auto`
+    await stand.tick()
     assert planner._device.memory_bytes == 5 << 30
-    planner._is_named = True
-    planner.has_memory(1)
-    assert planner._device.memory_bytes == 5 << 30, "a setting comes first"
