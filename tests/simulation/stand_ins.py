@@ -23,14 +23,16 @@ import torch
 from actors.controller import controller as controller_module
 from actors.controller import controller_store, drain, node_reports, placement_groups, watchdogs
 from actors.kv_transfer import transport_hub
-from actors.metrics import metrics_page, replica_metrics
+from actors.metrics import metrics_page, push
 from actors.replica import decode, prefill, replica
 from actors.rpc import lifecycle, ray_rpc, signals
 from actors.scheduler import scheduler as scheduler_module
 from quadriga.core.kv import KVPart
 from quadriga.errors import InvariantViolation, KVTransportError, QuadrigaError, ReplicaError
+from quadriga.kv_transport.counts import TransportCounts
 from quadriga.replica import forecasting
 from quadriga.replica.engine_thread import IDLE_STEP_S, EngineThread
+from quadriga.replica.replica_metrics import ReplicaMetrics
 from quadriga.scheduling.calibration import assumed_shape
 from quadriga.scheduling.forecasts import StepShape
 from quadriga.scheduling.transfer import kv_feed
@@ -157,7 +159,7 @@ class VirtualTransport:
 
     def __init__(self, kind: str, me: str, sink: Any, host_for: Any, **_: Any) -> None:
         self._me, self._sink = me, sink
-        self.counts = transport_hub.TransportCounts()
+        self.counts = TransportCounts()
 
     async def send(self, peer: str, part: KVPart, kv: torch.Tensor, *, deadline_s: float) -> None:
         try:
@@ -310,9 +312,9 @@ def in_virtual_time(
         put(node_reports.NodeReports, "while_pending", _none)
         put(metrics_page.MetricsPage, "keep", _none)
         put(metrics_page.MetricsPage, "sample_forever", _none)
-        put(replica_metrics, "push_metrics", _none)
-        put(replica_metrics.ReplicaMetrics, "gauges", _nothing)
-        put(replica_metrics.ReplicaMetrics, "sent", _nothing)
+        put(push, "push_metrics", _none)
+        put(ReplicaMetrics, "gauges", _nothing)
+        put(ReplicaMetrics, "sent", _nothing)
         put(engine_client.EngineClient, "_push_metrics", _none)
         put(cluster_client, "own_actor", _own_name)
         for module in (replica, controller_module, scheduler_module):

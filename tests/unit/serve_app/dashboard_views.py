@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from actors.metrics.metrics_page import exits_view
 from actors.scheduler.rescheduling import Rescheduling
 from quadriga.clock import SystemClock
 from quadriga.config.loader import load_config
 from quadriga.core.forecast import LoadForecast
 from quadriga.core.migration import MigrationCause, MigrationOrder, MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.observability.exits_view import exits_view
 from quadriga.observability.load_history import INTERVAL_S, NUM_POINTS, LoadHistory, LoadPoint
 from quadriga.observability.metrics import MetricsHub, Registry
 from quadriga.policies.ares.forecast import NUM_COLUMNS

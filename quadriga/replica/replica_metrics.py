@@ -1,21 +1,17 @@
-"""What a replica counts, and how a process's metrics reach the hub at the controller."""
+"""Counters and gauges of one replica."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.rpc.lifecycle import controller_name
-from actors.rpc.ray_rpc import call
 from quadriga.core.forecast import LoadForecast
 from quadriga.core.migration import MigrationCause, MigrationReport
 from quadriga.core.output import EngineOutput
 from quadriga.core.replica import ReplicaInfo, ResizeReport
-from quadriga.errors import QuadrigaError
 from quadriga.observability.cluster_metrics import (
     EVENTS,
     LOAD,
@@ -30,13 +26,10 @@ from quadriga.observability.metrics import Registry
 from quadriga.policies.ares.forecast import seconds_to_full
 
 if TYPE_CHECKING:
-    from actors.kv_transfer.transport_hub import TransportCounts
     from quadriga.control.replica_record import ReplicaLoad
+    from quadriga.kv_transport.counts import TransportCounts
     from quadriga.replica.forecasting import Forecasting
 
-logger = logging.getLogger(__name__)
-
-PUSH_TIMEOUT_S = 1.0
 AHEAD_POINTS = (0, 1, 5, 10)
 """Points of the horizon that are exported; all of them would be many series."""
 
@@ -145,21 +138,3 @@ class ReplicaMetrics:
         self._events.metric("quadriga_kv_transport_fallbacks").set(num_fallbacks)
         if load.relay is not None:
             self._table("relay").update(load.relay)
-
-    async def push(self, app: str) -> None:
-        """Send all values to the hub."""
-        await push_metrics(app, self.registry)
-
-
-async def push_metrics(app: str, registry: Registry) -> None:
-    """Send a process's values to the hub; a lost push costs nothing, the next one has them too."""
-    try:
-        await call(
-            controller_name(app),
-            "push_metrics",
-            registry.source,
-            registry.snapshot(),
-            timeout_s=PUSH_TIMEOUT_S,
-        )
-    except QuadrigaError as exc:
-        logger.debug("metrics not pushed: %s", exc)
