@@ -8,15 +8,15 @@ before first; `tests.hostile` says how many.
 
 from __future__ import annotations
 
-import importlib.util
-
 from quadriga.checkpoint import packaged_models
 
 packaged_models.DEFAULT_MODEL = "quadriga-s"
 
-if importlib.util.find_spec("hypothesis") is not None:  # machines for tests/gpu may lack it
+try:
     from hypothesis import HealthCheck, settings
-
+except ImportError:
+    pass  # machines for tests/gpu may lack it
+else:
     from tests.hostile import EXAMPLES
 
     settings.register_profile(
