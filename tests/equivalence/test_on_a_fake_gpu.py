@@ -299,7 +299,7 @@ def test_kernels_of_a_layer_and_beside_its_graph(gpu: FakeGpu, model: str) -> No
 
 def test_default_traffic_never_runs_beside_its_graphs(gpu: FakeGpu) -> None:
     """Prompts aside: full steps, segments, drafts and their verification, all rows and fewer."""
-    spec = replace(bundled("quadriga-s", num_rows=3), compile="auto", replay_newest=2)
+    spec = replace(bundled("quadriga-s"), num_rows=3, compile="auto", replay_newest=2)
     runner = load_on_pages(spec, TapeRecorder(), page_tokens=PAGE_TOKENS, device=gpu.device)
     decoder = runner._decoder
     assert isinstance(decoder, PagedDecoder)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ from quadriga.engine.models.layers import (
 )
 from quadriga.engine.models.rope import rope_table
 from quadriga.engine.transfers import to_device
-from quadriga.engine.weights.checkpoint_weights import ModelWeights
+from quadriga.engine.weights.checkpoint_weights import Linear, ModelWeights, Norm
 
 Ints = npt.NDArray[np.int64]
 _Mix = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -78,6 +79,7 @@ class PagedDecoder:
     Attributes:
         graphs: Replays passes of single tokens; None runs them operation by operation.
         operations: What layers do between their products.
+        folded: See `folded_maps`.
     """
 
     def __init__(
@@ -87,14 +89,19 @@ class PagedDecoder:
         cache: PagedKVCache,
         attention: PagedAttention,
         operations: Operations | None = None,
+        folded: Mapping[int, Linear] = MappingProxyType({}),
     ) -> None:
         self.config = config
         self.weights = weights
         self.cache = cache
         self.attention = attention
         self.operations = operations or Operations(config)
+        self.folded = folded
         self.graphs: DecodeGraphs | None = None
         self._looked: Looked | None = None
+        # Norms without a weight, and tokens without queries.
+        self._unit = Norm(torch.ones(config.hidden_size, dtype=weights.dtype, device=cache.device))
+        self._of_kv = type(self.operations)(replace(config, num_heads=0))
         self._device = cache.device
         self._cos: torch.Tensor | None = None
         self._sin: torch.Tensor | None = None
@@ -221,6 +228,9 @@ class PagedDecoder:
         """See `Decoder.project_kv`."""
         self.cache.prepare(batch.rows, batch.stops, first, stop)
         rows, positions = batch.where[0], batch.where[1]
+        if depth in self.folded:
+            self._project_together(x, rows, positions, first, stop, depth)
+            return
         cos = sin = None
         if self._cos is not None and self._sin is not None:
             cos, sin = self._cos[positions, None], self._sin[positions, None]
@@ -228,6 +238,32 @@ class PagedDecoder:
         for i in range(first, stop):
             kv_map, layer = self.weights.kv_maps[depth][i], self.weights.layers[i]
             self.cache.store(slots[i - first], *mapped_kv(x, kv_map, layer, cos, sin, self.config))
+
+    def _project_together(
+        self,
+        x: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        first: int,
+        stop: int,
+        depth: int,
+    ) -> None:
+        """`project_kv` as one product and one store: a layer of a token counts as a token."""
+        cache, by, count = self.cache, self.folded[depth], stop - first
+        width = 2 * self.config.kv_size
+        some = slice((first - depth) * width, (stop - depth) * width)
+        part = Linear(by.weight[some], None if by.bias is None else by.bias[some])
+        _, h = self.operations.add_norm(x, None, self._unit)
+        store = Store(
+            cache.flat(cache.keys),
+            cache.flat(cache.values),
+            cache.slots(first, stop, rows, positions).t().reshape(-1),
+            positions.repeat_interleave(count, output_size=count * len(x)),
+            self._cos,
+            self._sin,
+        )
+        kv = linear(h, part).view(len(x) * count, width)
+        self._of_kv.rotate_and_store(kv, self.weights.layers[first], store)
 
     def logits(self, x: torch.Tensor, depth: int) -> torch.Tensor:
         """See `Decoder.logits`; good until the next pass."""

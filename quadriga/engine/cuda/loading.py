@@ -15,6 +15,7 @@ from quadriga.config.kv_memory import fitting_length, least_length
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.engine.cuda.attention import choose_attention
 from quadriga.engine.cuda.decoder import PagedDecoder
+from quadriga.engine.cuda.folded_maps import folded_maps
 from quadriga.engine.cuda.graphs import CudaRecorder, DecodeGraphs, GraphRecorder
 from quadriga.engine.cuda.operations import Operations
 from quadriga.engine.cuda.paged_attention import PagedAttention
@@ -70,6 +71,7 @@ def load_paged(
     attention = choose_attention(spec.attention, config, dtype, device, make_recorder)
     if weights is None:
         weights = _load_weights(spec, config, device)
+    folded = folded_maps(weights, config)  # before memory is counted
     operations = operations_for(config, device)
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -114,7 +116,7 @@ def load_paged(
         skipped = SkippedKVStore(
             spec.skipped_kv, ends, cache, states, replay_newest=spec.replay_newest
         )
-    decoder = PagedDecoder(config, weights, cache, attention, operations)
+    decoder = PagedDecoder(config, weights, cache, attention, operations, folded)
     if recorder is None and make_recorder is not None:
         if attention.in_graphs:
             recorder = make_recorder()
