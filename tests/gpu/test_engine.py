@@ -34,13 +34,17 @@ from tests.equivalence.test_early_exits import (
     states,
 )
 from tests.equivalence.test_generation import NUM_ROWS, ChurningBatch, bundled_prompts, count_ties
-from tests.gpu.devices import ATTENTIONS, DEVICE, gpu, gpu_itself, load_on_gpu
+from tests.gpu.devices import ATTENTIONS, DEVICE, IS_REHEARSAL, gpu, gpu_itself, load_on_gpu
 
 __all__ = ["family"]
 
 pytestmark = gpu
 
 MODELS = ("quadriga-s", "quadriga-l")
+families = every_family
+if IS_REHEARSAL:
+    MODES = MODES[:2]
+    families = pytest.mark.parametrize("family", ["llama"], indirect=True)
 HALF_TOLERANCE_LOGITS = 0.5
 MAX_HALF_DIVERGENCE = 0.03
 
@@ -54,7 +58,7 @@ def bundled_states(model: str, count: int) -> list[SequenceState]:
     rng = random.Random(5)
     return [
         make_state(prompt, max_tokens=rng.choice([1, 2, 5, 12, 20, 45]))
-        for prompt in islice(bundled_prompts(model), count)
+        for prompt in islice(bundled_prompts(model), 6 if IS_REHEARSAL else count)
     ]
 
 
@@ -125,7 +129,7 @@ def test_same_kv_as_the_cpu_engine(variant: str, attention: Attention, tmp_path:
     assert torch.equal(runners[1].read_kv(2, 0, 3, 0, 95), kv[1])
 
 
-@every_family
+@families
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("attention", ATTENTIONS[1:])
 def test_early_exits_are_the_references(

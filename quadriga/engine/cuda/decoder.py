@@ -297,8 +297,9 @@ class PagedDecoder:
     def _found(self, x: torch.Tensor, depth: int) -> Looked | None:
         """What the pass that left these states, or more behind them, has looked up already."""
         looked = self._looked
-        is_it = looked is not None and looked.depth == depth
-        return looked if is_it and looked.hidden.data_ptr() == x.data_ptr() else None
+        if looked is None or looked.depth != depth or looked.hidden.data_ptr() != x.data_ptr():
+            return None
+        return looked
 
     def close(self) -> None:
         """Give the graphs' memory back."""
