@@ -43,7 +43,7 @@ pytestmark = gpu
 MODELS = ("quadriga-s", "quadriga-l")
 families = every_family
 if IS_REHEARSAL:
-    MODES = MODES[:2]
+    MODES = ("project", "replay")
     families = pytest.mark.parametrize("family", ["llama"], indirect=True)
 HALF_TOLERANCE_LOGITS = 0.5
 MAX_HALF_DIVERGENCE = 0.03
