@@ -130,7 +130,7 @@ def read_rate(setting: Setting) -> float:
     size = setting.pick(4 << 30, 1 << 20)
     data = torch.ones(size // 4, dtype=torch.float32, device=setting.device)
     gpu_s, _ = timed(setting, data.sum)
-    return size / gpu_s
+    return float(size / gpu_s)
 
 
 def attention(setting: Setting, say: Say) -> None:
@@ -151,9 +151,9 @@ def attention(setting: Setting, say: Say) -> None:
                 blocks = -(-context // PAGE_TOKENS)
                 pages = torch.arange(batch * blocks, dtype=torch.int32, device=setting.device)
                 pool = (batch * blocks, PAGE_TOKENS, config.num_kv_heads, config.head_dim)
-                here = {"dtype": torch.bfloat16, "device": setting.device}
-                keys, values = torch.zeros(pool, **here), torch.zeros(pool, **here)
-                q = torch.zeros(batch, config.num_heads, config.head_dim, **here)
+                zeros = partial(torch.zeros, dtype=torch.bfloat16, device=setting.device)
+                keys, values = zeros(pool), zeros(pool)
+                q = zeros((batch, config.num_heads, config.head_dim))
                 lengths = torch.full((batch,), context, dtype=torch.int32, device=setting.device)
                 table = pages.view(batch, blocks)
 
@@ -339,7 +339,8 @@ def rivals(setting: Setting, say: Say) -> None:
         max_position_embeddings=4096, tie_word_embeddings=True,
     )  # fmt: skip
     with torch.device(setting.device):
-        model: Any = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        model: Any = LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).eval()
     context, steps = setting.pick(1024, 20), setting.pick(64, 4)
     # Compiling for a CPU would need a compiler, and is no rehearsal of anything.
     for cache in setting.pick(("dynamic", "static"), ("dynamic",)):
@@ -453,19 +454,21 @@ def timed(setting: Setting, work: Callable[[], object]) -> tuple[float, float]:
     is_gpu = setting.device.type == "cuda"
     for index in range(_WARM_UP + rounds):
         settle(setting)
-        begun = ended = None
+        begun: Any = None
+        ended: Any = None
         if is_gpu:
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            event: Any = torch.cuda.Event
+            begun, ended = event(enable_timing=True), event(enable_timing=True)
             begun.record()
         started_s = time.perf_counter()
         work()
-        if ended is not None:
+        if is_gpu:
             ended.record()
         settle(setting)
         took_s = time.perf_counter() - started_s
         if index >= _WARM_UP:
             wall.append(took_s)
-            gpu.append(begun.elapsed_time(ended) / 1e3 if begun is not None else took_s)
+            gpu.append(begun.elapsed_time(ended) / 1e3 if is_gpu else took_s)
     return max(statistics.median(gpu), 1e-9), max(statistics.median(wall), 1e-9)
 
 

@@ -113,10 +113,9 @@ def num_replicas(
         mixed = 1 if is_cramped and given == ("auto", "auto") else 0
     if mixed:
         return {Role.MIXED: mixed}
-    prefill, decode = given
-    prefill = 1 if prefill == "auto" else prefill
-    if decode == "auto":
-        decode = 2 if room is None else min(2, max(1, room - prefill))
+    prefill = 1 if pool.prefill_replicas == "auto" else pool.prefill_replicas
+    fitting = 2 if room is None else min(2, max(1, room - prefill))
+    decode = fitting if pool.decode_replicas == "auto" else pool.decode_replicas
     return {Role.PREFILL: prefill, Role.DECODE: decode}
 
 
