@@ -12,7 +12,6 @@ from quadriga.catalogue.records import Catalogue
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.config.loader import QuadrigaConfig
-<<<<<<< HEAD
 from quadriga.config.resolve import (
     Hardware,
     ReplicaSpec,
@@ -20,10 +19,7 @@ from quadriga.config.resolve import (
     replica_room,
     resolve,
 )
-=======
-from quadriga.config.resolve import Hardware, ReplicaSpec, num_replicas, resolve
 from quadriga.config.scheduling import HeliosConfig
->>>>>>> main
 from quadriga.control.replica_record import PlaceKey
 from quadriga.core.replica import PARTS, DepthClass, Role
 from quadriga.errors import ConfigError
