@@ -140,13 +140,9 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             num_layers=spec.engine.checkpoint.num_layers,
         )
         self._resizing = Resizing(self)
-        self.engine: EngineThread[Core] = EngineThread(
-            self._load_core,
-            self._engine_failed,
-            self.config.decode.nice
-            if spec.role is Role.DECODE and spec.engine.device == "cpu"
-            else 0,
-        )
+        is_nice = spec.role is Role.DECODE and spec.engine.device == "cpu"
+        nice = self.config.decode.nice if is_nice else 0
+        self.engine: EngineThread[Core] = EngineThread(self._load_core, self._engine_failed, nice)
         self.engine.start()
         on_sigterm(self._asked_to_go)
         for coroutine in (self._report_forever(), self._watch_ingresses()):

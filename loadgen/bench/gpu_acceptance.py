@@ -33,7 +33,7 @@ _KILL_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class AcceptanceStage:
     """One process.
 
     Attributes:
@@ -51,29 +51,29 @@ class Stage:
 
 
 STAGES = (
-    Stage("environment", 60),
-    Stage("ceilings", 60),
-    Stage("attention", 75),
-    Stage("decode_1b", 75),
-    Stage("decode_8b", 90),
-    Stage("logits", 75),
-    Stage("graphs", 60),
-    Stage("exits", 90),
-    Stage(
+    AcceptanceStage("environment", 60),
+    AcceptanceStage("ceilings", 60),
+    AcceptanceStage("attention", 75),
+    AcceptanceStage("decode_1b", 75),
+    AcceptanceStage("decode_8b", 90),
+    AcceptanceStage("logits", 75),
+    AcceptanceStage("graphs", 60),
+    AcceptanceStage("exits", 90),
+    AcceptanceStage(
         "test_attention",
         150,
         ("tests/gpu/test_attention.py", "tests/gpu/test_operations.py"),
         ("tests/gpu/test_operations.py",),
     ),
-    Stage(
+    AcceptanceStage(
         "test_nccl",
         75,
         ("tests/gpu/test_nccl.py",),
         ("tests/gpu/test_nccl.py", "-k", "digests"),
         (("NCCL_MULTI_RANK_GPU_ENABLE", "1"),),
     ),
-    Stage("rivals", 120),
-    Stage(
+    AcceptanceStage("rivals", 120),
+    AcceptanceStage(
         "test_engine",
         300,
         ("tests/gpu/test_engine.py",),
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run_all(stages, args.out, args.budget_s, args.rehearse)
 
 
-def _run_all(stages: Sequence[Stage], out: Path, budget_s: float, rehearse: bool) -> int:
+def _run_all(stages: Sequence[AcceptanceStage], out: Path, budget_s: float, rehearse: bool) -> int:
     ends_s = time.monotonic() + budget_s
     report: dict[str, Any] = {"benchmark": "gpu_acceptance", "rehearsal": rehearse, "stages": {}}
     for stage in stages:
@@ -119,7 +119,7 @@ def _run_all(stages: Sequence[Stage], out: Path, budget_s: float, rehearse: bool
     return 0 if all(s["outcome"] == "done" for s in report["stages"].values()) else 1
 
 
-def _run(stage: Stage, out: Path, limit_s: float, rehearse: bool) -> dict[str, Any]:
+def _run(stage: AcceptanceStage, out: Path, limit_s: float, rehearse: bool) -> dict[str, Any]:
     """Run one stage to its end, or to the end of its time."""
     results, said = out / f"{stage.name}.jsonl", out / f"{stage.name}.log"
     results.unlink(missing_ok=True)
