@@ -76,6 +76,6 @@ class Operations:
         """
         wide.copy_(logits)
         most = min(2, wide.shape[1])
-        said[:, 0] = wide.argmax(dim=-1)
-        said[:, 1 + most :] = 0
-        said[:, 1 : 1 + most] = torch.topk(torch.softmax(wide, dim=-1), most, dim=-1).values
+        said.zero_()
+        said[:, 0].copy_(wide.argmax(dim=-1))
+        said[:, 1 : 1 + most].copy_(torch.topk(torch.softmax(wide, dim=-1), most, dim=-1).values)
