@@ -17,7 +17,7 @@ from quadriga.engine.cuda.attention import choose_attention
 from quadriga.engine.cuda.decoder import PagedDecoder
 from quadriga.engine.cuda.folded_maps import folded_maps
 from quadriga.engine.cuda.graphs import CudaRecorder, DecodeGraphs, GraphRecorder
-from quadriga.engine.cuda.operations import Operations
+from quadriga.engine.cuda.operations import SAYS, Operations
 from quadriga.engine.cuda.paged_attention import PagedAttention
 from quadriga.engine.cuda.paged_cache import PagedKVCache
 from quadriga.engine.cuda.paged_states import PagedStates
@@ -162,8 +162,25 @@ def operations_for(config: ModelConfig, device: torch.device) -> Operations:
         from quadriga.engine.cuda import triton_operations
 
         if triton_operations.fits(config, device):
-            return triton_operations.TritonOperations(config)
+            made = triton_operations.TritonOperations(config)
+            reason = _failed(made, device)
+            if reason is None:
+                return made
+            logger.warning("operations of layers run one by one, slower: %s", reason)
     return Operations(config)
+
+
+def _failed(operations: Operations, device: torch.device) -> str | None:
+    """Why a kernel cannot run here; None where it can."""
+    logits = torch.arange(8.0, device=device)[None]
+    wide, said = torch.zeros_like(logits), torch.zeros(1, SAYS, device=device)
+    try:
+        operations.say(logits, wide, said)
+        best = int(said[0, 0])
+    # Whatever a compiler raises that is missing, or does not know this GPU.
+    except Exception as exc:
+        return f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"
+    return None if best == 7 else f"a kernel answers {best} instead of 7"
 
 
 def most_tokens(spec: EngineSpec) -> int:

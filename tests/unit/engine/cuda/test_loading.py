@@ -28,6 +28,7 @@ from quadriga.errors import ConfigError
 from quadriga.interfaces import MAX_DRAFTED
 from tests.equivalence.early_exit_reference import build_deep, save_with_exits
 from tests.equivalence.models import build, make_spec, save
+from tests.unit.engine.cuda.test_attention import make_config
 
 GPU = torch.device("cuda", 0)
 
@@ -156,6 +157,23 @@ def test_configuration() -> None:
     for key, value in (("gpu_memory_share", 0.0), ("gpu_memory_share", 1.1), ("attention", "sdpa")):
         with pytest.raises(ValueError, match=key):
             QuadrigaConfig.model_validate({"engine": {key: value}})
+
+
+def test_operations_that_cannot_run_or_are_wrong_are_found() -> None:
+    config = make_config(1, 1, 16)
+    assert loading._failed(Operations(config), torch.device("cpu")) is None
+
+    class Raising(Operations):
+        def say(self, *_: torch.Tensor) -> None:
+            raise RuntimeError("no C compiler\nat all")
+
+    class Silent(Operations):
+        def say(self, *_: torch.Tensor) -> None:
+            """Nothing."""
+
+    cpu = torch.device("cpu")
+    assert loading._failed(Raising(config), cpu) == "RuntimeError: no C compiler"
+    assert loading._failed(Silent(config), cpu) == "a kernel answers 0 instead of 7"
 
 
 def test_what_passes_need_stays_free(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
