@@ -637,7 +637,7 @@ def plan(seed: int, *, num_requests: int = 30, num_faults: int = 8) -> Plan:
         requests.append(
             Asked(
                 rng.uniform(0.0, REQUESTS_WITHIN_S),
-                tuple(rng.randrange(3, 90) for _ in range(length)),
+                _prompt(rng, length),
                 rng.choice(lengths),
                 rng.choice([0, 0, 0, 5]),
                 leaves_s,
@@ -666,6 +666,15 @@ def plan(seed: int, *, num_requests: int = 30, num_faults: int = 8) -> Plan:
         tuple(sorted(requests, key=lambda r: r.at_s)),
         tuple(sorted(faults, key=lambda f: f.at_s)),
     )
+
+
+def _prompt(rng: random.Random, length: int) -> tuple[int, ...]:
+    """Most begin as others do, as far as one of a few beginnings goes: KV is shared."""
+    begin = random.Random(rng.randrange(3)).choices(
+        range(3, 90), k=rng.choice([0, length // 2, 90])
+    )
+    rest = [rng.randrange(3, 90) for _ in range(length)]
+    return tuple([*begin, *rest][:length])
 
 
 def _kind(rng: random.Random) -> str:
