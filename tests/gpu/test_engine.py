@@ -163,7 +163,7 @@ def test_graphs_change_no_token(attention: Attention, dtype: str) -> None:
         ChurningBatch(runner, seed=2).run(sequences)
         said.append([s.output_ids for s in sequences])
         if compile != "off":
-            assert graphs_of(runner).num_recorded >= 4
+            assert graphs_of(runner).num_recorded >= (2 if IS_REHEARSAL else 4)
         runner.close()
     assert said[1] == said[2], "recorded early or late"
     differing = sum(a != b for a, b in zip(said[0], said[1], strict=True))
