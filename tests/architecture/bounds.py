@@ -20,7 +20,7 @@ BOUNDS = {
     "service_lines": Bound(46_100, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
     "product_lines": Bound(102_170, 58_000),
-    "test_lines": Bound(78_410, 38_000),
+    "test_lines": Bound(78_380, 38_000),
     "reliability_lines": Bound(5_210, 4_000),
     "actors_lines": Bound(6_546, 6_500),
     "llm_lines": Bound(250, 250),
