@@ -181,17 +181,18 @@ MAX_SEEDS = 5000
 
 
 @contextmanager
-def planted(name: str) -> Iterator[None]:
-    """Run the product with one of `PLANTED`."""
+def planted(name: str | None) -> Iterator[None]:
+    """Run the product with one of `PLANTED`; None: as it is."""
     with ExitStack() as stack:
-        for where, attribute, instead in PLANTED[name]:
+        for where, attribute, instead in PLANTED[name] if name is not None else ():
             stack.enter_context(patch.object(where, attribute, instead))
         yield
 
 
 def seeds_until_found(name: str, most: int = MAX_SEEDS) -> tuple[int, str] | None:
     """(number of seeds run until one failed, what broke); None where none did."""
-    from tests.simulation.cluster import plan, run
+    from tests.simulation.cluster import run
+    from tests.simulation.plans import plan
 
     with planted(name):
         for seed in range(most):

@@ -38,6 +38,8 @@ class Process:
     Attributes:
         is_dead: It was ended; for good, as another incarnation is another `Process`.
         skew_s: What its wall clock is ahead of the others'.
+        drift: What it gains on them a second, from `drifts_from_s` on.
+        is_full: It gets no more memory.
         handles: Its cache of Ray's actor handles, by name.
         at_death: Called when it dies, by the world.
         asked_to_go: What it does at SIGTERM; None: it dies.
@@ -46,7 +48,8 @@ class Process:
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_dead = False
-        self.skew_s = 0.0
+        self.skew_s = self.drift = self.drifts_from_s = 0.0
+        self.is_full = False
         self.handles: dict[Any, Any] = {}
         self.look_ups: dict[Any, Any] = {}
         self.at_death: list[Callable[[], None]] = []

@@ -17,8 +17,12 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from quadriga.errors import QuadrigaError
 from tests.simulation.processes import CURRENT, WORLD, Process, ProcessEnded, Wires, outside
 
+HEAD, NODES = "head", ("node-1", "node-2")
+"""Where named actors and ingresses run; where replicas do."""
 START_S = (0.2, 1.5)
 """From the wish for a process until it runs."""
+REPLICA_COLONS = 3
+"""In the name of a replica, and of nobody else."""
 NOTICED_S = (0.05, 0.6)
 """From the death of a process until those who wait for it know."""
 BROKEN_S = (1.0, 8.0)
@@ -101,7 +105,7 @@ class VirtualRay:
         actors: Those that live or will, by name.
         store: The key-value store.
         groups: States of placement groups by name.
-        store_is_away_until_s: The control store answers nothing before.
+        leaving: Nodes that will go, and when.
     """
 
     def __init__(self, rng: random.Random, wires: Wires, note: Callable[[str], None]) -> None:
@@ -109,6 +113,7 @@ class VirtualRay:
         self.actors: dict[str, Actor] = {}
         self.store: dict[bytes, bytes] = {}
         self.groups: dict[str, str] = {}
+        self.leaving: dict[str, float] = {}
         self.num_calls = 0
         self.util = self
 
@@ -116,7 +121,9 @@ class VirtualRay:
 
     def create(self, name: str, cls: type, args: Any, *, restarts: bool = False) -> Handle:
         """Start an actor; returns before it runs."""
-        actor = Actor(name, cls, pickle.dumps(args), restarts=restarts, node="node")
+        staying = [node for node in NODES if node not in self.leaving]
+        node = self._rng.choice(staying) if name.count(":") == REPLICA_COLONS else HEAD
+        actor = Actor(name, cls, pickle.dumps(args), restarts=restarts, node=node)
         self.actors[name] = actor
         outside(lambda: self._start(actor))
         return Handle(self, actor)
@@ -181,6 +188,13 @@ class VirtualRay:
             actor.process.die()
         elif for_good and self.actors.get(actor.name) is actor:
             del self.actors[actor.name]
+
+    def take_node(self, node: str) -> None:
+        """A node goes, with all that runs there; another one comes under its name."""
+        del self.leaving[node]
+        for actor in list(self.actors.values()):
+            if actor.node == node:
+                self.end(actor, for_good=True)
 
     # Calls
 
@@ -307,7 +321,8 @@ class VirtualRay:
         return [{"name": name, "namespace": "quadriga"} for name in self.actors]
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"NodeID": "node", "Alive": True, "Resources": {"CPU": 64.0, "memory": 1 << 36}}]
+        resources = {"CPU": 64.0, "memory": 1 << 36}
+        return [{"NodeID": n, "Alive": True, "Resources": resources} for n in (HEAD, *NODES)]
 
     def cluster_resources(self) -> dict[str, float]:
         return {"CPU": 64.0}

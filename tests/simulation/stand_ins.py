@@ -12,7 +12,7 @@ import random
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
@@ -28,7 +28,9 @@ from actors.replica import decode, prefill, replica
 from actors.rpc import lifecycle, ray_rpc, signals
 from actors.scheduler import scheduler as scheduler_module
 from quadriga.core.kv import KVPart
+from quadriga.core.request import SampledToken
 from quadriga.errors import InvariantViolation, KVTransportError, QuadrigaError, ReplicaError
+from quadriga.interfaces import LayersDone, PrefillChunk
 from quadriga.replica import forecasting
 from quadriga.replica.engine_thread import IDLE_STEP_S, EngineThread
 from quadriga.scheduling.calibration import assumed_shape
@@ -36,6 +38,7 @@ from quadriga.scheduling.forecasts import StepShape
 from quadriga.scheduling.transfer import kv_feed
 from serve_app.request import cluster_client, engine_client
 from tests.fake_runner import FakeRunner
+from tests.simulation.plans import answer_token
 from tests.simulation.processes import CURRENT, PerProcess, Process, ProcessEnded, Wires
 from tests.simulation.ray_in_virtual_time import VirtualRay
 from tests.simulation.virtual_time import UNIX_EPOCH_S, in_line
@@ -62,6 +65,24 @@ class TensorRunner(FakeRunner):
     ) -> torch.Tensor:
         tokens = torch.tensor(self.kv[row][start:stop], dtype=torch.float32)
         return tokens[None, None, None, :, None].repeat(num_layers, 2, 1, 1, 1)
+
+    def prefill(
+        self, chunks: Sequence[PrefillChunk], on_layers: LayersDone | None = None
+    ) -> list[SampledToken | None]:
+        sampled = super().prefill(chunks, on_layers)
+        return [
+            None if token is None else self._token(chunk.row, self.kv[chunk.row])
+            for chunk, token in zip(chunks, sampled, strict=True)
+        ]
+
+    def decode(self, rows: Sequence[int]) -> list[SampledToken]:
+        super().decode(rows)
+        return [self._token(row, self.kv[row]) for row in rows]
+
+    def _token(self, row: int, known: Sequence[int]) -> SampledToken:
+        sampling = self.attached[row].sampling
+        seed = sampling.seed if sampling.temperature else None
+        return SampledToken(answer_token(known, seed), self.num_layers)
 
     def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:
         super().write_kv(row, first_layer, start, [int(t) for t in kv[0, 0, 0, :, 0]])
@@ -119,7 +140,10 @@ class VirtualEngineThread(EngineThread[Any]):
             await asyncio.sleep(self.rng.uniform(*LOAD_S))
             self.core = core
             core.publish()
+            process = CURRENT.get()
             while not self._is_stopping:
+                if process is not None and process.is_full:
+                    raise MemoryError
                 if core.has_work:
                     await asyncio.sleep(self.pace_s)
                 elif inbox.empty():
@@ -131,6 +155,8 @@ class VirtualEngineThread(EngineThread[Any]):
                         pass
                 self._serve_inbox(core)
                 core.publish()
+        except MemoryError as exc:
+            self._fail(ReplicaError(f"the engine failed: {exc!r}"))
         except QuadrigaError as exc:
             self.broken.append(repr(exc))
             self._fail(exc)
@@ -273,7 +299,14 @@ def in_virtual_time(
 
     def unix_s() -> float:
         process = CURRENT.get()
-        return UNIX_EPOCH_S + loop.time() + (0.0 if process is None else process.skew_s)
+        now_s = loop.time()
+        if process is None:
+            return UNIX_EPOCH_S + now_s
+        ahead_s = process.skew_s + process.drift * (now_s - process.drifts_from_s)
+        return UNIX_EPOCH_S + now_s + ahead_s
+
+    def draining_nodes() -> dict[str, float]:
+        return {node: UNIX_EPOCH_S + at_s for node, at_s in ray.leaving.items()}
 
     def unique() -> uuid.UUID:
         return uuid.UUID(int=rng.getrandbits(128), version=4)
@@ -305,8 +338,7 @@ def in_virtual_time(
         put(placement_groups, "PlacementGroupSchedulingStrategy", lambda *_: None)
         put(placement_groups, "has_compiler", lambda: True)
         put(controller_store, "internal_kv", Store(ray))
-        put(drain, "draining_nodes", dict)
-        put(drain.LeavingNodes, "look", _none)
+        put(drain.LeavingNodes.__init__, "__defaults__", (draining_nodes, unix_s))
         put(node_reports.NodeReports, "while_pending", _none)
         put(metrics_page.MetricsPage, "keep", _none)
         put(metrics_page.MetricsPage, "sample_forever", _none)

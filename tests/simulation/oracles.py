@@ -1,0 +1,185 @@
+"""What must hold in a simulated cluster, at every moment and in the end.
+
+Owners are looked at whenever a sequence joins a decode replica and whenever tokens are emitted:
+under one epoch of a sequence one replica speaks, and no two run it at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from actors.kv_transfer.migration import Migration
+from actors.replica.decode import DecodeReplica
+from actors.replica.replica import Replica
+from actors.rpc.lifecycle import controller_name, scheduler_name
+from quadriga.config.loader import load_config
+from quadriga.config.resolve import num_replicas
+from quadriga.core.replica import PARTS, Role
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.preemption import Preemption
+from quadriga.scheduling.sequence import SequenceStatus
+from serve_app.request.request_manager import RequestManager
+from tests.simulation.plans import APP
+from tests.simulation.processes import CURRENT
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+
+RUNS = (SequenceStatus.RUNNING, SequenceStatus.AT_EXIT, SequenceStatus.PAUSED)
+MAX_STRAY = 16
+"""Outputs that an ingress has left at a replica: those of a last poll whose acknowledgement was
+lost stay until it polls there again."""
+MAX_REFUSALS = 12
+"""Who comes back when told is not told to come again and again."""
+
+Hook = tuple[Any, str, Callable[..., Any]]
+
+
+class Oracles:
+    """Looks at one cluster.
+
+    Attributes:
+        counts: How often sequences were moved, rebuilt, adopted and paused.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.counts: Counter[str] = Counter()
+        self._speakers: dict[tuple[str, int], str] = {}
+
+    def hooks(self) -> list[Hook]:
+        """Where to look while the product runs: (owner, name, what is put there)."""
+        return [
+            (Replica, "emit", self._emit(Replica.emit)),
+            (DecodeLoop, "join", self._join(DecodeLoop.join)),
+            (DecodeReplica, "adopt", self._adopt(DecodeReplica.adopt)),
+            (Migration, "_conclude", self._conclude(Migration._conclude)),
+            (RequestManager, "_rebuild", self._count("rebuilds", RequestManager._rebuild)),
+            (Preemption, "pause", self._count("suspends", Preemption.pause)),
+        ]
+
+    # At every moment
+
+    def _emit(self, emit: Callable[..., None]) -> Callable[..., None]:
+        def hooked(replica: Any, emissions: Sequence[Any], **options: Any) -> None:
+            for _, output in emissions:
+                if output.token_ids and output.moved_to is None:
+                    key = (output.sequence_id, output.epoch)
+                    speaker = self._speakers.setdefault(key, replica.name)
+                    if speaker != replica.name:
+                        self._cluster.fail(f"{speaker} and {replica.name} both emit {key}")
+            emit(replica, emissions, **options)
+
+        return hooked
+
+    def _join(self, join: Callable[..., None]) -> Callable[..., None]:
+        def hooked(loop: Any, state: Any, *args: Any, **options: Any) -> None:
+            join(loop, state, *args, **options)
+            sequence_id, process = state.sequence_id, CURRENT.get()
+            assert process is not None
+            for name, decode in self._cluster.replicas(Role.DECODE):
+                held = decode.engine.core.loop.batch.sequences.get(sequence_id)
+                if name != process.name and held is not None and held.status in RUNS:
+                    self._cluster.fail(f"{name} runs {sequence_id} as it joins {process.name}")
+            for name, prefill in self._cluster.replicas(Role.PREFILL):
+                held = prefill.sequences.get(sequence_id)
+                if held is not None and held.status is SequenceStatus.PREFILLING:
+                    self._cluster.fail(f"{name} computes {sequence_id} as it joins {process.name}")
+
+        return hooked
+
+    def _adopt(self, adopt: Callable[..., Any]) -> Callable[..., Any]:
+        async def hooked(replica: Any, *args: Any) -> bool:
+            is_there: bool = await adopt(replica, *args)
+            self.counts["adoptions"] += is_there
+            return is_there
+
+        return hooked
+
+    def _conclude(self, conclude: Callable[..., None]) -> Callable[..., None]:
+        def hooked(migration: Any, outcome: str, reason: str) -> None:
+            self.counts["moves"] += outcome == "moved"
+            conclude(migration, outcome, reason)
+
+        return hooked
+
+    def _count(self, what: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def hooked(*args: Any, **options: Any) -> Any:
+            self.counts[what] += 1
+            return method(*args, **options)
+
+        return hooked
+
+    # In the end
+
+    def rest(self) -> Iterator[str]:
+        """What is not as it is to be in the end."""
+        yield from self._of_replicas()
+        yield from self._of_ingresses()
+        yield from self._of_the_scheduler()
+        yield from self._of_ray()
+
+    def _of_replicas(self) -> Iterator[str]:
+        cluster = self._cluster
+        ingresses = {actor.name for actor in cluster.actors("ingress")}
+        for name, decode in cluster.replicas(Role.DECODE):
+            loop = decode.engine.core.loop
+            if loop.slots.owners:
+                yield f"{name} keeps rows of {sorted(loop.slots.owners)}"
+            if decode.receiver.leases.sequences():
+                yield f"{name} keeps leases of {sorted(decode.receiver.leases.sequences())}"
+            if decode.migrations.under_way:
+                yield f"{name} has moves that do not end"
+        for name, prefill in cluster.replicas(Role.PREFILL):
+            if prefill.sequences or prefill._tasks:
+                yield f"{name} keeps {sorted(prefill.sequences)}"
+            if prefill.engine.core.loop.slots.owners:
+                yield f"{name} keeps rows"
+        for role in PARTS:
+            for name, replica in cluster.replicas(role):
+                for ingress, box in replica.mail._outboxes.items():
+                    if ingress in ingresses and len(box.entries) > MAX_STRAY:
+                        yield f"{name} keeps {len(box.entries)} outputs for {ingress}"
+
+    def _of_ingresses(self) -> Iterator[str]:
+        for actor in self._cluster.actors("ingress"):
+            if actor.instance is None:
+                continue
+            client = actor.instance.engine_client
+            if client._request_manager._live or client._num_open:
+                yield f"{actor.name} keeps {sorted(client._request_manager._live)}"
+            for key, meter in client.rate_limiter._meters.items():
+                if meter.num_running:
+                    yield f"{actor.name} counts {meter.num_running} requests of key {key}"
+
+    def _of_the_scheduler(self) -> Iterator[str]:
+        actor = self._cluster.ray.actors.get(scheduler_name(APP))
+        if actor is None or actor.instance is None:
+            yield "there is no scheduler"
+            return
+        scheduler = actor.instance
+        if sent := {n: s for n, s in scheduler._inflight._sent.items() if s}:
+            yield f"the scheduler counts {sent} as on their way"
+        if scheduler._waiting_for_room:
+            yield f"the scheduler keeps {sorted(scheduler._waiting_for_room)} waiting"
+        if orders := scheduler._rescheduling.governor.moves.under_way:
+            yield f"the scheduler keeps {len(orders)} orders"
+
+    def _of_ray(self) -> Iterator[str]:
+        """As many replicas as are wanted serve, and nothing else is there."""
+        cluster = self._cluster
+        pools = load_config(cluster.config).pools
+        numbers = {role: sum(1 for _ in cluster.replicas(role)) for role in PARTS}
+        wanted = {role: sum(num_replicas(pool)[role] for pool in pools) for role in PARTS}
+        if numbers != wanted:
+            yield f"{numbers} replicas serve, {wanted} are wanted"
+        serving = {name for role in PARTS for name, _ in cluster.replicas(role)}
+        known = serving | {scheduler_name(APP), controller_name(APP)}
+        for name in cluster.ray.actors:
+            if name not in known and ":ingress:" not in name:
+                yield f"{name} is left over"
+        for name, state in cluster.ray.groups.items():
+            if state != "REMOVED" and name not in known and ":ingress:" not in name:
+                yield f"the placement group of {name} is left over"
