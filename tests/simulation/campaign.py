@@ -131,8 +131,11 @@ def shrink(failing: Plan, failure: str) -> Plan:
 
     wanted = same_failure(failure)
 
+    def is_wanted(one: str) -> bool:
+        return same_failure(one) == wanted
+
     def fails(candidate: Plan) -> bool:
-        return any(same_failure(f) == wanted for f in run(candidate).failures)
+        return any(map(is_wanted, run(candidate, is_wanted).failures))
 
     smallest = failing
     for _ in range(MAX_ROUNDS):

@@ -125,8 +125,10 @@ class Cluster:
         connections: Of clients: where the answer comes in, and the task that sends it.
     """
 
-    def __init__(self, plan: Plan, loop: ProcessLoop) -> None:
-        self.plan, self.loop = plan, loop
+    def __init__(
+        self, plan: Plan, loop: ProcessLoop, is_wanted: Callable[[str], bool] | None = None
+    ) -> None:
+        self.plan, self.loop, self._is_wanted = plan, loop, is_wanted
         self.rng = random.Random(plan.seed)
         self.wires = Wires(self.rng, loop.time)
         self.ray = VirtualRay(self.rng, self.wires, self.note)
@@ -149,6 +151,8 @@ class Cluster:
         """A promise was broken."""
         self.note(f"BROKEN: {what}")
         self.result.failures.append(what)
+        if self._is_wanted is not None and self._is_wanted(what):
+            self.loop.stop()
 
     async def run(self) -> None:
         """Start the cluster, send the requests, let things go wrong, and look at what is left."""
@@ -325,12 +329,16 @@ class Cluster:
             await asyncio.sleep(LOOK_EVERY_S)
 
 
-def run(plan: Plan) -> Result:
-    """Make one run; what broke is in the result, an error of the simulation itself included."""
+def run(plan: Plan, is_wanted: Callable[[str], bool] | None = None) -> Result:
+    """Make one run; what broke is in the result, an error of the simulation itself included.
+
+    Args:
+        is_wanted: Of a failure: it ends the run.
+    """
     logging.disable(logging.CRITICAL)
     random.seed(plan.seed)
     loop = ProcessLoop()
-    cluster = Cluster(plan, loop)
+    cluster = Cluster(plan, loop, is_wanted)
     try:
         asyncio.set_event_loop(loop)
         with (
@@ -342,15 +350,17 @@ def run(plan: Plan) -> Result:
                 hooks.enter_context(patch.object(*hook))
             # Of calls that reach a process as it dies.
             warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
-            loop.run_until_complete(cluster.run())
-            for error in loop.failures:
-                if not isinstance(error, ProcessEnded):
-                    cluster.fail(f"a task failed: {error!r}")
+            try:
+                loop.run_until_complete(cluster.run())
+                for error in loop.failures:
+                    if not isinstance(error, ProcessEnded):
+                        cluster.fail(f"a task failed: {error!r}")
+            finally:
+                _take_down(loop)
     except Exception as exc:  # one run that breaks must not end a campaign of thousands
         where = traceback.extract_tb(exc.__traceback__)[-1]
         cluster.fail(f"the run broke: {exc!r} in {where.name}")
     finally:
-        _take_down(loop)
         asyncio.set_event_loop(None)
         loop.close()
         logging.disable(logging.NOTSET)
