@@ -134,7 +134,7 @@ def plan(seed: int, *, num_requests: int = 30, num_faults: int = 8) -> Plan:
         Fault(rng.uniform(0.0, REQUESTS_WITHIN_S + 2.0), _kind(rng), rng.getrandbits(32))
         for _ in range(num_faults)
     ]
-    often_s = rng.choice([0.25, 1.0])
+    often_s = rng.choice([0.25, 1.0, 1.0, 1.0])
     settings: dict[str, Any] = {
         "name": APP,
         "model": MODEL,

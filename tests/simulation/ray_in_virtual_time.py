@@ -202,28 +202,32 @@ class VirtualRay:
         """Make a call in the name of the process that runs."""
         caller = CURRENT.get()
         source = "world" if caller is None else caller.name
-        data = pickle.dumps(args)
+        data, what = pickle.dumps(args), args[0] if method == "call_many" else method
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.num_calls += 1
-        outside(lambda: self._send(source, actor, method, data, future))
+        outside(lambda: self._send(source, actor, method, what, data, future))
         return future
 
     def _send(
-        self, source: str, actor: Actor, method: str, data: bytes, future: asyncio.Future[Any]
+        self,
+        source: str,
+        actor: Actor,
+        method: str,
+        what: str,
+        data: bytes,
+        future: asyncio.Future[Any],
     ) -> None:
         loop = asyncio.get_running_loop()
         if actor.process is None:
             error = self.gone(actor)
             loop.call_later(0.001, _fail, future, error)
             return
-        what = called(method, data)
         delay_s = self.wires.delay_s(source, actor.name, what)
         if delay_s is None:
             self._lost(actor, future)
             return
         actor.waiting.add(future)
-        future.add_done_callback(actor.waiting.discard)
-        loop.call_later(delay_s, self._arrive, source, actor, method, data, future)
+        loop.call_later(delay_s, self._arrive, source, actor, method, what, data, future)
 
     def _lost(self, actor: Actor, future: asyncio.Future[Any]) -> None:
         """A message was lost: the caller is told late, or waits as long as it likes."""
@@ -234,7 +238,13 @@ class VirtualRay:
             )
 
     def _arrive(
-        self, source: str, actor: Actor, method: str, data: bytes, future: asyncio.Future[Any]
+        self,
+        source: str,
+        actor: Actor,
+        method: str,
+        what: str,
+        data: bytes,
+        future: asyncio.Future[Any],
     ) -> None:
         process = actor.process
         if process is None:
@@ -248,11 +258,12 @@ class VirtualRay:
         task = process.spawn(carry_out())
 
         def answered(task: asyncio.Task[Any]) -> None:
+            actor.waiting.discard(future)
             if task.cancelled():
                 return
             error = task.exception()
             outcome = None if error is not None else pickle.dumps(task.result())
-            delay_s = self.wires.delay_s(actor.name, source, called(method, data), is_answer=True)
+            delay_s = self.wires.delay_s(actor.name, source, what, is_answer=True)
             if delay_s is None:
                 self._lost(actor, future)
                 return
@@ -338,11 +349,6 @@ class _RuntimeContext:
 
     def get_actor_name(self) -> str:
         return self._actor.name
-
-
-def called(method: str, data: bytes) -> str:
-    """The method of a call, or of the calls of a batch."""
-    return str(pickle.loads(data)[0]) if method == "call_many" else method
 
 
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:
