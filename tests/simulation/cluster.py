@@ -166,6 +166,8 @@ class Cluster:
                 return
             await asyncio.sleep(0.25)
         self._began_s = self.loop.time()
+        if plan.counts:
+            background(self.oracles.watch_counters())
         strike = Faults(self).strike
         faults = [background(self._later(f.at_s, lambda f=f: strike(f))) for f in plan.faults]
         client = SimulatedClient(self)
@@ -342,7 +344,7 @@ def run(plan: Plan, is_wanted: Callable[[str], bool] | None = None) -> Result:
     try:
         asyncio.set_event_loop(loop)
         with (
-            in_virtual_time(loop, cluster.ray, cluster.rng),
+            in_virtual_time(loop, cluster.ray, cluster.rng, pushes=plan.counts),
             warnings.catch_warnings(),
             ExitStack() as hooks,
         ):
@@ -354,17 +356,21 @@ def run(plan: Plan, is_wanted: Callable[[str], bool] | None = None) -> Result:
                 loop.run_until_complete(cluster.run())
                 for error in loop.failures:
                     if not isinstance(error, ProcessEnded):
-                        cluster.fail(f"a task failed: {error!r}")
+                        cluster.fail(f"a task failed: {error!r} in {_where(error)}")
             finally:
                 _take_down(loop)
     except Exception as exc:  # one run that breaks must not end a campaign of thousands
-        where = traceback.extract_tb(exc.__traceback__)[-1]
-        cluster.fail(f"the run broke: {exc!r} in {where.name}")
+        cluster.fail(f"the run broke: {exc!r} in {_where(exc)}")
     finally:
         asyncio.set_event_loop(None)
         loop.close()
         logging.disable(logging.NOTSET)
     return cluster.result
+
+
+def _where(error: BaseException) -> str:
+    """The functions that an error came through."""
+    return ", ".join(frame.name for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _take_down(loop: ProcessLoop) -> None:

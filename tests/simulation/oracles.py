@@ -6,6 +6,7 @@ under one epoch of a sequence one replica speaks, and no two run it at once.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,11 @@ from actors.kv_transfer.migration import Migration
 from actors.replica.decode import DecodeReplica
 from actors.replica.replica import Replica
 from actors.rpc.lifecycle import controller_name, scheduler_name
+from actors.rpc.ray_rpc import call
 from quadriga.config.loader import load_config
 from quadriga.config.resolve import num_replicas
 from quadriga.core.replica import PARTS, Role
+from quadriga.errors import QuadrigaError, ReplicaError
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.preemption import Preemption
 from quadriga.scheduling.sequence import SequenceStatus
@@ -34,6 +37,10 @@ lost stay until it polls there again."""
 MAX_REFUSALS = 12
 """Who comes back when told is not told to come again and again."""
 
+MAX_GIVEN_UP = 3
+"""Requests that a run may lose `ingress.max_rebuilds` times in a row."""
+COUNTED_EVERY_S, COUNTED_WITHIN_S = 1.0, 5.0
+
 Hook = tuple[Any, str, Callable[..., Any]]
 
 
@@ -41,7 +48,7 @@ class Oracles:
     """Looks at one cluster.
 
     Attributes:
-        counts: How often sequences were moved, rebuilt, adopted and paused.
+        counts: How often sequences were moved, rebuilt, adopted, paused and given up.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -56,6 +63,7 @@ class Oracles:
             (DecodeLoop, "join", self._join(DecodeLoop.join)),
             (DecodeReplica, "adopt", self._adopt(DecodeReplica.adopt)),
             (Migration, "_conclude", self._conclude(Migration._conclude)),
+            (RequestManager, "_fail", self._fail(RequestManager._fail)),
             (RequestManager, "_rebuild", self._count("rebuilds", RequestManager._rebuild)),
             (Preemption, "pause", self._count("suspends", Preemption.pause)),
         ]
@@ -105,12 +113,42 @@ class Oracles:
 
         return hooked
 
+    def _fail(self, fail: Callable[..., None]) -> Callable[..., None]:
+        """The SDK begins again what its ingress gives up; clients over HTTP get the error."""
+
+        def hooked(manager: Any, request: Any, sequence: Any, error: Exception) -> None:
+            self.counts["given up"] += isinstance(error, ReplicaError)
+            if self.counts["given up"] == MAX_GIVEN_UP + 1:
+                self._cluster.fail(f"ingresses give up more than {MAX_GIVEN_UP} requests: {error}")
+            fail(manager, request, sequence, error)
+
+        return hooked
+
     def _count(self, what: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def hooked(*args: Any, **options: Any) -> Any:
             self.counts[what] += 1
             return method(*args, **options)
 
         return hooked
+
+    async def watch_counters(self) -> None:
+        """No counter falls from one page to the next, whoever dies; for ever."""
+        last: dict[str, float] = {}
+        while True:
+            await asyncio.sleep(MAX_GIVEN_UP = 3
+"""Requests that a run may lose `ingress.max_rebuilds` times in a row."""
+COUNTED_EVERY_S)
+            try:
+                async with asyncio.timeout(COUNTED_WITHIN_S):
+                    page = await call(controller_name(APP), "metrics", timeout_s=COUNTED_WITHIN_S)
+            except (TimeoutError, QuadrigaError):
+                continue
+            counters = _counters(page.decode())
+            for name, value in last.items():
+                if counters.get(name, 0.0) < value:
+                    self._cluster.fail(f"{name} fell from {value} to {counters.get(name)}")
+            self.counts["pages"] += 1
+            last = counters
 
     # In the end
 
@@ -183,3 +221,14 @@ class Oracles:
         for name, state in cluster.ray.groups.items():
             if state != "REMOVED" and name not in known and ":ingress:" not in name:
                 yield f"the placement group of {name} is left over"
+
+
+def _counters(page: str) -> dict[str, float]:
+    """What may only rise on a page of metrics, by name and labels."""
+    found = {}
+    for line in page.splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            if name.partition("{")[0].endswith(("_total", "_count", "_bucket")):
+                found[name] = float(value)
+    return found

@@ -68,6 +68,7 @@ class Plan:
     Attributes:
         settings: Of the deployment.
         pace_s: Seconds a step of an engine takes.
+        counts: All processes push their metrics, and the page is read every second.
     """
 
     seed: int
@@ -76,6 +77,7 @@ class Plan:
     num_ingresses: int
     requests: tuple[Asked, ...]
     faults: tuple[Fault, ...]
+    counts: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -114,6 +116,7 @@ METHODS = (
     "report", "adopt", "find_resumable", "claimed", "holding", "renew", "migrate", "heartbeat",
     "ingress_heartbeat", "replica_died", "configure", "drain", "hand_over", "directory",
 )  # fmt: skip
+COUNTS_SHARE = 0.1
 MOVE_SHARE = 0.25
 """Of the faults that are orders to move what runs, at random."""
 
@@ -157,6 +160,7 @@ def plan(seed: int, *, num_requests: int = 30, num_faults: int = 8) -> Plan:
         rng.randint(1, 2),
         tuple(requests),
         tuple(sorted(faults, key=lambda f: f.at_s)),
+        rng.random() < COUNTS_SHARE,
     )
 
 

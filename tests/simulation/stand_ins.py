@@ -226,6 +226,8 @@ class VirtualTransport:
                 outcome: Exception | None = None
             except KVTransportError as exc:
                 outcome = exc
+            except QuadrigaError as exc:  # the peer's engine is over
+                outcome = KVTransportError(exc.message)
             back_s = self.wires.delay_s(peer, me)
             if back_s is not None:
                 loop.call_later(back_s, _answer, answer, outcome)
@@ -301,9 +303,13 @@ class Store:
 
 @contextmanager
 def in_virtual_time(
-    loop: asyncio.AbstractEventLoop, ray: VirtualRay, rng: random.Random
+    loop: asyncio.AbstractEventLoop, ray: VirtualRay, rng: random.Random, *, pushes: bool
 ) -> Iterator[None]:
-    """Have the modules of the cluster run on `loop` and `ray`."""
+    """Have the modules of the cluster run on `loop` and `ray`.
+
+    Args:
+        pushes: Metrics go to the controller; else none are pushed, which takes a third less time.
+    """
 
     def unix_s() -> float:
         process = CURRENT.get()
@@ -332,6 +338,7 @@ def in_virtual_time(
         put(time, "monotonic", loop.time)
         put(time, "perf_counter", loop.time)
         put(time, "time", unix_s)
+        put(time, "time_ns", lambda: int(unix_s() * 1e9))
         put(uuid, "uuid4", unique)
         put(asyncio, "to_thread", in_line)
         put(os, "_exit", _exit)
@@ -350,13 +357,14 @@ def in_virtual_time(
         put(controller_store, "internal_kv", Store(ray))
         put(drain.LeavingNodes.__init__, "__defaults__", (draining_nodes, unix_s))
         put(node_reports.NodeReports, "while_pending", _none)
-        put(metrics_page.MetricsPage, "keep", _none)
         put(metrics_page.MetricsPage, "sample_forever", _none)
-        put(replica_metrics, "push_metrics", _none)
+        if not pushes:
+            put(metrics_page.MetricsPage, "keep", _none)
+            put(replica_metrics, "push_metrics", _none)
+            put(engine_client.EngineClient, "_push_metrics", _none)
         put(replica_metrics.ReplicaMetrics, "gauges", _nothing)
         put(replica_metrics.ReplicaMetrics, "forecast", _nothing)
         put(replica_metrics.ReplicaMetrics, "sent", _nothing)
-        put(engine_client.EngineClient, "_push_metrics", _none)
         put(cluster_client, "own_actor", _own_name)
         for module in (replica, controller_module, scheduler_module):
             put(module, "configure_logging", _nothing)
