@@ -135,9 +135,7 @@ class Oracles:
         """No counter falls from one page to the next, whoever dies; for ever."""
         last: dict[str, float] = {}
         while True:
-            await asyncio.sleep(MAX_GIVEN_UP = 3
-"""Requests that a run may lose `ingress.max_rebuilds` times in a row."""
-COUNTED_EVERY_S)
+            await asyncio.sleep(COUNTED_EVERY_S)
             try:
                 async with asyncio.timeout(COUNTED_WITHIN_S):
                     page = await call(controller_name(APP), "metrics", timeout_s=COUNTED_WITHIN_S)
