@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from tests.simulation.plans import Plan, plan
@@ -119,7 +120,7 @@ def same_failure(failure: str) -> str:
         if ":" in bare and not bare.endswith(":"):  # sim:decode:0:1f2e…
             bare = ":".join(bare.split(":")[:2])
         kept.append("#" if any(c.isdigit() for c in bare) else bare)
-    return " ".join(kept)
+    return " ".join(word for word, _ in groupby(kept))
 
 
 def shrink(failing: Plan, failure: str) -> Plan:

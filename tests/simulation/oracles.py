@@ -25,13 +25,13 @@ from quadriga.scheduling.preemption import Preemption
 from quadriga.scheduling.sequence import SequenceStatus
 from serve_app.request.request_manager import RequestManager
 from tests.simulation.plans import APP
-from tests.simulation.processes import CURRENT
+from tests.simulation.processes import CURRENT, Process
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
 RUNS = (SequenceStatus.RUNNING, SequenceStatus.AT_EXIT, SequenceStatus.PAUSED)
-MAX_STRAY = 16
+MAX_STRAY = 32
 """Outputs that an ingress has left at a replica: those of a last poll whose acknowledgement was
 lost stay until it polls there again."""
 MAX_REFUSALS = 12
@@ -54,7 +54,7 @@ class Oracles:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.counts: Counter[str] = Counter()
-        self._speakers: dict[tuple[str, int], str] = {}
+        self._speakers: dict[tuple[str, int], Process] = {}
 
     def hooks(self) -> list[Hook]:
         """Where to look while the product runs: (owner, name, what is put there)."""
@@ -74,10 +74,13 @@ class Oracles:
         def hooked(replica: Any, emissions: Sequence[Any], **options: Any) -> None:
             for _, output in emissions:
                 if output.token_ids and output.moved_to is None:
-                    key = (output.sequence_id, output.epoch)
-                    speaker = self._speakers.setdefault(key, replica.name)
-                    if speaker != replica.name:
-                        self._cluster.fail(f"{speaker} and {replica.name} both emit {key}")
+                    key, process = (output.sequence_id, output.epoch), CURRENT.get()
+                    assert process is not None
+                    speaker = self._speakers.setdefault(key, process)
+                    if speaker.is_dead:  # who tries a hand-off again does so under its epoch
+                        self._speakers[key] = process
+                    elif speaker is not process:
+                        self._cluster.fail(f"{speaker.name} and {process.name} both emit {key}")
             emit(replica, emissions, **options)
 
         return hooked

@@ -44,7 +44,7 @@ class Actor:
         self.process: Process | None = None
         self.instance: Any = None
         self.is_over = False
-        self.waiting: set[asyncio.Future[Any]] = set()
+        self.waiting: dict[asyncio.Future[Any], None] = {}
         self.started: asyncio.Future[None] | None = None
 
 
@@ -157,7 +157,7 @@ class VirtualRay:
             return
         self._note(f"{actor.name} died")
         actor.process, actor.instance = None, None
-        waiting, actor.waiting = actor.waiting, set()
+        waiting, actor.waiting = actor.waiting, {}
         if not actor.restarts:
             actor.is_over = True
         loop = asyncio.get_running_loop()
@@ -226,7 +226,7 @@ class VirtualRay:
         if delay_s is None:
             self._lost(actor, future)
             return
-        actor.waiting.add(future)
+        actor.waiting[future] = None
         loop.call_later(delay_s, self._arrive, source, actor, method, what, data, future)
 
     def _lost(self, actor: Actor, future: asyncio.Future[Any]) -> None:
@@ -258,7 +258,7 @@ class VirtualRay:
         task = process.spawn(carry_out())
 
         def answered(task: asyncio.Task[Any]) -> None:
-            actor.waiting.discard(future)
+            actor.waiting.pop(future, None)
             if task.cancelled():
                 return
             error = task.exception()
