@@ -1,10 +1,10 @@
 """Every order of events between a source and two destinations, over the real `LeaseTable`s.
 
-The tables decide as in a replica, and rows are given back a step later, as by an engine. A source is
-the most general one that keeps to one rule: it offers a sequence to nobody else before the last
+The tables decide as in a replica, and rows are given back a step later, as by an engine. A source
+is the most general one that keeps to one rule: it offers a sequence to nobody else before the last
 destination has said what became of its transfer, or is dead. Between any two events messages may
-be delivered in any order, lost, or delivered again later; a lease may lapse, a source may give up, a
-destination may die, and an owner may hand the sequence on. A state that was seen is not gone
+be delivered in any order, lost, or delivered again later; a lease may lapse, a source may give up,
+either side may die, and an owner may hand the sequence on. A state that was seen is not gone
 through again, so what is printed is all that can happen within the bounds.
 """
 
@@ -151,6 +151,8 @@ class Checker:
     def _next(self, state: State, before: Any) -> Iterator[tuple[str, State]]:
         yield from self._messages(state)
         yield from self._of_sources(state)
+        if SOURCE not in state.dead and len(state.dead) < self.bounds.deaths:
+            yield f"{SOURCE} dies", _died(state, SOURCE)
         for i, name in enumerate(PAIR):
             if name in state.dead:
                 continue
@@ -206,9 +208,11 @@ class Checker:
                 )
         if len(state.transfers) == self.bounds.transfers:
             return
-        if any(t.phase != "over" for t in state.transfers):
+        if any(t.phase != "over" and t.source not in state.dead for t in state.transfers):
             return
         source, epoch = SOURCE, 1
+        if not state.runs and SOURCE in state.dead:
+            return
         if state.runs:
             source = next(iter(state.runs))
             epoch = 1 + max(t.epoch for t in state.transfers)
@@ -314,7 +318,8 @@ class Checker:
         if state.stands and state.stands not in state.dead:
             raise BrokenPromise(f"{state.stands} stands still:\n{_way(state, before)}")
         for transfer in state.transfers:
-            self.ends[transfer.phase] += 1
+            if transfer.source not in state.dead:
+                self.ends[transfer.phase] += 1
 
 
 def _with(state: State, i: int, table: LeaseTable) -> State:

@@ -12,10 +12,10 @@ from tests.simulation.leases import Bounds, BrokenPromise, Checker
 pytestmark = pytest.mark.timeout(900)  # of many states, on a machine that does much else
 
 MADE = {
-    # One destination after the other, or there and on: every message may be lost or come twice.
-    Bounds(2, lost=1, repeated=0, deaths=0): (8_575, 22),
-    # One transfer, and a destination that dies.
-    Bounds(1, lost=1, repeated=1, deaths=1): (2_673, 13),
+    # One destination after the other, or there and on.
+    Bounds(2, lost=1, repeated=0, deaths=1): (26_612, 23),
+    Bounds(2, lost=1, repeated=1, deaths=0): (52_711, 22),
+    Bounds(1, lost=1, repeated=1, deaths=1): (3_588, 13),
 }
 """By bounds: states, and events to the farthest."""
 
@@ -51,5 +51,5 @@ PLANTED = {
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeaseTable, *PLANTED[name])
     with pytest.raises(BrokenPromise) as broken:
-        Checker(Bounds(2, lost=1, repeated=1, deaths=0)).run()
+        Checker(Bounds(2, lost=1, repeated=0, deaths=1)).run()
     assert "arrives" in str(broken.value) or "promises a row" in str(broken.value)
