@@ -72,6 +72,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         ("bench serve", f"{_BENCH}.cluster.serve", "the service's speed over the engine's"),
         ("bench rescheduling", f"{_BENCH}.cluster.rescheduling",
          "a real cluster with and without rescheduling"),
+        ("bench rescheduling-turns", f"{_TESTS}.rescheduling_turns",
+         "one service with and without rescheduling, in turns"),
         ("bench simulator", f"{_BENCH}.cluster.simulator",
          "the simulator against the cluster it simulates"),
         ("bench migration", f"{_BENCH}.cluster.migration",

@@ -159,6 +159,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests whose tokens may not leave early; with --front",
     )
     cluster.add_argument(
+        "--quality-budget",
+        type=number_from(0.0, 1.0),
+        default=0.0,
+        help="of a request's tokens, those that may leave below their threshold while memory is "
+        "nearly full; with --front",
+    )
+    cluster.add_argument(
         "--fail",
         action="append",
         default=[],
@@ -246,7 +253,12 @@ def run(args: argparse.Namespace) -> int:
 def _exits(args: argparse.Namespace) -> SimExits | None:
     if args.front is None:
         return None
-    return SimExits(args.front, args.stays, full_share=args.full_depth_share)
+    return SimExits(
+        args.front,
+        args.stays,
+        full_share=args.full_depth_share,
+        quality_budget=args.quality_budget,
+    )
 
 
 def parse_failure(text: str) -> Failure:

@@ -11,21 +11,20 @@ with the same settings would load. torch comes with the first model, not with th
 from __future__ import annotations
 
 import itertools
-import math
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from quadriga.checkpoint.exits import ExitCounters, ExitParams, read_exit_params
+from quadriga.checkpoint.exits import ExitCounters, ExitParams
 from quadriga.clock import SystemClock
 from quadriga.config.pacing import find_profile
 from quadriga.core.output import EngineOutput, RequestOutput
 from quadriga.core.replica import Role
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.engine import load_runner
-from quadriga.errors import ConfigError, ContextTooLong, InvalidRequest, UnknownModel
+from quadriga.errors import ConfigError
+from quadriga.input_processor import InputProcessor, Prompt
 from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.scheduling.calibration import calibrate
 from quadriga.scheduling.colocated import ColocatedLoop
@@ -35,8 +34,6 @@ from quadriga.text import AnswerText, TextTokenizer, load_tokenizer
 if TYPE_CHECKING:
     from quadriga.engine import AnyRunner
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""Text, token ids, or a conversation: messages with `role` and `content`."""
 SETTINGS = ("depth", "runner", "exits", "adapters", "engine", "prefill", "decode", "deterministic")
 
 
@@ -110,8 +107,10 @@ class LLM:
         deterministic: bool = False,
     ) -> None:
         self.runner, self.loop, self.tokenizer = runner, loop, text
-        self._is_deterministic = deterministic
-        self._clock, self._names = SystemClock(), itertools.count()
+        self._inputs = InputProcessor(
+            runner.spec, runner.row_capacity_tokens, text, deterministic=deterministic
+        )
+        self._clock = SystemClock()
 
     def close(self) -> None:
         """Give back what the engine holds beside Python's memory; it generates no more."""
@@ -143,7 +142,7 @@ class LLM:
         """
         from tqdm import tqdm
 
-        states = self._states(prompts, sampling, exits, stop, adapter)
+        states = self._inputs.sequences(prompts, sampling, exits, stop, adapter)
         outputs = [RequestOutput(index) for index in range(len(states))]
         is_hidden = None if progress is None else not progress
         started_s = self._clock.now_s()
@@ -173,7 +172,7 @@ class LLM:
 
         Closing the generator frees what it holds in the batch.
         """
-        states = self._states(prompts, sampling, exits, stop, adapter)
+        states = self._inputs.sequences(prompts, sampling, exits, stop, adapter)
 
         def outputs() -> Generator[RequestOutput]:
             with closing(self._run(states, stop)) as said:
@@ -202,85 +201,3 @@ class LLM:
                         self.loop.release(emission.sequence_id)
                         emission.finish = FinishReason.STOP
                 yield index, emission, text
-
-    def _states(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
-        exits: ExitParams | None,
-        stop: Sequence[str],
-        adapter: str,
-    ) -> list[SequenceState]:
-        """Read and check a call. Raises: InvalidRequest, ContextTooLong, UnknownModel."""
-        self._check_adapter(adapter)
-        one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int | Mapping))
-        asked: Sequence[Any] = [prompts] if one else prompts
-        given = sampling if isinstance(sampling, Sequence) else [sampling] * len(asked)
-        if len(given) != len(asked):
-            raise InvalidRequest(
-                f"sampling: {len(given)} for {len(asked)} prompts; give one, or one for each",
-                param="sampling",
-            )
-        if isinstance(stop, str) or not all(stop) or (stop and self.tokenizer is None):
-            raise InvalidRequest(
-                f"stop: must be strings that are not empty, of an LLM with text; got {stop!r:.80}",
-                param="stop",
-            )
-        spec = self.runner.spec
-        wanted = read_exit_params(
-            exits,
-            spec.exits,
-            spec.checkpoint.id,
-            depth=spec.depth,
-            full=spec.checkpoint.num_layers,
-            deterministic=self._is_deterministic,
-        )
-        states = [
-            self._state(prompt, params, wanted, f"prompts.{index}")
-            for index, (prompt, params) in enumerate(zip(asked, given, strict=True))
-        ]
-        for state in states:
-            state.adapter = adapter
-        return states
-
-    def _check_adapter(self, name: str) -> None:
-        """Raises: UnknownModel: There is no such adapter."""
-        known = [adapter.name for adapter in self.runner.spec.adapters]
-        if name and name not in known:
-            raise UnknownModel(
-                f"adapter: {name!r:.80} is not loaded; loaded: {', '.join(known) or 'none'}",
-                param="adapter",
-            )
-
-    def _state(
-        self, prompt: Prompt, sampling: SamplingParams | None, exits: ExitParams, field: str
-    ) -> SequenceState:
-        checkpoint, most = self.runner.spec.checkpoint, self.runner.row_capacity_tokens
-        ids = self.tokenizer.prompt_ids(prompt) if self.tokenizer else list[Any](prompt)
-        wrong = [t for t in ids if not isinstance(t, int) or not 0 <= t < checkpoint.vocab_size]
-        if wrong or not ids:
-            what = f"{wrong[0]!r:.40} is no token id" if wrong else "has no tokens"
-            raise InvalidRequest(
-                f"{field}: {what}; ids are whole numbers below {checkpoint.vocab_size}", param=field
-            )
-        if sampling is None:
-            sampling = SamplingParams(max(1, most - len(ids)), **asdict(checkpoint.sampling))
-        sampling.check()
-        if sampling.grammar is not None:
-            from quadriga.text.grammar import grammars_of  # as torch, not with this module
-
-            grammars_of(checkpoint).prepare(sampling.grammar)
-        if sampling.pooling is not None and self.runner.num_layers < checkpoint.num_layers:
-            raise InvalidRequest(
-                f"pooling: embeddings need all {checkpoint.num_layers} layers of {checkpoint.id}, "
-                f"and {self.runner.num_layers} are loaded; leave depth out",
-                param="pooling",
-            )
-        if len(ids) + sampling.max_tokens > most:
-            raise ContextTooLong(
-                f"{field}: {len(ids)} tokens and max_tokens ({sampling.max_tokens}) are more than "
-                f"the {most} that {checkpoint.id} takes here; shorten it or lower max_tokens",
-                param=field,
-            )
-        name, model = str(next(self._names)), checkpoint.id
-        return SequenceState(name, name, model, ids, sampling, "", 0.0, math.inf, exits)

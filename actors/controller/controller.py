@@ -15,8 +15,7 @@ from actors.controller.placement_groups import cluster_hardware, groups_of, livi
 from actors.controller.replica_manager import ReplicaManager
 from actors.controller.strict_requests import StrictRequests
 from actors.controller.watchdogs import IngressWatch, SchedulerWatch
-from actors.metrics.control_metrics import ControllerMetrics
-from actors.metrics.metrics_page import MetricsPage, exits_view
+from actors.metrics.metrics_page import MetricsPage
 from actors.rpc.lifecycle import (
     controller_name,
     end_this_actor,
@@ -31,11 +30,13 @@ from quadriga.background import background
 from quadriga.clock import SystemClock
 from quadriga.config.ingress import LoggingConfig
 from quadriga.config.resolve import ReplicaSpec
+from quadriga.control.control_metrics import ControllerMetrics
 from quadriga.control.desired import Desired, resolve_on
 from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord, place_name
 from quadriga.control.rollout import is_relieved, places_of_fewer, turn_over
 from quadriga.core.routing import AutoReport
 from quadriga.errors import QuadrigaError, ReplicaDied
+from quadriga.observability.exits_view import exits_view
 from quadriga.observability.logs import configure_logging
 from quadriga.policies.liveness import event_loop_stall_s
 

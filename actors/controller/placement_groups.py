@@ -31,10 +31,6 @@ MIN_CPUS = 0.001
 
 def spawn(name: str, spec: ReplicaSpec, config: dict[str, Any]) -> ActorHandle[Any]:
     """Ask Ray for a replica process; returns before it runs, or even has a place."""
-    from actors.replica.decode import DecodeReplica
-    from actors.replica.mixed import MixedReplica
-    from actors.replica.prefill import PrefillReplica
-
     num_cpus = max(spec.num_cpus, MIN_CPUS)
     bundle = {"CPU": num_cpus} | ({"GPU": spec.num_gpus} if spec.num_gpus else {})
     group = placement_group(
@@ -43,13 +39,8 @@ def spawn(name: str, spec: ReplicaSpec, config: dict[str, Any]) -> ActorHandle[A
         lifetime="detached",
         bundle_label_selector=[dict(spec.node_labels)] if spec.node_labels else None,
     )
-    classes: dict[Role, Any] = {
-        Role.PREFILL: PrefillReplica,
-        Role.DECODE: DecodeReplica,
-        Role.MIXED: MixedReplica,
-    }
     actor: ActorHandle[Any] = (
-        actor_class(classes[spec.role])
+        actor_class(_replica_class(spec.role))
         .options(
             name=name,
             namespace=NAMESPACE,
@@ -63,6 +54,21 @@ def spawn(name: str, spec: ReplicaSpec, config: dict[str, Any]) -> ActorHandle[A
         .remote(name, spec, config)
     )
     return actor
+
+
+def _replica_class(role: Role) -> Any:
+    """The class of a role, whose modules are imported where a replica of it is spawned."""
+    if role is Role.PREFILL:
+        from actors.replica.prefill import PrefillReplica
+
+        return PrefillReplica
+    if role is Role.DECODE:
+        from actors.replica.decode import DecodeReplica
+
+        return DecodeReplica
+    from actors.replica.mixed import MixedReplica
+
+    return MixedReplica
 
 
 def remove(name: str, handle: ActorHandle[Any] | None) -> None:

@@ -1,14 +1,9 @@
-"""Finds decode replicas for the sequences of a prefill replica, and the order in which they ask."""
+"""Finds decode replicas for the sequences of a prefill replica."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import math
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
 
 from actors.rpc.lifecycle import scheduler_name
 from actors.rpc.rpc_batcher import RpcBatcher
@@ -16,13 +11,11 @@ from quadriga.background import background
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.control.model_routing import AutoRouter
 from quadriga.core.replica import Role
-from quadriga.core.request import remaining_of
 from quadriga.core.routing import ClusterView, PlaceRequest
 from quadriga.errors import Overloaded, QuadrigaError, ReplicaError, Unavailable
 from quadriga.policies.least_work import LeastWorkWithoutReports
 from quadriga.policies.load import candidates
-from quadriga.scheduling.prefill_queue import STARVING_S, is_starving
-from quadriga.scheduling.sequence import RunningSequence
+from quadriga.scheduling.transfer.placement_turns import PlacementTurns
 
 logger = logging.getLogger(__name__)
 
@@ -32,74 +25,18 @@ PLACE_TIMEOUT_S = 2.0
 class DecodePlacement:
     """Asks the scheduler for decode replicas; without one it chooses by the last known loads.
 
-    Args:
-        sequences: Those of the replica, by id; those with a `turn` wait for a place.
-        now_s: A steady clock that goes as the event loop's does.
+    Attributes:
+        turns: The order in which sequences ask while there is no room.
     """
 
-    def __init__(
-        self,
-        config: QuadrigaConfig,
-        calls: RpcBatcher,
-        sequences: Mapping[str, RunningSequence],
-        now_s: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: QuadrigaConfig, calls: RpcBatcher, turns: PlacementTurns) -> None:
+        self.turns = turns
         self._config = config
         self._calls = calls
-        self._sequences = sequences
-        self._now_s = now_s
-        self._orders = itertools.count()
         self._scheduler = scheduler_name(config.name)
         self._is_scheduler_away = False
         self._view: ClusterView | None = None
         self._fallback = LeastWorkWithoutReports()
-
-    # Turns: where no decode replica has room, the sequences ask one after the other.
-
-    def is_free_for(self, priority: int) -> bool:
-        """Whether no sequence waits that would be served before a new one of this priority."""
-        return all(
-            head.state.priority > priority and not is_starving(head, self._now_s())
-            for head in self._heads()
-        )
-
-    @asynccontextmanager
-    async def turn(self, sequence: RunningSequence) -> AsyncIterator[None]:
-        """Wait for a sequence's turn; it lasts as long as the context.
-
-        The most important first, of these the shortest by its predicted total, and the oldest
-        beside it where it is starving. A sequence that comes to the head while another one has its
-        turn gets its own beside it.
-        """
-        sequence.since_s, sequence.order = self._now_s(), next(self._orders)
-        sequence.turn = asyncio.Event()
-        self.call_heads()
-        # A starving sequence becomes a head though none comes or goes.
-        starving = asyncio.get_running_loop().call_later(STARVING_S, self.call_heads)
-        try:
-            await sequence.turn.wait()
-            yield
-        finally:
-            starving.cancel()
-            sequence.turn = None
-            self.call_heads()
-
-    def call_heads(self) -> None:
-        """Give their turns to those who are first now; call it when a length becomes known."""
-        for head in self._heads():
-            if head.turn is not None:
-                head.turn.set()
-
-    def _heads(self) -> list[RunningSequence]:
-        """Those whose turn it is: the first by rank, and the oldest where it is starving."""
-        waiting = [s for s in self._sequences.values() if s.turn is not None]
-        if not waiting:
-            return []
-        oldest, first = min(waiting, key=lambda s: s.order), min(waiting, key=_rank)
-        is_apart = oldest is not first and is_starving(oldest, self._now_s())
-        return [oldest, first] if is_apart else [first]
-
-    # Places
 
     async def find(self, request: PlaceRequest) -> str | None:
         """The name of a decode replica for a sequence; None when none has room."""
@@ -176,11 +113,3 @@ class DecodePlacement:
     def cancel_at(self, peer: str, sequence_id: str, ingress_id: str | None) -> None:
         """Cancel a sequence that a decode replica owns by now; see `Replica.cancel`."""
         background(self._calls.tell(peer, "cancel", [sequence_id], ingress_id))
-
-
-def _rank(sequence: RunningSequence) -> tuple[int, float, int]:
-    """Importance, predicted total (unknown ones last), order of coming."""
-    state = sequence.state
-    remaining = remaining_of(state)
-    total = math.inf if remaining is None else state.num_tokens + remaining.mean
-    return state.priority, total, sequence.order

@@ -76,7 +76,7 @@ class PrefillHandoff:
         """The first token is out and is not the last; all KV there will be has been fed."""
         self._prompt_done_s = self._replica.clock.now_s()
         self._set_placed(self._sequence.is_placed)
-        self._placement.call_heads()  # its length is predicted now
+        self._placement.turns.call_heads()  # its length is predicted now
         self._start_limit()
         self._feed.complete()
 
@@ -216,11 +216,11 @@ class PrefillHandoff:
 
     async def _reserve(self) -> OutgoingTransfer:
         """Find a replica with room and reserve there; wait for a turn when there is none."""
-        if self._placement.is_free_for(self._state.priority):
+        if self._placement.turns.is_free_for(self._state.priority):
             transfer = await self._try_once()
             if transfer is not None:
                 return transfer
-        async with self._placement.turn(self._sequence):
+        async with self._placement.turns.turn(self._sequence):
             pause_s = MIN_PAUSE_S
             while True:
                 transfer = await self._try_once()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
@@ -25,6 +24,7 @@ from quadriga.kv_transport.channel import (
     NcclOffer,
     NixlOffer,
 )
+from quadriga.kv_transport.counts import TransportCounts
 from quadriga.kv_transport.gloo import GlooTransport
 from quadriga.kv_transport.pairs import PairTransport
 
@@ -46,34 +46,6 @@ SHARE = 0.5
 async def invite_actor(peer: str, offer: ChannelOffer) -> None:
     """Call the peer's `kv_connect`. Raises: QuadrigaError."""
     await call(peer, "kv_connect", offer, timeout_s=CONNECT_TIMEOUT_S)
-
-
-@dataclass(slots=True)
-class SentBytes:
-    """Parts that arrived, by one transport."""
-
-    parts: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class TransportCounts:
-    """Since the replica's start, by transport; failures by transport and error code."""
-
-    sent: dict[str, SentBytes] = field(default_factory=dict)
-    failures: dict[tuple[str, str], int] = field(default_factory=dict)
-
-    def arrived(self, transport: str, num_bytes: int, seconds: float) -> None:
-        """Count a part that the peer has."""
-        sent = self.sent.setdefault(transport, SentBytes())
-        sent.parts += 1
-        sent.num_bytes += num_bytes
-        sent.seconds += seconds
-
-    def failed(self, transport: str, code: str) -> None:
-        """Count a part that the peer does not have."""
-        self.failures[transport, code] = self.failures.get((transport, code), 0) + 1
 
 
 class TransportHub:

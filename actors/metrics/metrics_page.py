@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 from actors.controller import controller_store
 from actors.rpc.ray_rpc import RAY_FAILED
@@ -100,37 +99,3 @@ class MetricsPage:
         self._is_over = True
         async with self._keeping:
             pass
-
-
-COUNTERS = {
-    "breaches": "quadriga_breaches_total",
-    "involuntary_exits": "quadriga_involuntary_exits_total",
-    "involuntary_stays": "quadriga_involuntary_stays_total",
-    "drafted": "quadriga_drafted_tokens_total",
-    "accepted": "quadriga_accepted_drafts_total",
-}
-
-
-def exits_view(hub: MetricsHub) -> dict[str, dict[str, Any]]:
-    """Return, by replica: {tokens: {layers run: tokens}, each of `COUNTERS`, and uses}.
-
-    Counts are cumulative since each replica's start; a display takes differences. `uses`
-    is {layers run: `ExitUse`}, of all exits of the model.
-    """
-    tokens = hub.values("quadriga_exit_tokens_total")
-    uses = hub.values("quadriga_exit_use")
-    found: dict[str, dict[str, Any]] = {}
-    for source in tokens | uses:
-        ran = {dict(labels)["layer"]: n for labels, n in tokens.get(source, {}).items()}
-        now = [dict(labels) for labels, is_true in uses.get(source, {}).items() if is_true]
-        found[source] = {
-            "tokens": dict(sorted(ran.items(), key=lambda kv: int(kv[0]))),
-            "uses": {
-                use["layer"]: use["use"] for use in sorted(now, key=lambda u: int(u["layer"]))
-            },
-        }
-    for field, name in COUNTERS.items():
-        counted = hub.values(name)
-        for source, view in found.items():
-            view[field] = sum(counted.get(source, {}).values())
-    return found

@@ -12,7 +12,6 @@ from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.background import background, overslept_s
 from quadriga.config.engine_spec import EngineSpec
-from quadriga.config.pacing import find_profile
 from quadriga.config.resolve import ReplicaSpec
 from quadriga.control.replica_record import ReplicaLoad
 from quadriga.core.adapters import find_adapter
@@ -26,7 +25,6 @@ from quadriga.engine import load_runner
 from quadriga.errors import MigrationFailed, TakenOver, UnknownModel
 from quadriga.interfaces import KVSink, ModelRunner
 from quadriga.replica.forecasting import load_lengths
-from quadriga.scheduling.paced_runner import PacedRunner
 from quadriga.scheduling.transfer.handoff import LeaseState, check_numerics, still_busy
 from quadriga.scheduling.transfer.sequence_export import StepPhase
 
@@ -72,6 +70,9 @@ class DecodeReplica(Replica[DecodeEngine]):
 
             relay = runner if isinstance(runner, BatonRunner) else None
         if self.config.decode.pace is not None:
+            from quadriga.config.pacing import find_profile
+            from quadriga.scheduling.paced_runner import PacedRunner
+
             runner = PacedRunner(runner, find_profile(self.config.decode.pace))
         return self.engine_type(
             self,

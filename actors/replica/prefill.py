@@ -24,6 +24,7 @@ from quadriga.interfaces import KVSink
 from quadriga.replica.forecasting import load_lengths
 from quadriga.scheduling.prefill_loop import PrefillOutput
 from quadriga.scheduling.sequence import RunningSequence
+from quadriga.scheduling.transfer.placement_turns import PlacementTurns
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class PrefillReplica(Replica[PrefillEngine]):
         super().__init__(name, spec, config)
         calls = RpcBatcher(call)
         self.sender = HandoffSender(name, self.transport, calls, self.config.transport)
-        self.placement = DecodePlacement(self.config, calls, self.sequences)
+        self.placement = DecodePlacement(self.config, calls, PlacementTurns(self.sequences))
         background(self._never_ending(self.placement.keep_view()))
 
     # RPC

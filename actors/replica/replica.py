@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import ray
 
-from actors.metrics.replica_metrics import ReplicaMetrics
+from actors.metrics import push
 from actors.rpc.lifecycle import end_this_actor, fingerprint, scheduler_name
 from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import BatchedCalls
@@ -45,6 +45,7 @@ from quadriga.interfaces import KVSink
 from quadriga.observability import tracing
 from quadriga.observability.logs import configure_logging
 from quadriga.replica.engine_thread import Core, EngineThread
+from quadriga.replica.replica_metrics import ReplicaMetrics
 from quadriga.replica.resizing import Resizing
 from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
@@ -499,7 +500,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
                 await self._cancel_orphans(silent, forget_after_s=FORGET_FACTOR * request_s)
             self.metrics.gauges(self.load, self.transport.num_fallbacks)
             self.metrics.sent(self.transport.counts)
-            background(self.metrics.push(self.config.name))
+            background(push.push_metrics(self.config.name, self.metrics.registry))
 
     async def _cancel_orphans(self, silent: dict[str, float], *, forget_after_s: float) -> None:
         """Free the sequences of silent ingresses, and leave them an error, should they come back.
@@ -548,7 +549,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         background(self._leave_scheduler())
         if isinstance(error, InvariantViolation):
             self.metrics.violated()
-            background(self.metrics.push(self.config.name))
+            background(push.push_metrics(self.config.name, self.metrics.registry))
         background(self._end_after_failure(error))
 
     async def _leave_scheduler(self) -> None:

@@ -9,11 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.metrics.control_metrics import SchedulerMetrics
+from actors.metrics import push
+from actors.rpc.lifecycle import scheduler_name
 from actors.rpc.ray_rpc import call
 from quadriga.background import background
 from quadriga.clock import Clock
 from quadriga.config.loader import QuadrigaConfig
+from quadriga.control.control_metrics import SchedulerMetrics
 from quadriga.core.forecast import LengthOutcome
 from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import ReplicaSnapshot
@@ -58,7 +60,7 @@ class Rescheduling:
         self._recording: Recording | None = None
         self._recent: RecentTicks | None = None
         self.governor = Governor(config.scheduler, self._record)
-        self.metrics = SchedulerMetrics(config.name)
+        self.metrics = SchedulerMetrics(scheduler_name(config.name))
         self._open_recording()
 
     def configure(self, config: QuadrigaConfig) -> None:
@@ -113,7 +115,7 @@ class Rescheduling:
                 if now_s >= push_s + METRICS_EVERY_S:
                     push_s = now_s
                     self.metrics.gauges(self.governor)
-                    background(self.metrics.push())
+                    background(push.push_metrics(self._config.name, self.metrics.registry))
             except Exception:  # a border: this loop is not awaited, and the next tick may succeed
                 logger.exception("a tick of rescheduling failed")
 

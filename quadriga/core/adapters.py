@@ -27,11 +27,21 @@ class Adapter:
     num_bytes: int
 
 
-def find_adapter(adapters: tuple[Adapter, ...], name: str) -> int:
-    """The place of an adapter, −1 for none (an empty name). Raises: UnknownModel: There is none."""
+def find_adapter(adapters: tuple[Adapter, ...], name: str, *, param: str = "model") -> int:
+    """The place of an adapter, −1 for none (an empty name).
+
+    Args:
+        param: The field that names it, for the error.
+
+    Raises:
+        UnknownModel: There is no such adapter.
+    """
     if not name:
         return -1
     for index, adapter in enumerate(adapters):
         if adapter.name == name:
             return index
-    raise UnknownModel(f"adapter {name!r:.140} is not loaded here", param="model")
+    known = ", ".join(adapter.name for adapter in adapters) or "none"
+    raise UnknownModel(
+        f"{param}: adapter {name!r:.140} is not loaded here; loaded: {known:.500}", param=param
+    )

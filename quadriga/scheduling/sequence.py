@@ -83,7 +83,8 @@ class RunningSequence:
         num_pauses: How often it was moved to host memory here.
         told_at: Output tokens at the last prediction that its ingress knows; -1 before the first.
         told_lowered: `SequenceState.num_lowered` that its ingress knows.
-        stays_until: Tokens that it may become before a more important newcomer may displace it.
+        stays_until: Tokens that it may become before a more important newcomer may displace it, and
+            before it is paused while another one can be.
         suspended: What the runner gave when it was moved to host memory: a `Suspended`.
     """
 

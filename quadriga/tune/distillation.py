@@ -11,10 +11,11 @@ model's own logits on its own answers, and the shortlist, are ours.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,15 @@ class Distiller:
         self.step = 0
         self.num_steps = max(1, math.ceil(options.epochs * len(which) / options.batch_tokens))
         self.loss: dict[int, float] = {}
+        tokens = hashlib.sha256(which.tobytes())
+        tokens.update(np.ascontiguousarray(store.top_ids[:, 0]).tobytes())
+        self._asked = asdict(options) | {  # what decides how every step comes out
+            "dtype": str(options.dtype),
+            "device": None,
+            "seed": seed,
+            "exits": list(self.heads),
+            "tokens": tokens.hexdigest(),
+        }
 
     def run(self, advance: Callable[[int], object]) -> None:
         """Train to the end, going on where an earlier run stopped.
@@ -175,10 +185,9 @@ class Distiller:
         partial = self._work / f".{STATE_FILE}.partial"
         torch.save(
             {
+                "asked": self._asked,
                 "step": self.step,
-                "num_steps": self.num_steps,
-                "kind": self._options.kind,
-                "width": self._options.width,
+                "loss": self.loss,
                 "heads": {depth: head.state_dict() for depth, head in self.heads.items()},
                 "optimizer": self._optimizer.state_dict(),
             },
@@ -191,15 +200,9 @@ class Distiller:
         if not file.is_file():
             return
         state = torch.load(file, map_location=self._device, weights_only=True)
-        same = (
-            state["kind"] == self._options.kind
-            and state["width"] == self._options.width
-            and state["num_steps"] == self.num_steps
-            and set(state["heads"]) == set(self.heads)
-        )
-        if not same:
-            return  # other exits are asked for now: begin anew
-        self.step = state["step"]
+        if state.get("asked") != self._asked:
+            return  # another training is asked for now: begin anew
+        self.step, self.loss = state["step"], state["loss"]
         for depth, head in self.heads.items():
             head.load_state_dict(state["heads"][depth])
         self._optimizer.load_state_dict(state["optimizer"])

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from actors.metrics.control_metrics import ControllerMetrics, SchedulerMetrics
-from actors.metrics.replica_metrics import ReplicaMetrics
+from quadriga.control.control_metrics import ControllerMetrics, SchedulerMetrics
 from quadriga.observability.cluster_metrics import ON_FIRST_USE
 from quadriga.observability.metric_table import MetricTable
 from quadriga.observability.metrics import Declared, Registry
+from quadriga.replica.replica_metrics import ReplicaMetrics
 from serve_app.http.server_metrics import HttpServerMetrics
 from serve_app.ops.metrics import VIEW_GAUGES, VIEW_LABELS, IngressMetrics
 

@@ -355,6 +355,7 @@ class SequenceRequest:
             num_pauses=before.num_pauses + said.num_pauses,
             num_breaches=before.num_breaches + said.num_breaches,
             expected=before.expected or said.expected,
+            expected_layers=before.expected_layers or said.expected_layers,
         )
         # What is begun anew is placed by what is known of it, and has spent what it has spent.
         self.state.prediction, self.state.predicted_at = said.remaining, said.predicted_at

@@ -31,11 +31,19 @@ def static_figures(tree: Tree) -> dict[str, int]:
         "test_lines": sum(m.num_lines for m in tree.tests if not m.is_reliability_run),
         "reliability_lines": sum(m.num_lines for m in tree.tests if m.is_reliability_run),
         "imported_lines": tree.lines(imported),
+        "actors_lines": sum(m.num_lines for m in tree.product if m.name.startswith("actors")),
+        "llm_lines": tree.lines(["quadriga.llm"]),
+        "readme_words": _words("README.md"),
+        "architecture_words": _words("ARCHITECTURE.md"),
         "circles": len(tree.circles()),
         "largest_folder": tree.folders()[0][1],
         "old_names": len(_old_names(tree)),
         "shared_class_names": len(shared_names(tree)),
     }
+
+
+def _words(page: str) -> int:
+    return len((ROOT / page).read_text(encoding="utf-8").split())
 
 
 def traced_figures(tree: Tree, road: Road) -> dict[str, int]:

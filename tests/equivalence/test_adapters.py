@@ -121,7 +121,7 @@ def test_a_suspended_row_goes_on_with_its_adapter_elsewhere(tmp_path: Path) -> N
     assert goes.output_ids == stays.output_ids
     unknown = make_state(prompt)
     unknown.adapter = "gone"
-    with pytest.raises(UnknownModel, match="'gone' is not loaded"):
+    with pytest.raises(UnknownModel, match="'gone' is not loaded here"):
         here.attach(1, unknown)
 
 

@@ -100,7 +100,7 @@ def test_the_clock_runs_while_all_slots_are_taken(native: NativeRunner, suite: T
 
 
 def test_too_few_prompts_are_refused(native: NativeRunner, suite: TaskSuite) -> None:
-    with pytest.raises(ConfigError, match="--prompts: 12 are too few for 12 slots; take 36 or more"):
+    with pytest.raises(ConfigError, match="12 are too few for 12 slots; take 36 or more"):
         run_closed_loop(
             suite.prompts,
             runner=native,

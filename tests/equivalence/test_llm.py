@@ -110,7 +110,7 @@ def replicas_say(llm: LLM, states: list[SequenceState]) -> None:
 def test_tokens_and_exits_are_those_of_replicas(
     llm: LLM, prompts: list[str], sampling: SamplingParams
 ) -> None:
-    states = llm._states(prompts, sampling, None, (), "")
+    states = llm._inputs.sequences(prompts, sampling, None, (), "")
     replicas_say(llm, states)
     outputs = llm.generate(prompts, sampling)
     assert tokens_of(outputs) == [state.output_ids for state in states]

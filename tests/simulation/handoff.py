@@ -38,6 +38,7 @@ from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
+from quadriga.scheduling.transfer.placement_turns import PlacementTurns
 from quadriga.scheduling.transfer.sequence_export import StepPhase
 from tests.simulation.choices import Choices
 from tests.simulation.network import WIRE_S, Network
@@ -197,7 +198,7 @@ class Prefill(PrefillReplica):
         transport = world.transport_of(PREFILL)
         self.sender = HandoffSender(PREFILL, transport, calls, CONFIG.transport)
         self.placement = DecodePlacement(
-            CONFIG, calls, self.sequences, asyncio.get_running_loop().time
+            CONFIG, calls, PlacementTurns(self.sequences, asyncio.get_running_loop().time)
         )
 
     def _release(self, sequence_id: str) -> None:

@@ -16,7 +16,6 @@ from actors.controller.controller import Controller
 from actors.controller.replica_manager import ReplicaManager
 from actors.kv_transfer.handoff_sender import OutgoingTransfer
 from actors.kv_transfer.migration import Migration
-from actors.kv_transfer.placement import DecodePlacement
 from actors.metrics.metrics_page import MetricsPage
 from actors.replica.decode import DecodeReplica
 from actors.replica.prefill import PrefillReplica
@@ -33,6 +32,7 @@ from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.scheduling import preemption
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
 from quadriga.scheduling.transfer.handoff import LeaseState, LeaseTable
+from quadriga.scheduling.transfer.placement_turns import PlacementTurns
 from serve_app.auth.rate_limiter import RateLimiter
 from serve_app.grpc import server
 from serve_app.request import cluster_client, output_poller, request_manager
@@ -118,7 +118,7 @@ def _renames_silently(self: RequestManager, sequence: Any, others: Any = ()) -> 
         self.cancellations.cancel = cancel  # type: ignore[method-assign]
 
 
-def _one_head_for_ever(self: DecodePlacement) -> None:
+def _one_head_for_ever(self: PlacementTurns) -> None:
     for head in self._heads()[:1]:
         if head.turn is not None and head.order == 0:
             head.turn.set()
@@ -191,7 +191,7 @@ PLANTED: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     ),
     "silent sequences are not audited": ((request_manager, "AUDIT_AFTER_S", 1e9),),
     "a turn to ask for a place is not passed on": (
-        (DecodePlacement, "call_heads", _one_head_for_ever),
+        (PlacementTurns, "call_heads", _one_head_for_ever),
     ),
     "the source of a move keeps its row": ((Migration, "_let_go", _lets_go_of_nothing),),
     "a new controller adopts nobody": ((Controller, "_adopt", _adopts_nothing),),

@@ -31,7 +31,7 @@ from actors.controller import (
     watchdogs,
 )
 from actors.kv_transfer import transport_hub
-from actors.metrics import metrics_page, replica_metrics
+from actors.metrics import metrics_page, push
 from actors.replica import decode, prefill, replica
 from actors.rpc import lifecycle, ray_rpc, signals
 from actors.scheduler import scheduler as scheduler_module
@@ -39,8 +39,10 @@ from quadriga.core.kv import KVPart
 from quadriga.core.request import SampledToken
 from quadriga.errors import InvariantViolation, KVTransportError, QuadrigaError, ReplicaError
 from quadriga.interfaces import LayersDone, PrefillChunk
+from quadriga.kv_transport.counts import TransportCounts
 from quadriga.replica import forecasting
 from quadriga.replica.engine_thread import IDLE_STEP_S, EngineThread
+from quadriga.replica.replica_metrics import ReplicaMetrics
 from quadriga.scheduling.calibration import assumed_shape
 from quadriga.scheduling.forecasts import StepShape
 from quadriga.scheduling.transfer import kv_feed
@@ -191,7 +193,7 @@ class VirtualTransport:
 
     def __init__(self, kind: str, me: str, sink: Any, host_for: Any, **_: Any) -> None:
         self._me, self._sink = me, sink
-        self.counts = transport_hub.TransportCounts()
+        self.counts = TransportCounts()
 
     async def send(self, peer: str, part: KVPart, kv: torch.Tensor, *, deadline_s: float) -> None:
         try:
@@ -360,11 +362,11 @@ def in_virtual_time(
         put(metrics_page.MetricsPage, "sample_forever", _none)
         if not pushes:
             put(metrics_page.MetricsPage, "keep", _none)
-            put(replica_metrics, "push_metrics", _none)
+            put(push, "push_metrics", _none)
             put(engine_client.EngineClient, "_push_metrics", _none)
-        put(replica_metrics.ReplicaMetrics, "gauges", _nothing)
-        put(replica_metrics.ReplicaMetrics, "forecast", _nothing)
-        put(replica_metrics.ReplicaMetrics, "sent", _nothing)
+        put(ReplicaMetrics, "gauges", _nothing)
+        put(ReplicaMetrics, "forecast", _nothing)
+        put(ReplicaMetrics, "sent", _nothing)
         put(cluster_client, "own_actor", _own_name)
         for module in (replica, controller_module, scheduler_module):
             put(module, "configure_logging", _nothing)

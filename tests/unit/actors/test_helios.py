@@ -22,7 +22,7 @@ from quadriga.checkpoint.folder import ASSETS
 from quadriga.clock import ManualClock
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.config.resolve import Hardware, resolve
-from quadriga.control.helios_setup import set_up
+from quadriga.control.helios_setup import set_up, with_a_choice
 from quadriga.control.replica_record import ParkedSequence, ReplicaLoad, ReplicaStatus, place_name
 from quadriga.control.strict_requests import escalations
 from quadriga.core.migration import MigrationReport
@@ -485,7 +485,7 @@ def test_a_catalogue_without_the_model_that_is_named_is_refused(
         Stand(monkeypatch, **{"helios.models": ["quadriga-l"]})
 
 
-def test_a_catalogue_with_nothing_to_choose_is_refused(
+def test_where_a_catalogue_has_nothing_to_choose_helios_stands_aside_or_is_refused_if_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "alone"
@@ -494,6 +494,17 @@ def test_a_catalogue_with_nothing_to_choose_is_refused(
         (folder / file).unlink()
     with pytest.raises(ConfigError, match=r"nothing to choose.*alone.*set it to false"):
         Stand(monkeypatch, model=str(folder), **{"helios.catalogue": str(tmp_path)})
+    named = {"model": str(folder), "helios.catalogue": str(tmp_path)}
+    asked = load_config(named | {"helios.enabled": True})
+    assert with_a_choice(asked) is asked, "who asks for it is told"
+    assert not with_a_choice(load_config(named)).helios.enabled
+    shutil.copytree(ASSETS / "quadriga-s", tmp_path / "another")
+    for config in (
+        load_config(named),
+        load_config(named | {"model": "quadriga-l"}),
+        load_config(named | {"helios.catalogue": str(tmp_path / "missing.yaml")}),
+    ):
+        assert with_a_choice(config) is config
 
 
 def test_helios_is_on_where_a_catalogue_is_named(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.transfer.handoff import LeaseState
 from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
+from quadriga.scheduling.transfer.placement_turns import PlacementTurns
 
 CLASS = DepthClass("m", 2)
 KV = torch.ones(2, 2, 1, 2, 4)
@@ -60,7 +61,9 @@ def replica() -> Any:
 def a_handoff(
     host: Any, sequence: RunningSequence, sender: Any, calls: Any
 ) -> tuple[PrefillHandoff, KVFeed]:
-    places = DecodePlacement(host.config, calls, {sequence.state.sequence_id: sequence})
+    places = DecodePlacement(
+        host.config, calls, PlacementTurns({sequence.state.sequence_id: sequence})
+    )
     feed = KVFeed(StagingBudget(), 2, 1)
     return PrefillHandoff(host, sequence, feed, places, sender), feed
 

@@ -24,6 +24,7 @@ from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import AdmitRequest, ClusterView, PlaceRequest
 from quadriga.errors import Overloaded, Unavailable, UnknownModel
 from quadriga.scheduling.prefixes.affinity import prefix_marks
+from quadriga.scheduling.transfer.placement_turns import PlacementTurns
 
 
 def plain(**settings: Any) -> dict[str, Any]:
@@ -231,7 +232,7 @@ async def test_without_a_scheduler_depths_are_chosen_alike(
     config: dict[str, Any], second: str | None
 ) -> None:
     calls: Any = None
-    placement = DecodePlacement(load_config(config), calls, {})
+    placement = DecodePlacement(load_config(config), calls, PlacementTurns({}))
     placement._is_scheduler_away = True
     placement._view = ClusterView(
         time.time(), [snapshot("d0", Role.DECODE, SMALL), snapshot("d1", Role.DECODE, FULL)]

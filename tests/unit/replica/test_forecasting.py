@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.metrics.replica_metrics import ReplicaMetrics
 from loadgen.model_costs.engine import engine_spec
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
@@ -14,6 +13,7 @@ from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.observability.metrics import MetricsHub, parse_exposition
 from quadriga.replica.forecasting import Forecasting, load_lengths
+from quadriga.replica.replica_metrics import ReplicaMetrics
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from actors.kv_transfer.placement import DecodePlacement
-from quadriga.config.loader import load_config
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.scheduling.prefill_queue import STARVING_S
 from quadriga.scheduling.sequence import RunningSequence
+from quadriga.scheduling.transfer.placement_turns import PlacementTurns
 
 
 async def settle() -> None:
@@ -31,8 +29,7 @@ class Turns:
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self.sequences: dict[str, RunningSequence] = {}
-        calls: Any = None
-        self.placement = DecodePlacement(load_config({}), calls, self.sequences, now_s)
+        self.line = PlacementTurns(self.sequences, now_s)
         self.served: list[str] = []
         self.gates: dict[str, asyncio.Event] = {}
 
@@ -44,14 +41,14 @@ class Turns:
 
     async def wait(self, name: str, priority: int) -> None:
         gate = self.gates[name] = asyncio.Event()
-        async with self.placement.turn(self.add(name, priority)):
+        async with self.line.turn(self.add(name, priority)):
             self.served.append(name)
             await gate.wait()
 
 
 async def test_important_sequences_first_and_equals_in_order_of_arrival() -> None:
     turns = Turns()
-    served, line = turns.served, turns.placement
+    served, line = turns.served, turns.line
     assert line.is_free_for(0)
     async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
         for name, priority in (("a", 0), ("b", 1), ("c", 0)):
@@ -80,7 +77,7 @@ async def test_of_equal_importance_the_shortest_by_its_prediction_is_first() -> 
         for name, tokens in (("long", 3.0), ("short", 1.0)):
             turns.sequences[name].state.prediction = LengthPrediction(tokens, 0.0, 4.0)
         assert served == ["first"]
-        turns.placement.call_heads()
+        turns.line.call_heads()
         await settle()
         assert served == ["first", "short"], "its prompt is done: beside the one before it"
         for name in ("first", "short", "long", "unknown"):
@@ -91,7 +88,7 @@ async def test_of_equal_importance_the_shortest_by_its_prediction_is_first() -> 
 
 async def test_a_sequence_that_gives_up_lets_the_next_have_its_turn() -> None:
     turns = Turns()
-    line = turns.placement
+    line = turns.line
     async with asyncio.timeout(5.0), line.turn(turns.add("a", 0)):
         gone = asyncio.create_task(line.turn(turns.add("b", 1)).__aenter__())
         after = asyncio.create_task(line.turn(turns.add("c", 2)).__aenter__())
@@ -106,7 +103,7 @@ async def test_a_sequence_that_gives_up_lets_the_next_have_its_turn() -> None:
 async def test_a_starving_sequence_comes_before_important_ones() -> None:
     now_s = [0.0]
     turns = Turns(lambda: now_s[0])
-    served, line, gates = turns.served, turns.placement, turns.gates
+    served, line, gates = turns.served, turns.line, turns.gates
 
     async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
         for name, priority in (("first", 0), ("humble", 9), ("important", 0)):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from actors.metrics.metrics_page import exits_view
-from actors.metrics.replica_metrics import ReplicaMetrics
 from quadriga.checkpoint.exits import ExitCounters
 from quadriga.control.replica_record import ReplicaLoad
 from quadriga.core.replica import RelayMemory
+from quadriga.observability.exits_view import exits_view
 from quadriga.observability.metrics import MetricsHub, parse_exposition
+from quadriga.replica.replica_metrics import ReplicaMetrics
 
 
 def page(metrics: ReplicaMetrics) -> dict[str, float]:

@@ -1,21 +1,17 @@
-"""What a replica counts, and how a process's metrics reach the hub at the controller."""
+"""Counters and gauges of one replica."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.rpc.lifecycle import controller_name
-from actors.rpc.ray_rpc import call
 from quadriga.core.forecast import LoadForecast
 from quadriga.core.migration import MigrationCause, MigrationReport
 from quadriga.core.output import EngineOutput
 from quadriga.core.replica import ReplicaInfo, ResizeReport
-from quadriga.errors import QuadrigaError
 from quadriga.observability.cluster_metrics import (
     EVENTS,
     LOAD,
@@ -30,13 +26,10 @@ from quadriga.observability.metrics import Registry
 from quadriga.policies.ares.forecast import seconds_to_full
 
 if TYPE_CHECKING:
-    from actors.kv_transfer.transport_hub import TransportCounts
     from quadriga.control.replica_record import ReplicaLoad
+    from quadriga.kv_transport.counts import TransportCounts
     from quadriga.replica.forecasting import Forecasting
 
-logger = logging.getLogger(__name__)
-
-PUSH_TIMEOUT_S = 1.0
 AHEAD_POINTS = (0, 1, 5, 10)
 """Points of the horizon that are exported; all of them would be many series."""
 
@@ -50,6 +43,9 @@ class ForecastFigures:
     seconds_to_full: float
     num_predictions: int
     engine_s: dict[str, float]
+    depth_tokens: dict[str, float]
+    depth_expected: dict[str, float]
+    depth_run: dict[str, float]
 
 
 class ReplicaMetrics:
@@ -125,13 +121,16 @@ class ReplicaMetrics:
         load = forecast.base_s + np.frombuffer(forecast.load_s, dtype="<f4").astype(np.float64)
         tokens = np.frombuffer(forecast.tokens, dtype="<f4")
         ahead = {f"{forecast.grid_s[point]:.3g}": point for point in AHEAD_POINTS}
-        asking = source.asking
+        asking, depths = source.asking, source.depths_by_tenth
         figures = ForecastFigures(
             step_s={label: float(load[point]) for label, point in ahead.items()},
             kv_tokens={label: float(tokens[point]) for label, point in ahead.items()},
             seconds_to_full=seconds_to_full(forecast, capacity_tokens),
             num_predictions=asking.num_predictions if asking else 0,
             engine_s={"predict": asking.seconds if asking else 0.0, "hold": source.seconds},
+            depth_tokens={tenth: one.tokens for tenth, one in depths.items()},
+            depth_expected={tenth: one.expected for tenth, one in depths.items()},
+            depth_run={tenth: one.run for tenth, one in depths.items()},
         )
         self._table("forecast").update(figures)
 
@@ -145,21 +144,3 @@ class ReplicaMetrics:
         self._events.metric("quadriga_kv_transport_fallbacks").set(num_fallbacks)
         if load.relay is not None:
             self._table("relay").update(load.relay)
-
-    async def push(self, app: str) -> None:
-        """Send all values to the hub."""
-        await push_metrics(app, self.registry)
-
-
-async def push_metrics(app: str, registry: Registry) -> None:
-    """Send a process's values to the hub; a lost push costs nothing, the next one has them too."""
-    try:
-        await call(
-            controller_name(app),
-            "push_metrics",
-            registry.source,
-            registry.snapshot(),
-            timeout_s=PUSH_TIMEOUT_S,
-        )
-    except QuadrigaError as exc:
-        logger.debug("metrics not pushed: %s", exc)

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from actors.metrics.replica_metrics import push_metrics
-from actors.rpc.lifecycle import scheduler_name
 from quadriga.control.replica_record import ReplicaPhase
 from quadriga.core.forecast import LengthOutcome
 from quadriga.core.migration import MigrationOrder, MigrationReport
@@ -24,11 +22,14 @@ from quadriga.policies.ares.governor import Governor
 
 
 class SchedulerMetrics:
-    """Counters and gauges of one scheduler process."""
+    """Counters and gauges of one scheduler process.
 
-    def __init__(self, app: str) -> None:
-        self._app = app
-        self.registry = Registry(f"{scheduler_name(app)}:{uuid.uuid4().hex[:8]}")
+    Args:
+        scheduler: Its actor's name.
+    """
+
+    def __init__(self, scheduler: str) -> None:
+        self.registry = Registry(f"{scheduler}:{uuid.uuid4().hex[:8]}")
         self._table = MetricTable(self.registry, SCHEDULER)
 
     def ordered(self, order: MigrationOrder) -> None:
@@ -56,10 +57,6 @@ class SchedulerMetrics:
     def gauges(self, governor: Governor) -> None:
         """Export the present."""
         self._table.update(governor)
-
-    async def push(self) -> None:
-        """Send all values to the hub."""
-        await push_metrics(self._app, self.registry)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,122 @@
+"""Turns the prompts of one call of `quadriga.LLM` into sequences, once all of them were checked."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from quadriga.checkpoint.exits import ExitParams, read_exit_params
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.core.adapters import find_adapter
+from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.errors import ContextTooLong, InvalidRequest
+from quadriga.text import TextTokenizer
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids, or a conversation: messages with `role` and `content`."""
+
+
+class InputProcessor:
+    """Checks what a caller asks of one loaded model, and makes its sequences.
+
+    Args:
+        spec: What the model was loaded with.
+        max_tokens: The most tokens of a prompt and its answer together.
+        tokenizer: None where prompts are token ids and answers have no text.
+        deterministic: Exits are used only where they give the same tokens in every batch.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        max_tokens: int,
+        tokenizer: TextTokenizer | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        self._spec, self._max_tokens, self._tokenizer = spec, max_tokens, tokenizer
+        self._is_deterministic = deterministic
+        self._names = itertools.count()
+
+    def sequences(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        exits: ExitParams | None,
+        stop: Sequence[str],
+        adapter: str,
+    ) -> list[SequenceState]:
+        """Read and check a call of `LLM.generate`, whose arguments these are.
+
+        Raises: InvalidRequest, ContextTooLong, UnknownModel.
+        """
+        find_adapter(self._spec.adapters, adapter, param="adapter")
+        one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int | Mapping))
+        asked: Sequence[Any] = [prompts] if one else prompts
+        given = sampling if isinstance(sampling, Sequence) else [sampling] * len(asked)
+        if len(given) != len(asked):
+            raise InvalidRequest(
+                f"sampling: {len(given)} for {len(asked)} prompts; give one, or one for each",
+                param="sampling",
+            )
+        if isinstance(stop, str) or not all(stop) or (stop and self._tokenizer is None):
+            raise InvalidRequest(
+                f"stop: must be strings that are not empty, of an LLM with text; got {stop!r:.80}",
+                param="stop",
+            )
+        spec = self._spec
+        wanted = read_exit_params(
+            exits,
+            spec.exits,
+            spec.checkpoint.id,
+            depth=spec.depth,
+            full=spec.checkpoint.num_layers,
+            deterministic=self._is_deterministic,
+        )
+        return [
+            self._sequence(prompt, params, wanted, adapter, f"prompts.{index}")
+            for index, (prompt, params) in enumerate(zip(asked, given, strict=True))
+        ]
+
+    def _sequence(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        exits: ExitParams,
+        adapter: str,
+        field: str,
+    ) -> SequenceState:
+        checkpoint, most = self._spec.checkpoint, self._max_tokens
+        ids = self._tokenizer.prompt_ids(prompt) if self._tokenizer else list[Any](prompt)
+        wrong = [t for t in ids if not isinstance(t, int) or not 0 <= t < checkpoint.vocab_size]
+        if wrong or not ids:
+            what = f"{wrong[0]!r:.40} is no token id" if wrong else "has no tokens"
+            raise InvalidRequest(
+                f"{field}: {what}; ids are whole numbers below {checkpoint.vocab_size}", param=field
+            )
+        if sampling is None:
+            sampling = SamplingParams(max(1, most - len(ids)), **asdict(checkpoint.sampling))
+        sampling.check()
+        if sampling.grammar is not None:
+            from quadriga.text.grammar import grammars_of  # as torch, not with this module
+
+            grammars_of(checkpoint).prepare(sampling.grammar)
+        if sampling.pooling is not None and self._spec.depth < checkpoint.num_layers:
+            raise InvalidRequest(
+                f"pooling: embeddings need all {checkpoint.num_layers} layers of {checkpoint.id}, "
+                f"and {self._spec.depth} are loaded; leave depth out",
+                param="pooling",
+            )
+        if len(ids) + sampling.max_tokens > most:
+            raise ContextTooLong(
+                f"{field}: {len(ids)} tokens and max_tokens ({sampling.max_tokens}) are more than "
+                f"the {most} that {checkpoint.id} takes here; shorten it or lower max_tokens",
+                param=field,
+            )
+        name, model = str(next(self._names)), checkpoint.id
+        return SequenceState(
+            name, name, model, ids, sampling, "", 0.0, math.inf, exits, adapter=adapter
+        )
