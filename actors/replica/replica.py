@@ -17,7 +17,7 @@ import ray
 from actors.metrics import push
 from actors.rpc.lifecycle import end_this_actor, fingerprint, scheduler_name
 from actors.rpc.ray_rpc import call
-from actors.rpc.rpc_batcher import BatchedCalls
+from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from actors.rpc.signals import on_sigterm
 from quadriga.background import background, overslept_s
 from quadriga.clock import SystemClock
@@ -546,19 +546,12 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """On the event loop: the engine is over, so this process is of no more use."""
         self._is_draining = True
         self.mail.close()  # waiting polls are to learn of it now
-        background(self._leave_scheduler())
+        scheduler = scheduler_name(self.config.name)  # it sends here until it hears of it
+        background(RpcBatcher(call).tell(scheduler, "replica_died", self.name))
         if isinstance(error, InvariantViolation):
             self.metrics.violated()
             background(push.push_metrics(self.config.name, self.metrics.registry))
         background(self._end_after_failure(error))
-
-    async def _leave_scheduler(self) -> None:
-        """Have nothing sent here any more; its reports have ended."""
-        scheduler = scheduler_name(self.config.name)
-        try:
-            await call(scheduler, "replica_died", self.name, timeout_s=REPORT_MIN_TIMEOUT_S)
-        except QuadrigaError as exc:  # the controller tells it, too
-            logger.info("%s was not told of the end of %s: %s", scheduler, self.name, exc)
 
     async def _end_after_failure(self, error: QuadrigaError) -> None:
         # Long enough for the controller's heartbeat to learn why, and for the last poll.

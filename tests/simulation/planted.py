@@ -21,6 +21,7 @@ from actors.replica.decode import DecodeReplica
 from actors.replica.prefill import PrefillReplica
 from actors.replica.replica import Replica
 from actors.rpc import rpc_batcher
+from actors.scheduler.scheduler import Scheduler
 from quadriga.client.base import Deadline
 from quadriga.errors import QuadrigaError
 from quadriga.policies import inflight_tracker
@@ -223,7 +224,7 @@ PLANTED: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "no place is kept for who is told to come back": ((RetryReservations, "ask", _knows_nobody),),
     "a new controller's counters begin at zero": ((MetricsPage, "restore", _restores_nothing),),
     "requests are sent to a replica whose engine has failed": (
-        (Replica, "_leave_scheduler", _no_task),
+        (Scheduler, "replica_died", _no_task),
         (cluster_client, "LOST_S", -1.0),
     ),
 }
