@@ -59,7 +59,7 @@ class DecodeReplica(Replica[DecodeEngine]):
     def _load_core(self) -> DecodeEngine:
         from quadriga.engine.model_runner import NativeRunner
 
-        loaded = load_runner(self.spec.engine)
+        loaded = load_runner(self.spec.engine, self.ranks)
         self.loaded(loaded.spec, loaded.numerics)
         runner: ModelRunner = loaded
         native = loaded if isinstance(loaded, NativeRunner) else None

@@ -159,7 +159,7 @@ class PrefillReplica(Replica[PrefillEngine]):
     def _load_core(self) -> PrefillEngine:
         from quadriga.engine.model_runner import NativeRunner
 
-        runner = load_runner(self.spec.engine)
+        runner = load_runner(self.spec.engine, self.ranks)
         self.loaded(runner.spec, runner.numerics)
         return PrefillEngine(
             self,

@@ -51,6 +51,7 @@ class EngineSpec:
         shared_in: Registry through which the processes of this machine read weights from one copy
             in memory; None: a copy of its own.
         adapters: LoRA adapters of the model, all of them loaded.
+        tensor_parallel: Ranks among which each layer's heads, MLP and the vocabulary are divided.
         gpu_memory_share: Lower `kv_capacity_tokens` at load to what, with the weights, fits into
             this share of the GPU's memory; None: hold exactly that many, or refuse to start.
     """
@@ -80,6 +81,7 @@ class EngineSpec:
     host_copies: bool = True
     shared_in: Path | None = None
     adapters: tuple[Adapter, ...] = ()
+    tensor_parallel: int = 1
 
     @property
     def depth_class(self) -> DepthClass:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -17,6 +18,7 @@ from quadriga.checkpoint.exits import (
 )
 from quadriga.checkpoint.families import NATIVE_ARCHITECTURES
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
+from quadriga.checkpoint.json_files import read_object
 from quadriga.config.engine import PoolConfig
 from quadriga.config.engine_spec import (
     DTYPE_BYTES,
@@ -185,14 +187,16 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
             )
         runner = _runner(pool, index, checkpoint, depth)
         _check_weights(engine.weights, device, dtype, runner, checkpoint.id)
+        _check_ranks(config, index, checkpoint, device, runner)
         adapters = _adapters(config, index, checkpoint, device, runner, DTYPE_BYTES[dtype])
         counts = num_replicas(pool, is_cramped=is_cramped)
         pools.append(_Pool(index, pool, checkpoint, depth, runner, adapters, counts))
     num_running = sum(sum(pool.num_replicas.values()) for pool in pools)
     if config.helios.enabled and config.helios.scout:
         num_running += len(PARTS)
-    cpus_each = _cpus(config, device, hardware, num_running)
-    memory_for = _kv_memory(config, hardware, device, dtype, pools, cpus_each, num_running)
+    num_processes = num_running * engine.tensor_parallel
+    cpus_each = _cpus(config, device, hardware, num_processes)
+    memory_for = _kv_memory(config, hardware, device, dtype, pools, cpus_each, num_processes)
     replicas: list[ReplicaSpec] = []
     for one in pools:
         pool, memory = one.config, memory_for(one.checkpoint)
@@ -283,6 +287,7 @@ def _engine_spec(
         host_copies=not (device == "cuda" and config.transport.kind in ("auto", "nccl", "nixl")),
         shared_in=cache_dir / "shared" if device == "cpu" else None,
         adapters=pool.adapters,
+        tensor_parallel=engine.tensor_parallel,
     )
 
 
@@ -392,6 +397,41 @@ def _adapters(
     return found
 
 
+def _check_ranks(
+    config: QuadrigaConfig, index: int, checkpoint: Checkpoint, device: Device, runner: Runner
+) -> None:
+    """Raises: ConfigError: A pool's replicas cannot be made of so many ranks."""
+    field, size = "engine.tensor_parallel", config.engine.tensor_parallel
+    if size == 1:
+        return
+    where = None
+    if device != "cpu":
+        where = f"engine.device {device}, and ranks add up over gloo, on CPUs"
+    elif runner != "native":
+        where = f"{checkpoint.id} in the relay batch, which runs unmodified models whole"
+    elif config.helios.enabled:
+        where = "helios.enabled, and ranks keep the layers that they start with"
+    elif config.pools[index].adapters is not None:
+        where = f"pools.{index}.adapters, and ranks take no LoRA adapters"
+    if where is not None:
+        raise ConfigError(f"{field}: {size} is not possible with {where}; use 1", param=field)
+    raw = read_object(checkpoint.path / "config.json")
+    shared = {
+        "KV heads": checkpoint.num_kv_heads,
+        "columns of the MLP": raw.get("intermediate_size", raw.get("ffn_dim")),
+        "tokens of the vocabulary": checkpoint.vocab_size,
+    }
+    counts = [count for count in shared.values() if type(count) is int]
+    for what, count in shared.items():
+        if type(count) is int and count % size:
+            fitting = [n for n in range(1, 65) if math.gcd(*counts) % n == 0]
+            raise ConfigError(
+                f"{field}: {size} ranks cannot share the {count} {what} of {checkpoint.id} "
+                f"evenly; use one of {', '.join(map(str, fitting))}",
+                param=field,
+            )
+
+
 def _kv_memory(
     config: QuadrigaConfig,
     hardware: Hardware,
@@ -399,12 +439,12 @@ def _kv_memory(
     dtype: Dtype,
     pools: list[_Pool],
     cpus_each: float,
-    num_running: int,
+    num_processes: int,
 ) -> Callable[[Checkpoint], int | None]:
     """What a replica's KV may take, by its model: bytes, or None for what its GPU has left.
 
     Args:
-        num_running: Replicas that may run at once.
+        num_processes: That may run at once, the ranks of all replicas.
     """
     named = config.engine.kv_memory_bytes
     if named != "auto":
@@ -416,13 +456,15 @@ def _kv_memory(
     kept: int | Literal["stored"] = "stored" if has_kernels else width
     if config.engine.weights != "auto":
         kept = WEIGHT_BYTES[config.engine.weights]
+    ranks = config.engine.tensor_parallel
     weights = {
         pool.checkpoint.id: WeightBytes(
             weight_bytes(
                 pool.checkpoint, width, matrices=kept if pool.runner == "native" else width
-            ),
+            )
+            // ranks,
             # Only the native engine reads weights from one copy for all processes of a node.
-            1 if pool.runner == "native" else sum(pool.num_replicas.values()),
+            ranks if pool.runner == "native" else sum(pool.num_replicas.values()),
         )
         for pool in pools
     }
@@ -436,13 +478,15 @@ def _kv_memory(
     share = kv_bytes_per_replica(
         hardware.nodes,
         [*weights.values(), *adapters],
-        num_replicas=num_running,
+        num_processes=num_processes,
         cpus_each=cpus_each,
     )
 
     def bytes_for(checkpoint: Checkpoint) -> int:
         least = min(checkpoint.max_model_len, FLOOR_TOKENS)
-        return max(share, least * checkpoint.kv_bytes_per_token(checkpoint.num_layers, width))
+        return max(
+            share * ranks, least * checkpoint.kv_bytes_per_token(checkpoint.num_layers, width)
+        )
 
     return bytes_for
 

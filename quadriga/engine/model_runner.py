@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,9 @@ from quadriga.engine.transfers import index_on, to_device
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.errors import ConfigError, InvariantViolation, UnknownModel
 from quadriga.interfaces import LayersDone, PrefillChunk
+
+if TYPE_CHECKING:
+    from quadriga.engine.tensor_parallel.loading import RankStarter
 
 Ints = npt.NDArray[np.int64]
 
@@ -89,8 +92,12 @@ class NativeRunner:
         self._pooled = PooledStates()
 
     @classmethod
-    def load(cls, spec: EngineSpec) -> NativeRunner:
+    def load(cls, spec: EngineSpec, starter: RankStarter | None = None) -> NativeRunner:
         """Read the weights and reserve the KV rows.
+
+        Args:
+            starter: Where there are several ranks, starts the others; None: threads of this
+                process.
 
         Raises:
             ConfigError: The checkpoint or the spec cannot be served.
@@ -103,6 +110,10 @@ class NativeRunner:
                 f"{config.max_positions} learned positions of {spec.checkpoint.id}",
                 param="engine.max_model_len",
             )
+        if spec.tensor_parallel > 1:
+            from quadriga.engine.tensor_parallel.loading import RankThreads, load_parallel
+
+            return cls(load_parallel(spec, config, starter or RankThreads()))
         if spec.device == "cuda":
             from quadriga.engine.cuda.loading import find_gpu, load_paged
 

@@ -24,6 +24,7 @@ from quadriga.engine.models.layers import (
     run_layer,
 )
 from quadriga.engine.models.rope import rope_table
+from quadriga.engine.numerics import torch_code
 from quadriga.engine.transfers import to_device
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 
@@ -100,6 +101,16 @@ class PagedDecoder:
     @property
     def num_layers(self) -> int:
         return len(self.weights.layers)
+
+    @property
+    def code(self) -> str:
+        """See `AnyDecoder.code`."""
+        return f"{torch_code(self._device)} {self.attention.name}"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether passes of single tokens run as graphs."""
+        return self.graphs is not None
 
     @property
     def reads_depths(self) -> bool:

@@ -29,6 +29,13 @@ from quadriga.engine.weights.checkpoint_weights import (
 
 Adapted = Mapping[int, torch.Tensor]
 """See `Pass.adapted`."""
+Total = Callable[[torch.Tensor], torch.Tensor]
+"""Of the summands [T, hidden] that the ranks of a tensor-parallel engine hold, on each of them."""
+
+
+def _own(summand: torch.Tensor) -> torch.Tensor:
+    """The total of one rank."""
+    return summand
 
 
 @dataclass(slots=True)
@@ -106,6 +113,7 @@ def run_layer(
     attend: Callable[[torch.Tensor], torch.Tensor],
     loras: LayerAdapters | None = None,
     adapted: Adapted = MappingProxyType({}),
+    total: Total = _own,
 ) -> torch.Tensor:
     """One layer: [T, hidden] → [T, hidden].
 
@@ -114,15 +122,18 @@ def run_layer(
             KV lies and who reads it is its business.
         loras: The layer's adapters; None without any.
         adapted: See `Pass`.
+        total: Of what the ranks add to the hidden states.
     """
     mixed = attend(norm(x, layer.attn_norm, config) if config.pre_norm else x)
-    x = x + add_low_rank(_linear(mixed, layer.out), mixed, loras.out if loras else None, adapted)
+    added = add_low_rank(_linear(mixed, layer.out), mixed, loras.out if loras else None, adapted)
+    x = x + total(added)
     if not config.pre_norm:
         x = norm(x, layer.attn_norm, config)
     h = norm(x, layer.mlp_norm, config) if config.pre_norm else x
     inner = add_low_rank(_linear(h, layer.up), h, loras.up if loras else None, adapted)
     inner = activate(inner, config)
-    x = x + add_low_rank(_linear(inner, layer.down), inner, loras.down if loras else None, adapted)
+    added = add_low_rank(_linear(inner, layer.down), inner, loras.down if loras else None, adapted)
+    x = x + total(added)
     return x if config.pre_norm else norm(x, layer.mlp_norm, config)
 
 
@@ -135,6 +146,7 @@ def layer_forward(
     config: ModelConfig,
     window: int,
     loras: LayerAdapters | None = None,
+    total: Total | None = None,
 ) -> torch.Tensor:
     """Run one layer: [T, hidden] → [T, hidden]; stores the tokens' K and V on the way.
 
@@ -142,6 +154,7 @@ def layer_forward(
         keys, values: This layer's buffers, [rows, blocks, num_kv_heads, KV_BLOCK, head_dim].
         window: Positions a token sees, itself included; 0 is all.
         loras: The layer's adapters; None without any.
+        total: See `run_layer`; None for an engine that is whole.
     """
 
     def attend(h: torch.Tensor) -> torch.Tensor:
@@ -151,7 +164,7 @@ def layer_forward(
         form = _attend_decode if batch.is_decode else _attend_spans
         return form(by_group(q, config), keys, values, batch, window)
 
-    return run_layer(x, layer, config, attend, loras, batch.adapted)
+    return run_layer(x, layer, config, attend, loras, batch.adapted, total or _own)
 
 
 def embed(weights: ModelWeights, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
