@@ -548,7 +548,8 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """On the event loop: the engine is over, so this process is of no more use."""
         self._is_draining = True
         self.mail.close()  # waiting polls are to learn of it now
-        background(RpcBatcher(call).tell(scheduler_name(self.config.name), "replica_died", self.name))
+        app = self.config.name
+        background(RpcBatcher(call).tell(scheduler_name(app), "replica_died", self.name))
         if isinstance(error, InvariantViolation):
             self.metrics.violated()
             background(push.push_metrics(self.config.name, self.metrics.registry))

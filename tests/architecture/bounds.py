@@ -22,7 +22,7 @@ BOUNDS = {
     "product_lines": Bound(99_990, 58_000),
     "test_lines": Bound(77_230, 38_000),
     "reliability_lines": Bound(5_210, 4_000),
-    "actors_lines": Bound(6_540, 6_500),
+    "actors_lines": Bound(6_541, 6_500),
     "llm_lines": Bound(250, 250),
     "readme_words": Bound(900, 900),
     "architecture_words": Bound(2_500, 2_500),

@@ -64,7 +64,7 @@ class TensorRunner(FakeRunner):
 
     numerics = "none"
 
-    def __init__(self, spec: Any) -> None:
+    def __init__(self, spec: Any, ranks: object = None) -> None:
         super().__init__(spec.num_rows, spec.row_capacity_tokens)
         self.spec = spec
         self.num_layers = spec.depth
@@ -387,6 +387,7 @@ def in_virtual_time(
 
 
 _FINGERPRINTS: dict[bytes, str] = {}
+_PRODUCTS_FINGERPRINT = replica.fingerprint
 
 
 def _fingerprint(spec: Any, config: dict[str, Any]) -> str:
@@ -394,7 +395,7 @@ def _fingerprint(spec: Any, config: dict[str, Any]) -> str:
     key = pickle.dumps((spec, config))
     found = _FINGERPRINTS.get(key)
     if found is None:
-        found = _FINGERPRINTS[key] = lifecycle.fingerprint(spec, config)
+        found = _FINGERPRINTS[key] = _PRODUCTS_FINGERPRINT(spec, config)
     return found
 
 
