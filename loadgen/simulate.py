@@ -394,6 +394,8 @@ def _config(args: argparse.Namespace, load: SimLoad, slo: Slo, policy: str) -> d
         "on_full": args.on_full, "bandwidth_gbit": args.bandwidth_gbit,
         "report_every_s": args.report_every_s, "stop_and_copy": args.stop_and_copy,
         "lock_step": args.lock_step, "depths": args.depths, "strict_share": args.strict_share,
+        "front": args.front, "stays": args.stays, "full_depth_share": args.full_depth_share,
+        "quality_budget": args.quality_budget,
         "fail": [[f.at_s, f.replica, f.down_s] for f in args.fail],
         "warm_up_s": args.warm_up_s, "slo_ttft_s": slo.ttft_s, "slo_tpot_s": for_json(slo.tpot_s),
     }  # fmt: skip

@@ -7,7 +7,6 @@ from typing import Any
 from ray import serve
 
 from quadriga.config.loader import QuadrigaConfig, load_config
-from quadriga.control.helios_setup import with_a_choice
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.cli.environment import haproxy_enabled
 from serve_app.cli.ray_errors import explain_in_serve_cli
@@ -29,7 +28,11 @@ def build(args: dict[str, Any]) -> serve.Application:
         ConfigError: Naming every field at fault.
     """
     explain_in_serve_cli()
-    config = with_a_choice(load_config(args))
+    config = load_config(args)
+    if config.helios.enabled:  # what reads catalogues is loaded for it alone
+        from quadriga.control.helios_setup import with_a_choice
+
+        config = with_a_choice(config)
     keys = ApiKeys.load(config.auth)
     check_admin(config.admin, keys)
     return application(config, keys, announces=True)

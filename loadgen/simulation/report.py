@@ -178,6 +178,7 @@ def headline(outcome: SimOutcome) -> dict[str, Any]:
         "makespan_goodput": for_json(summary.makespan.good),
         "good_share": for_json(summary.good_share),
         "p99_tpot_s": for_json(summary.tpot.p99_s),
+        "lowered_tokens": round(outcome.run.num_lowered),
     }
 
 

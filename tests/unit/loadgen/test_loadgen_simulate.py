@@ -108,6 +108,7 @@ def test_simulate_a_trace(trace: Path, tmp_path: Path, capsys: Any) -> None:
     assert line["experiment"] == "simulate"
     assert set(line["headline"]) == {
         "wall_s", "goodput", "makespan_goodput", "good_share", "p99_tpot_s",
+        "lowered_tokens",
     }  # fmt: skip
     assert line["summary"]["failures"] == {}
     assert line["commit"]
