@@ -97,6 +97,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         ("paper drex", f"{_PAPER}.drex.experiment", "rebatching against grouped and no exits"),
         ("paper lossless", f"{_PAPER}.lossless.experiment",
          "exits that draft, against full depth, token for token"),
+        ("paper draft-bound", f"{_PAPER}.lossless.bound",
+         "the most that exits which draft can gain"),
         ("paper baton", f"{_PAPER}.baton.experiment", "relay batch against other batches"),
         ("paper helios", f"{_PAPER}.helios.experiment",
          "model and depth chosen, against one whole"),

@@ -121,7 +121,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = dict(kwargs or {})
         tensors = _tensors((*args, *named.values()))
         here = [t for t in tensors if isinstance(t, FakeTensor)]
-        wanted = named.get("device")
+        wanted = named.get("device") or next((a for a in args if isinstance(a, torch.device)), None)
         name = func.overloadpacket.__name__
         if name in ("pin_memory", "_pin_memory"):
             return _pinned(args[0].clone())

@@ -16,10 +16,10 @@ from quadriga.config.resolve import ReplicaSpec
 from quadriga.control.replica_record import ReplicaLoad
 from quadriga.core.adapters import find_adapter
 from quadriga.core.forecast import LengthOutcome
-from quadriga.core.kv import ResumePoint, TransferOffer
+from quadriga.core.kv import Accepted, ResumePoint, TransferOffer
 from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.output import EngineOutput, progress_of
-from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot
+from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.request import ResumableSequence, SequenceState
 from quadriga.engine import load_runner
 from quadriga.errors import MigrationFailed, TakenOver, UnknownModel
@@ -86,7 +86,7 @@ class DecodeReplica(Replica[DecodeEngine]):
 
     # RPC: the receiving side of a hand-off
 
-    async def reserve(self, offer: TransferOffer) -> ReplicaInfo:
+    async def reserve(self, offer: TransferOffer) -> Accepted:
         """Promise a row to a sequence that another replica is to hand over.
 
         Raises:
@@ -101,8 +101,7 @@ class DecodeReplica(Replica[DecodeEngine]):
         if offer.sequence_id in self.leaving():
             # It comes back before this replica knows that it went: the commit's answer was lost.
             raise still_busy(offer.sequence_id)
-        await self.receiver.reserve(offer)
-        return self.info_record
+        return Accepted(self.info_record, await self.receiver.reserve(offer))
 
     async def renew(self, transfer_id: str) -> bool:
         """Keep a lease alive; False when there is none."""
@@ -208,17 +207,18 @@ class DecodeReplica(Replica[DecodeEngine]):
 
     # RowHost
 
-    async def reserve_row(self, offer: TransferOffer) -> int:
-        def reserve(core: DecodeEngine) -> int:
+    async def reserve_row(self, offer: TransferOffer) -> tuple[int, int]:
+        def reserve(core: DecodeEngine) -> tuple[int, int]:
             slot = core.loop.reserve(
                 offer.sequence_id,
                 offer.max_total_tokens,
                 offer.num_tokens,
                 offer.priority,
                 offer.prediction,
+                offer.block_keys,
             )
             self.arrived(offer.sequence_id)
-            return slot.row
+            return slot.row, core.loop.fill(slot.row, offer.block_keys)
 
         return await self.engine.call(reserve)
 

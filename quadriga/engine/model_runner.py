@@ -205,6 +205,10 @@ class NativeRunner:
         """See `SharingRunner.keep`."""
         return self._cache.keep(row, start, over)
 
+    def blank(self) -> object | None:
+        """See `SharingRunner.blank`."""
+        return self._cache.blank()
+
     @torch.inference_mode()
     def share(self, row: int, start: int, kept: object) -> None:
         """See `SharingRunner.share`."""

@@ -168,13 +168,22 @@ def _request(rng: random.Random, lengths: Sequence[int]) -> Asked:
     length = rng.choice([3, 10, 40, 100])
     return Asked(
         rng.uniform(0.0, REQUESTS_WITHIN_S),
-        tuple(rng.randrange(3, 90) for _ in range(length)),
+        _prompt(rng, length),
         rng.choice(lengths),
         rng.choice([0, 0, 0, 5]),
         rng.uniform(0.0, 3.0) if rng.random() < 0.1 else None,
         rng.choice(SHORT_TIMEOUTS_S) if rng.random() < 0.1 else TIMEOUT_S,
         rng.getrandbits(20) if rng.random() < 0.5 else None,
     )
+
+
+def _prompt(rng: random.Random, length: int) -> tuple[int, ...]:
+    """Most begin as others do, as far as one of a few beginnings goes: KV is shared."""
+    begin = random.Random(rng.randrange(3)).choices(
+        range(3, 90), k=rng.choice([0, length // 2, 90])
+    )
+    rest = [rng.randrange(3, 90) for _ in range(length)]
+    return tuple([*begin, *rest][:length])
 
 
 def _kind(rng: random.Random) -> str:

@@ -348,16 +348,26 @@ def _settings(args: argparse.Namespace) -> list[SimPoint]:
 
 
 def _traces(args: argparse.Namespace) -> list[SimPoint]:
-    """Real traces, at the rate at which their decode work fills 3 replicas to two thirds."""
+    """Real traces: at the rate at which their decode work fills 3 replicas to two thirds, and, on
+    replicas that pause, near saturation and under overload."""
     points = []
     for path in args.trace:
         trace = read_trace(path)
-        rate = fitting_rate(_base(args), trace.input_tokens, trace.output_tokens)
-        points += [
-            _point(args, "traces", trace.name, rate=rate, policy=policy, trace=path,
-                   workload=trace.name)
-            for policy in args.policy
-        ]  # fmt: skip
+        rate = fitting_rate(_base(args), trace.input_tokens, trace.output_tokens, share=1.0)
+        pausing = replace(_base(args), memory=PAUSE)
+        for part, x, load, policies in (
+            ("traces", trace.name, 2 / 3, args.policy),
+            (f"below, 3, {trace.name}", BELOW[3][-1], BELOW[3][-1], (*STATIC, "ares")),
+            (f"overload, {trace.name}", 3, OVERLOAD, (*STATIC, "shedding", "ares")),
+        ):
+            points += [
+                _point(
+                    args, part, x, rate=load * rate, policy=policy, trace=path,
+                    workload=trace.name, config=_base(args) if part == "traces" else pausing,
+                )
+                for policy in args.policy
+                if policy in policies
+            ]  # fmt: skip
     return points
 
 

@@ -169,6 +169,9 @@ class PagedKVCache:
         with self._changed:
             return self.pages.keep(row, start // self.pages.page_tokens)
 
+    def blank(self) -> None:
+        """See `KVCache.blank`: a row's pages are kept as they are."""
+
     def share(self, row: int, start: int, kept: object) -> None:
         """See `KVCache.share`: the row names the same pages."""
         assert isinstance(kept, np.ndarray)

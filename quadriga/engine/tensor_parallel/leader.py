@@ -195,6 +195,9 @@ class ParallelCache:
             self._part.keep(*where)
         return kept
 
+    def blank(self) -> None:
+        """See `KVCache.blank`: each rank keeps its own memory."""
+
     def share(self, row: int, start: int, kept: object) -> None:
         """See `KVCache.share`."""
         assert isinstance(kept, KeptBlock)

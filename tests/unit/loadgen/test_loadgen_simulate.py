@@ -383,11 +383,11 @@ def test_a_point_that_fails_leaves_the_others_results(
     assert main([*words, "--trace", str(good), str(bad)]) == 1
     printed = capsys.readouterr()
     line = last_line(printed.out)
-    assert (line["points"], line["failed_points"]) == (2, 2)
+    assert (line["points"], line["failed_points"]) == (4, 4)
     assert "bad" in printed.err and "all rows arrive at once" in printed.err
     assert "nan" not in printed.out
     lines = [json.loads(text) for text in (tmp_path / "ares.jsonl").read_text().splitlines()]
-    assert sorted("fault" in one for one in lines) == [False, False, True, True]
+    assert sum("fault" in one for one in lines) == 4 and len(lines) == 8
 
 
 def test_the_headline_has_its_keys(outcomes: list[ares_points.PointResult]) -> None:
@@ -572,7 +572,17 @@ def test_a_trace_is_run_at_a_rate_that_fills_the_memory(trace: Path) -> None:
     ares.add_arguments(parser)
     args = parser.parse_args(["--trace", str(trace), "--duration-s", "30", "--warm-up-s", "0"])
     points = ares_points.POINTS["traces"](args)
-    assert [p.policy for p in points] == list(ares_points.COMPARED)
+    parts: dict[str, list[ares_points.SimPoint]] = {}
+    for point in points:
+        parts.setdefault(point.part, []).append(point)
+    name = points[0].workload
+    usual, below, overload = parts.values()
+    assert list(parts) == ["traces", f"below, 3, {name}", f"overload, {name}"]
+    assert [p.policy for p in usual] == list(ares_points.COMPARED)
+    assert {p.policy for p in overload} == {*ares_points.STATIC, "shedding", "ares"}
+    assert {p.config.memory.on_full for p in (*below, *overload)} == {"pause"}
+    assert overload[0].rate == pytest.approx(2.1 * usual[0].rate)
+    assert below[0].rate == pytest.approx(0.95 / 1.4 * overload[0].rate)
     outcome = ares_points.run_point(points[1])
     assert outcome.summary.num_requests > 0
     assert math.isfinite(outcome.summary.window.good)
