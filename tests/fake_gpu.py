@@ -66,6 +66,9 @@ class FakeTensor(torch.Tensor):
         """As of a tensor on a GPU: copied, then read."""
         return self.cpu().tolist()
 
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"FakeTensor({self.raw})"
 

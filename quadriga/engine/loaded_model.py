@@ -359,9 +359,10 @@ class LoadedModel:
         """Return the eager decoder. Raises: ConfigError: It cannot change to `depth`."""
         eager, checkpoint = self._eager, spec.checkpoint
         if not isinstance(eager, Decoder):
+            where = "over several ranks" if spec.tensor_parallel > 1 else "on a GPU"
             raise ConfigError(
-                f"depth: an engine on a GPU or over several ranks keeps the {spec.depth} layers it "
-                f"started with; start a replica of {checkpoint.id} at depth {depth}",
+                f"depth: an engine {where} keeps the {spec.depth} layers it started with; start a "
+                f"replica of {checkpoint.id} at depth {depth}",
                 param="depth",
             )
         allowed = [k for k in spec.depths if (k > spec.depth) is deeper and k != spec.depth]

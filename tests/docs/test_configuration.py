@@ -100,7 +100,8 @@ def another(key: str) -> Any:
             return 2 if "number" in KEYS[key].kind else "x"
 
 
-ELSEWHERE = {name: {"engine.device": "cpu"} for name in ("engine.weights", "adapters")}
+ON_CPUS = ("engine.weights", "engine.tensor_parallel", "adapters")
+ELSEWHERE: dict[str, dict[str, Any]] = {name: {"engine.device": "cpu"} for name in ON_CPUS}
 ELSEWHERE["mixed_labels"] = {"mixed_replicas": 1}
 """Settings that are refused, or change nothing, on the hardware here, and where they are not."""
 

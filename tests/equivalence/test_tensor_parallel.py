@@ -217,6 +217,8 @@ def test_a_rank_holds_its_share(
     for ours, theirs in zip(sum(matrices, ()), sum(of_whole, ()), strict=True):
         assert ours.weight.nbytes * 4 == theirs.weight.nbytes
     assert four.numerics == f"{one.numerics} over 4 ranks"
+    with pytest.raises(ConfigError, match="over several ranks keeps the 3 layers"):
+        four.check_drop(1)
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, fail: Callable[[Part, Order], None]) -> None:
