@@ -25,7 +25,7 @@ from quadriga.engine import load_runner
 from quadriga.errors import MigrationFailed, TakenOver, UnknownModel
 from quadriga.interfaces import KVSink, ModelRunner
 from quadriga.replica.forecasting import load_lengths
-from quadriga.scheduling.transfer.handoff import LeaseState, check_numerics
+from quadriga.scheduling.transfer.handoff import LeaseState, check_numerics, still_busy
 from quadriga.scheduling.transfer.sequence_export import StepPhase
 
 
@@ -93,10 +93,14 @@ class DecodeReplica(Replica[DecodeEngine]):
             KVCacheExhausted, ContextTooLong: No room now, or ever.
             Unavailable: Draining, or the weights are not loaded yet.
             MigrationFailed: Cancelled, stale, or not for this replica.
+            Overloaded: Code "busy": it is on its way from here, or its last row is not free yet.
         """
         self.require_taking()
         self._require_wanted(offer.sequence_id)
         check_numerics(offer, self.info_record.numerics)
+        if offer.sequence_id in self.leaving():
+            # It comes back before this replica knows that it went: the commit's answer was lost.
+            raise still_busy(offer.sequence_id)
         return Accepted(self.info_record, await self.receiver.reserve(offer))
 
     async def renew(self, transfer_id: str) -> bool:

@@ -18,7 +18,7 @@ from actors.metrics import push
 from actors.replica.ranks import RankActors
 from actors.rpc.lifecycle import end_this_actor, scheduler_name
 from actors.rpc.ray_rpc import call
-from actors.rpc.rpc_batcher import BatchedCalls
+from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from actors.rpc.signals import on_sigterm
 from quadriga.background import background, overslept_s
 from quadriga.clock import SystemClock
@@ -549,6 +549,8 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """On the event loop: the engine is over, so this process is of no more use."""
         self._is_draining = True
         self.mail.close()  # waiting polls are to learn of it now
+        app = self.config.name
+        background(RpcBatcher(call).tell(scheduler_name(app), "replica_died", self.name))
         if isinstance(error, InvariantViolation):
             self.metrics.violated()
             background(push.push_metrics(self.config.name, self.metrics.registry))
