@@ -169,6 +169,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             kv_capacity_tokens=engine.kv_capacity_tokens,
             max_model_len=engine.row_capacity_tokens,
             numerics=numerics if self.config.deterministic else "",
+            usable_bytes=engine.usable_bytes or 0,
         )
 
     def resized(self, engine: EngineSpec) -> None:

@@ -187,8 +187,10 @@ class EngineConfig(Section):
         description="Ray CPUs that each rank of a replica reserves; auto: one a thread, and where "
         "the cluster has too few an equal share of half of them.",
     )
-    resources_gpus: Auto | Annotated[float, Field(ge=0, le=64)] = Field(
-        "auto", description="Ray GPUs a replica reserves; auto: one where engine.device is cuda."
+    resources_gpus: Auto | Annotated[float, Field(ge=0, le=1)] = Field(
+        "auto",
+        description="Ray GPUs a replica reserves; auto: one where engine.device is cuda. A replica "
+        "computes on one: below 1 several share it.",
     )
 
 

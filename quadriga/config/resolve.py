@@ -99,42 +99,46 @@ class Deployment:
         return next((c for c in self.checkpoints if c.id == model), None)
 
 
-def num_replicas(pool: PoolConfig, *, is_cramped: bool = False) -> dict[Role, int]:
+def num_replicas(
+    pool: PoolConfig, room: int | None = None, *, may_mix: bool = True
+) -> dict[Role, int]:
     """How many replicas of a pool there shall be, by role.
 
     Args:
-        is_cramped: The cluster has no room for a prefill and a decode replica of every pool.
+        room: So many fit the GPUs; None: that does not limit them.
+        may_mix: One mixed replica where a prefill and a decode replica do not fit.
     """
     given = (pool.prefill_replicas, pool.decode_replicas)
     mixed = pool.mixed_replicas
     if mixed == "auto":
+        is_cramped = may_mix and room is not None and room < 2
         mixed = 1 if is_cramped and given == ("auto", "auto") else 0
     if mixed:
         return {Role.MIXED: mixed}
-    prefill, decode = (
-        default if n == "auto" else n for n, default in zip(given, (1, 2), strict=True)
-    )
+    prefill = 1 if pool.prefill_replicas == "auto" else pool.prefill_replicas
+    fitting = 2 if room is None else min(2, max(1, room - prefill))
+    decode = fitting if pool.decode_replicas == "auto" else pool.decode_replicas
     return {Role.PREFILL: prefill, Role.DECODE: decode}
 
 
-def _is_cramped(config: QuadrigaConfig, hardware: Hardware, device: Device) -> bool:
-    """Whether the GPUs are too few for a prefill and a decode replica of every pool.
+def replica_room(config: QuadrigaConfig, hardware: Hardware, device: Device) -> int | None:
+    """How many replicas of each pool fit the GPUs that are there; None without any."""
+    each = _gpus(config, device)
+    if device != "cuda" or not hardware.num_gpus or not each:
+        return None
+    return int(hardware.num_gpus / each / len(config.pools))
 
-    Raises:
-        ConfigError: HELIOS, which changes prefill and decode replicas, and mixed replicas.
-    """
-    if config.helios.enabled:
-        for index, pool in enumerate(config.pools):
-            if pool.mixed_replicas not in ("auto", 0):
-                raise ConfigError(
-                    f"pools.{index}.mixed_replicas: {pool.mixed_replicas} is not possible with "
-                    "helios.enabled: true, which chooses models and depths for prefill and for "
-                    "decode replicas; leave one of them out",
-                    param=f"pools.{index}.mixed_replicas",
-                )
-        return False
-    needed = 2 * _gpus(config, device) * len(config.pools)
-    return device == "cuda" and 0 < hardware.num_gpus < needed
+
+def _check_mixed(config: QuadrigaConfig) -> None:
+    """Raises: ConfigError: HELIOS, which changes prefill and decode replicas, and mixed ones."""
+    for index, pool in enumerate(config.pools if config.helios.enabled else ()):
+        if pool.mixed_replicas not in ("auto", 0):
+            raise ConfigError(
+                f"pools.{index}.mixed_replicas: {pool.mixed_replicas} is not possible with "
+                "helios.enabled: true, which chooses models and depths for prefill and for "
+                "decode replicas; leave one of them out",
+                param=f"pools.{index}.mixed_replicas",
+            )
 
 
 def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
@@ -163,7 +167,8 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
     dtype: Dtype = (
         engine.dtype if engine.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
     )
-    is_cramped = _is_cramped(config, hardware, device)
+    _check_mixed(config)
+    room = replica_room(config, hardware, device)
     checkpoints: dict[str, Checkpoint] = {}
     pools: list[_Pool] = []
     for index, pool in enumerate(config.pools):
@@ -189,7 +194,7 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
         _check_weights(engine.weights, device, dtype, runner, checkpoint.id)
         _check_ranks(config, index, checkpoint, device, runner)
         adapters = _adapters(config, index, checkpoint, device, runner, DTYPE_BYTES[dtype])
-        counts = num_replicas(pool, is_cramped=is_cramped)
+        counts = num_replicas(pool, room, may_mix=not config.helios.enabled)
         pools.append(_Pool(index, pool, checkpoint, depth, runner, adapters, counts))
     num_running = sum(sum(pool.num_replicas.values()) for pool in pools)
     if config.helios.enabled and config.helios.scout:
@@ -281,6 +286,7 @@ def _engine_spec(
         kv_memory_bytes=memory,
         skipped_kv=_skipped_kv(pool.config, index, checkpoint),
         replay_newest=_replay_newest(config, index, checkpoint),
+        pass_tokens=config.prefill.chunk_tokens if role.does(Role.PREFILL) else 0,
         attention=engine.attention,
         gpu_memory_share=engine.gpu_memory_share if memory is None else None,
         fits_length=memory is None and engine.max_model_len == "auto",

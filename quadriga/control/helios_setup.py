@@ -12,7 +12,13 @@ from quadriga.catalogue.records import Catalogue
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.config.loader import QuadrigaConfig
-from quadriga.config.resolve import Hardware, ReplicaSpec, num_replicas, resolve
+from quadriga.config.resolve import (
+    Hardware,
+    ReplicaSpec,
+    num_replicas,
+    replica_room,
+    resolve,
+)
 from quadriga.config.scheduling import HeliosConfig
 from quadriga.control.replica_record import PlaceKey
 from quadriga.core.replica import PARTS, DepthClass, Role
@@ -60,7 +66,8 @@ def set_up(
         ConfigError: The configuration cannot be served by choosing, or the catalogue is unusable.
     """
     pool = config.pools[0]
-    num_own = num_replicas(pool)
+    device = next(iter(places.values())).engine.device
+    num_own = num_replicas(pool, replica_room(config, hardware, device), may_mix=False)
     own = {key: spec for key, spec in places.items() if key[1] < num_own.get(key[0], 0)}
     decode = own[Role.DECODE, 0].engine
     checkpoint = decode.checkpoint

@@ -19,7 +19,7 @@ from quadriga.core.forecast import LengthPrediction
 from quadriga.core.kv import ResumePoint
 from quadriga.core.output import EngineOutput, progress_of
 from quadriga.core.request import SampledToken, SequenceState
-from quadriga.errors import DeadlineExceeded, InvariantViolation
+from quadriga.errors import DeadlineExceeded, DeviceMemoryExhausted, InvariantViolation
 from quadriga.interfaces import ModelRunner
 from quadriga.policies.baselines.exits import NoExits
 from quadriga.policies.drex.costs import SegmentCosts
@@ -287,12 +287,26 @@ class DecodeLoop:
         if self.batch.num_budgeted:
             lower_thresholds(self.batch, self._token_time.value)
         if self.batch.num_decoding > self.batch.num_parked:
-            groups = self.batch.groups()
-            ran, group = self._choose(groups)
-            self._run(ran, group, groups, emissions)
+            try:
+                self._run_next(emissions)
+            except DeviceMemoryExhausted:
+                if self.batch.num_decoding < 2:
+                    raise
+                self.preemption.relieve()  # a smaller pass needs less
+                if self.batch.num_decoding > self.batch.num_parked:
+                    self._run_next(emissions)
         if not self.has_work:
             self.meter.rest(self._clock.now_s())
         return emissions
+
+    def _run_next(self, emissions: Emissions) -> None:
+        """Run what the policies choose.
+
+        Raises: DeviceMemoryExhausted: The device lacks the memory; no sequence has moved.
+        """
+        groups = self.batch.groups()
+        ran, group = self._choose(groups)
+        self._run(ran, group, groups, emissions)
 
     def _choose(self, groups: list[Group]) -> tuple[Range, Group]:
         """Let the policies choose the next range, and who runs it."""

@@ -190,7 +190,7 @@ class Preemption:
                 batch.note_room(sequence)
                 return
             if not self._trim():
-                self._relieve()
+                self.relieve()
 
     def _trim(self) -> int:
         """Take back what is promised and not used; returns how many tokens that was."""
@@ -200,7 +200,7 @@ class Preemption:
             batch.note_room(sequence)
         return freed
 
-    def _relieve(self) -> None:
+    def relieve(self) -> None:
         """Pause one sequence, and more until memory is no longer nearly full."""
         batch = self._batch
         self._pause_one()

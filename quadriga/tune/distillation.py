@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -143,7 +144,6 @@ class Distiller:
                     yield np.sort(self._which[mixed[start : start + size]])
 
     def _one_step(self, which: npt.NDArray[np.int64]) -> None:
-        options = self._options
         rate = self._rate()
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -156,9 +156,7 @@ class Distiller:
         table = self._table[listed] if listed is not None else self._table
         for depth, head in self.heads.items():
             x = self._store.states(depth, which).to(self._device)
-            with torch.autocast(
-                self._device.type, options.dtype, enabled=options.dtype != torch.float32
-            ):
+            with self._products():
                 read = head(x)
                 rows = table
                 if head.head is not None:
@@ -174,6 +172,12 @@ class Distiller:
         for head in self.heads.values():
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         self._optimizer.step()
+
+    def _products(self) -> AbstractContextManager[object]:
+        """Matrix products in the training's type."""
+        if self._options.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self._device.type, self._options.dtype)
 
     def _rate(self) -> float:
         """Warm-up over a fiftieth, then down by a cosine to a twentieth."""

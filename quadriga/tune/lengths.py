@@ -153,11 +153,19 @@ def train_heads(
         tensors |= {f"length.{depth}.{name}": value for name, value in head.items()}
         outputs = apply_at(data, index, test, head)
         figures[str(depth)] = measure(outputs, data.generated[test], data.remaining[test])
+        figures[str(depth)]["mae_of_median"] = _mae_of_median(data, train, test)
         report(
             f"behind {depth} layers: MAE {figures[str(depth)]['mae']:.2f} tokens on the test part"
         )
     spec = LengthHeadSpec(data.depths, num_layers, QUANTILES, has_counts=True)
     return spec, tensors, figures
+
+
+def _mae_of_median(data: LengthData, train: Tensor, test: Tensor) -> float:
+    """Of who knows nothing but the median length of the answers, and how far each has come."""
+    totals = data.remaining[train[data.generated[train] == 0]].float()
+    said = (totals.median() - data.generated[test]).clamp(min=0.0)
+    return round(float((said - data.remaining[test]).abs().mean()), 4)
 
 
 def train_head_at(

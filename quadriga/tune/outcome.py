@@ -169,7 +169,8 @@ def log_likelihood(runner: NativeRunner, answers: Sequence[OwnAnswer]) -> float:
             )
         ]
         states = seen.states[full]
-        logits = runner.model.decoder.logits(states[torch.from_numpy(keep)], full)
+        kept = torch.from_numpy(keep).to(states.device)
+        logits = runner.model.decoder.logits(states.index_select(0, kept), full)
         scores = logits.log_softmax(-1).cpu().gather(1, torch.tensor(said)[:, None])
         total += float(scores.sum())
         count += len(said)

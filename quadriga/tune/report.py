@@ -19,6 +19,9 @@ from quadriga.tune.thresholds import Verdicts
 REPORT_FILE = "report.md"
 FIGURES_FILE = "report.json"
 PLOT_FILE = "report.png"
+CUT_SHARE = 0.1
+"""Of answers; where more are cut, what length heads learn is the cut."""
+NEVER_WORSE = float("inf")
 
 
 def check_plots() -> None:
@@ -102,9 +105,15 @@ def page_of(figures: Mapping[str, Any]) -> str:
         parts.append("## Length heads, on requests they have not seen\n")
         parts.append(
             table(
-                ["behind layers", "samples", "MAE, tokens", "mean still to come"],
+                ["behind layers", "samples", "MAE, tokens", "of the median", "mean still to come"],
                 [
-                    [k, str(v["samples"]), f"{v['mae']:.2f}", f"{v['mean_remaining']:.1f}"]
+                    [
+                        k,
+                        str(v["samples"]),
+                        f"{v['mae']:.2f}",
+                        f"{v['mae_of_median']:.2f}" if "mae_of_median" in v else "",
+                        f"{v['mean_remaining']:.1f}",
+                    ]
                     for k, v in lengths.items()
                 ],
             )
@@ -168,6 +177,17 @@ def given_up(figures: Mapping[str, Any], wanted: Sequence[int]) -> list[str]:
         found.append(
             f"maps for exits after {', '.join(bare)}: not fitted, so the layers' own projections "
             "stand in; do the part maps"
+        )
+    heads = figures.get("lengths") or {}
+    if (cut := figures.get("cut", 0.0)) > CUT_SHARE and heads:
+        found.append(
+            f"length heads: {cut:.0%} of the answers were cut at --max-tokens and count as ended "
+            "there; allow more"
+        )
+    if blind := [k for k, v in heads.items() if v["mae"] >= v.get("mae_of_median", NEVER_WORSE)]:
+        found.append(
+            f"length heads behind {', '.join(blind)} layers: no better than the answers' median "
+            "length; give more prompts"
         )
     if (there := figures.get("speed_prompts")) is not None:
         speed = figures.get("speed") or []

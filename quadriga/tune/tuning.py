@@ -312,6 +312,7 @@ class Tuning:
             )
         lengths.save_heads(self.folder.path, spec, tensors)
         self.figures["lengths"] = figures
+        self.figures["cut"] = sum(not a.has_ended for a in answers) / len(answers)
 
     def _report(self, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
         """What all of it brings and costs."""

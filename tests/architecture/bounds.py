@@ -19,10 +19,10 @@ BOUNDS = {
     "request_classes": Bound(12, 10),
     "service_lines": Bound(46_680, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(100_740, 58_000),
-    "test_lines": Bound(77_440, 38_000),
+    "product_lines": Bound(102_170, 58_000),
+    "test_lines": Bound(78_380, 38_000),
     "reliability_lines": Bound(5_210, 4_000),
-    "actors_lines": Bound(6_545, 6_500),
+    "actors_lines": Bound(6_546, 6_500),
     "llm_lines": Bound(250, 250),
     "readme_words": Bound(900, 900),
     "architecture_words": Bound(2_500, 2_500),

@@ -125,14 +125,14 @@ def run_layer(
         total: Of what the ranks add to the hidden states.
     """
     mixed = attend(norm(x, layer.attn_norm, config) if config.pre_norm else x)
-    added = add_low_rank(_linear(mixed, layer.out), mixed, loras.out if loras else None, adapted)
+    added = add_low_rank(linear(mixed, layer.out), mixed, loras.out if loras else None, adapted)
     x = x + total(added)
     if not config.pre_norm:
         x = norm(x, layer.attn_norm, config)
     h = norm(x, layer.mlp_norm, config) if config.pre_norm else x
-    inner = add_low_rank(_linear(h, layer.up), h, loras.up if loras else None, adapted)
+    inner = add_low_rank(linear(h, layer.up), h, loras.up if loras else None, adapted)
     inner = activate(inner, config)
-    added = add_low_rank(_linear(inner, layer.down), inner, loras.down if loras else None, adapted)
+    added = add_low_rank(linear(inner, layer.down), inner, loras.down if loras else None, adapted)
     x = x + total(added)
     return x if config.pre_norm else norm(x, layer.mlp_norm, config)
 
@@ -158,7 +158,7 @@ def layer_forward(
     """
 
     def attend(h: torch.Tensor) -> torch.Tensor:
-        qkv = add_low_rank(_linear(h, layer.qkv), h, loras.qkv if loras else None, batch.adapted)
+        qkv = add_low_rank(linear(h, layer.qkv), h, loras.qkv if loras else None, batch.adapted)
         q, k, v = split_qkv(qkv, layer, batch.cos, batch.sin, config)
         _store(keys, values, batch, k, v)
         form = _attend_decode if batch.is_decode else _attend_spans
@@ -183,8 +183,8 @@ def apply_head(x: torch.Tensor, head: Head, config: ModelConfig) -> torch.Tensor
 def last_states(x: torch.Tensor, head: Head, config: ModelConfig) -> torch.Tensor:
     """What a head's logits are made of, after its norm: [n, hidden] → [n, embed_size]."""
     if head.mlp is not None:
-        inner = activate(_linear(norm(x, head.mlp.norm, config), head.mlp.up), config)
-        x = x + _linear(inner, head.mlp.down)
+        inner = activate(linear(norm(x, head.mlp.norm, config), head.mlp.up), config)
+        x = x + linear(inner, head.mlp.down)
     if head.norm is not None:
         x = norm(x, head.norm, config)
     return x if head.project is None else head.project.linear(x)
@@ -206,23 +206,9 @@ def add_low_rank(
     return y
 
 
-def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    return linear.weight.linear(x, linear.bias)
-
-
-def project_qkv(
-    h: torch.Tensor,
-    layer: LayerWeights,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    config: ModelConfig,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Q, K and V of normed hidden states [T, hidden], rotated: [T, heads, head_dim] each.
-
-    Args:
-        cos, sin: [T, 1, head_dim / 2]; None without RoPE.
-    """
-    return split_qkv(_linear(h, layer.qkv), layer, cos, sin, config)
+def linear(x: torch.Tensor, by: Linear) -> torch.Tensor:
+    """[T, in] → [T, out]"""
+    return by.weight.linear(x, by.bias)
 
 
 def split_qkv(
@@ -232,7 +218,11 @@ def split_qkv(
     sin: torch.Tensor | None,
     config: ModelConfig,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `project_qkv`, of what the layer's projection gave: [T, q_size + 2 · kv_size]."""
+    """Q, K, V of a layer's projection [T, q_size + 2 · kv_size], rotated: [T, heads, head_dim].
+
+    Args:
+        cos, sin: [T, 1, head_dim / 2]; None without RoPE.
+    """
     c = config
     heads = [c.num_heads, c.num_kv_heads]
     split = qkv.view(qkv.shape[0], c.num_heads + 2 * c.num_kv_heads, c.head_dim)
@@ -268,7 +258,7 @@ def mapped_kv(
     """One layer's K and V of hidden states [T, hidden] that skip it: [T, kv_heads, head_dim]."""
     c = config
     h = norm(x, kv_map.norm, c) if c.pre_norm else x
-    k, v = _linear(h, kv_map.kv).view(x.shape[0], 2, c.num_kv_heads, c.head_dim).unbind(1)
+    k, v = linear(h, kv_map.kv).view(x.shape[0], 2, c.num_kv_heads, c.head_dim).unbind(1)
     if layer.k_norm is not None:
         k = rms_norm(k, layer.k_norm, c.norm_eps)
     if cos is not None and sin is not None:

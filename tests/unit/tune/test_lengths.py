@@ -151,6 +151,12 @@ def test_the_engine_says_what_was_trained(data: LengthData, tmp_path: Path) -> N
     save_heads(tmp_path, spec, tensors)
     assert read_length_heads(tmp_path) == spec
     assert set(figures) == {str(depth) for depth in DEPTHS}
+    train, _, test = data.split(seed=0)
+    totals = [len(data.token_ids[i][1]) - 1 for i in sorted(set(data.requests[train].tolist()))]
+    middle = sorted(totals)[(len(totals) - 1) // 2]
+    stands = zip(data.generated[test].tolist(), data.remaining[test].tolist(), strict=True)
+    errors = [abs(max(0, middle - generated) - left) for generated, left in stands]
+    assert figures[str(LAYERS)]["mae_of_median"] == pytest.approx(sum(errors) / len(errors), 1e-3)
     heads = LengthHeads.load(tmp_path, MODEL_HIDDEN, LAYERS)
     assert heads is not None and heads.depths == DEPTHS
     for index, depth in enumerate(data.depths):

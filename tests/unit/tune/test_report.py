@@ -126,6 +126,11 @@ FIGURES: dict[str, Any] = {
         "sure_from": {"2": NEVER, "4": 0.5},
     },
     "maps": {"exits.2.kv.3": 0.1},
+    "lengths": {
+        "2": {"samples": 9, "mae": 5.0, "mae_of_median": 5.0, "mean_remaining": 20.0},
+        "8": {"samples": 9, "mae": 4.0, "mae_of_median": 5.0, "mean_remaining": 20.0},
+    },
+    "cut": 0.25,
     "speed_prompts": 10,
     "speed": [
         {"batch": 1, "full": 10.0, "exits": 9.0, "drafts": 12.0, "early": 0.5, "agreed": 0.75},
@@ -140,6 +145,10 @@ def test_what_is_given_up_is_named() -> None:
         "exits after 2 are never left by default",
         "maps for exits after 4: not fitted, so the layers' own projections stand in; do the part "
         "maps",
+        "length heads: 25% of the answers were cut at --max-tokens and count as ended there; allow "
+        "more",
+        "length heads behind 2 layers: no better than the answers' median length; give more "
+        "prompts",
         "speed at batch 32: not measured, 10 prompts of the test part were used (--speed-prompts)",
         "exits at batch 8: the engine found that leaving early does not pay there, and no token "
         "did",
@@ -156,6 +165,8 @@ def test_nothing_is_given_up_where_all_is_there() -> None:
     whole = FIGURES | {
         "exits": {"layers": [7], "sure_from": {"7": 0.5}},
         "maps": {},
+        "lengths": {"8": FIGURES["lengths"]["8"]},
+        "cut": 0.05,
         "speed": speed,
         "speed_prompts": 32,
     }
@@ -165,4 +176,5 @@ def test_nothing_is_given_up_where_all_is_there() -> None:
 def test_the_page_shows_all_speeds() -> None:
     page = page_of(FIGURES)
     assert "| 1 | 10.0 | 9.0 (0.90 ×) | 0.500 | 12.0 (1.20 ×) | 0.750 |" in page
+    assert "| 2 | 9 | 5.00 | 5.00 | 20.0 |" in page
     assert "| 8 | 10.0 | 9.9 (0.99 ×) | 0.000 | 9.8 (0.98 ×) | no drafts |" in page
