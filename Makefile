@@ -18,7 +18,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup audit serve demo test test-fast test-ray test-e2e test-clients test-deploy test-slow chart check format bench bench-engine bench-serve bench-depth bench-migration bench-scheduler bench-rescheduling bench-simulator paper-helios chaos soak overload upgrade simulate-faults fuzz docs protos evaluate clean
+.PHONY: help setup audit serve demo test test-fast test-gpu test-ray test-e2e test-clients test-deploy test-slow chart check format bench bench-engine bench-serve bench-depth bench-migration bench-scheduler bench-rescheduling bench-simulator paper-helios chaos soak overload upgrade simulate-faults fuzz docs protos evaluate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -39,10 +39,13 @@ serve: setup ## Start the service on this machine: OpenAI HTTP on 127.0.0.1:8000
 demo: setup ## Start the service, ask it a few things over HTTP and gRPC, stop it
 	$(BIN)/python -m serve_app.cli.demo
 
-test: test-fast test-ray test-e2e test-deploy ## Run every test
+test: test-fast test-gpu test-ray test-e2e test-deploy ## Run every test
 
 test-fast: setup ## Unit, property, equivalence, architecture: no Ray
-	$(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --dist loadfile --max-worker-restart 0 tests/unit tests/property tests/equivalence tests/simulation tests/architecture tests/docs tests/gpu
+	$(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --dist loadfile --max-worker-restart 0 tests/unit tests/property tests/equivalence tests/simulation tests/architecture tests/docs
+
+test-gpu: setup ## What a GPU is asked; without one rehearsed on the CPU
+	QUADRIGA_GPU_TESTS_ON_CPU=1 $(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --max-worker-restart 0 tests/gpu
 
 test-ray: setup ## Actors and KV transports on a real local Ray
 	$(call LIVE_TESTS,tests/contract tests/ray)

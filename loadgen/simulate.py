@@ -159,6 +159,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests whose tokens may not leave early; with --front",
     )
     cluster.add_argument(
+        "--quality-budget",
+        type=number_from(0.0, 1.0),
+        default=0.0,
+        help="of a request's tokens, those that may leave below their threshold while memory is "
+        "nearly full; with --front",
+    )
+    cluster.add_argument(
         "--fail",
         action="append",
         default=[],
@@ -246,7 +253,12 @@ def run(args: argparse.Namespace) -> int:
 def _exits(args: argparse.Namespace) -> SimExits | None:
     if args.front is None:
         return None
-    return SimExits(args.front, args.stays, full_share=args.full_depth_share)
+    return SimExits(
+        args.front,
+        args.stays,
+        full_share=args.full_depth_share,
+        quality_budget=args.quality_budget,
+    )
 
 
 def parse_failure(text: str) -> Failure:
@@ -382,6 +394,8 @@ def _config(args: argparse.Namespace, load: SimLoad, slo: Slo, policy: str) -> d
         "on_full": args.on_full, "bandwidth_gbit": args.bandwidth_gbit,
         "report_every_s": args.report_every_s, "stop_and_copy": args.stop_and_copy,
         "lock_step": args.lock_step, "depths": args.depths, "strict_share": args.strict_share,
+        "front": args.front, "stays": args.stays, "full_depth_share": args.full_depth_share,
+        "quality_budget": args.quality_budget,
         "fail": [[f.at_s, f.replica, f.down_s] for f in args.fail],
         "warm_up_s": args.warm_up_s, "slo_ttft_s": slo.ttft_s, "slo_tpot_s": for_json(slo.tpot_s),
     }  # fmt: skip

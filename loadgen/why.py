@@ -59,8 +59,10 @@ def explained(moves: Sequence[dict[str, Any]]) -> Group:
         if not why:
             parts.append(Text("  the decision no longer shows what it saw"))
             continue
-        sequence = why["sequence"]
         parts.append(Text(f"  {why['text']}"))
+        if why["by"] == "controller":
+            continue
+        sequence = why["sequence"]
         parts.append(
             Text(
                 f"  it held {sequence['tokens']} tokens, {sequence['remaining']:.0f} to come "

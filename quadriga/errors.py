@@ -13,6 +13,7 @@
     ├── Forbidden                 403  PERMISSION_DENIED    the key is good, but not for this
     ├── Overloaded                429  RESOURCE_EXHAUSTED   says when to retry
     │   ├── KVCacheExhausted      429  RESOURCE_EXHAUSTED
+    │   ├── DeviceMemoryExhausted 429  RESOURCE_EXHAUSTED   a pass needs more than is free
     │   └── KeyLimitReached       429  RESOURCE_EXHAUSTED   the API key's own limit
     ├── Unavailable               503  UNAVAILABLE          no capacity, starting or draining
     ├── DeadlineExceeded          504  DEADLINE_EXCEEDED
@@ -179,6 +180,12 @@ class KVCacheExhausted(Overloaded):
     """No KV cache room for the sequence on any replica of its class."""
 
     default_code = "kv_cache_exhausted"
+
+
+class DeviceMemoryExhausted(Overloaded):
+    """A pass needed more of the device's memory than was free; all is as it was before."""
+
+    default_code = "device_memory_exhausted"
 
 
 class KeyLimitReached(Overloaded):

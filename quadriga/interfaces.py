@@ -257,6 +257,9 @@ class SharingRunner(ModelRunner, Protocol):
             over: A kept block that is let go for it; its memory may be written over.
         """
 
+    def blank(self) -> object | None:
+        """Memory for a block, touched, to be written `over`; None where keeping takes none."""
+
     def share(self, row: int, start: int, kept: object) -> None:
         """Let a row have a kept block at positions from `start` on; it has all before them."""
 

@@ -29,6 +29,10 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     explain_in_serve_cli()
     config = load_config(args)
+    if config.helios.enabled:  # what reads catalogues is loaded for it alone
+        from quadriga.control.helios_setup import with_a_choice
+
+        config = with_a_choice(config)
     keys = ApiKeys.load(config.auth)
     check_admin(config.admin, keys)
     return application(config, keys, announces=True)

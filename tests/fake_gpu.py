@@ -66,6 +66,9 @@ class FakeTensor(torch.Tensor):
         """As of a tensor on a GPU: copied, then read."""
         return self.cpu().tolist()
 
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"FakeTensor({self.raw})"
 
@@ -121,7 +124,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = dict(kwargs or {})
         tensors = _tensors((*args, *named.values()))
         here = [t for t in tensors if isinstance(t, FakeTensor)]
-        wanted = named.get("device")
+        wanted = named.get("device") or next((a for a in args if isinstance(a, torch.device)), None)
         name = func.overloadpacket.__name__
         if name in ("pin_memory", "_pin_memory"):
             return _pinned(args[0].clone())

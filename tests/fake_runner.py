@@ -49,12 +49,26 @@ class FakeSuspended:
         return self.tokens[start:stop]
 
 
+@dataclass(eq=False)
+class FakeBlock:
+    """A kept block of KV: the tokens before it, and those it stands for."""
+
+    tokens: tuple[int, ...]
+    is_kept: bool = True
+
+
 class FakeRunner:
-    """Remembers which tokens each row's KV stands for, and fails a test that mixes rows up."""
+    """Remembers which tokens each row's KV stands for, and fails a test that mixes rows up.
+
+    Attributes:
+        num_kept: Blocks that are kept for other rows.
+    """
 
     num_layers = 8
+    share_tokens = 8
 
     def __init__(self, num_rows: int, row_capacity_tokens: int = 256) -> None:
+        self.num_kept = 0
         self.num_rows = num_rows
         self.row_capacity_tokens = row_capacity_tokens
         self.kv: dict[int, list[int]] = {row: [] for row in range(num_rows)}
@@ -103,6 +117,30 @@ class FakeRunner:
             assert self.kv[row] == known, f"row {row} does not hold its sequence's tokens"
             out.append(SampledToken(next_token(known), self.num_layers))
         return out
+
+    def keep(self, row: int, start: int, over: object | None = None) -> FakeBlock:
+        """See `SharingRunner.keep`."""
+        if over is not None:
+            self.forget(over)
+        stop = start + self.share_tokens
+        assert stop <= len(self.kv[row]), f"row {row} has no whole block at {start}"
+        self.num_kept += 1
+        return FakeBlock(tuple(self.kv[row][:stop]))
+
+    def blank(self) -> None:
+        """See `SharingRunner.blank`."""
+
+    def share(self, row: int, start: int, kept: object) -> None:
+        """See `SharingRunner.share`; KV at a position follows from all tokens up to there."""
+        assert isinstance(kept, FakeBlock) and kept.is_kept, "a block was shared that had gone"
+        assert list(kept.tokens[:start]) == self.kv[row], "a block is behind another prefix"
+        self.kv[row] = list(kept.tokens)
+
+    def forget(self, kept: object) -> None:
+        """See `SharingRunner.forget`."""
+        assert isinstance(kept, FakeBlock) and kept.is_kept, "a block went twice"
+        kept.is_kept = False
+        self.num_kept -= 1
 
     def suspend(self, row: int) -> FakeSuspended:
         kept = FakeSuspended(

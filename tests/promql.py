@@ -1,8 +1,11 @@
-"""Checks PromQL expressions against the metrics there are: names, types, labels."""
+"""Checks PromQL expressions against the metrics there are (names, types, labels), and evaluates
+those of one moment."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import promql_parser as promql
@@ -123,3 +126,44 @@ def selectors(node: Any) -> Iterator[str]:
         for child in [*children, *getattr(node, "args", [])]:
             if child is not None:
                 yield from selectors(child)
+
+
+Vector = dict[frozenset[tuple[str, str]], float]
+"""Labels → value."""
+_AGGREGATES: dict[str, Callable[[list[float]], float]] = {"min": min, "max": max, "sum": sum}
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge,
+}  # fmt: skip
+
+
+def evaluate(expression: str, samples: Mapping[str, float]) -> Vector:
+    """What an expression over one scrape says: aggregates and comparisons with a number.
+
+    Args:
+        samples: As `quadriga.observability.metrics.parse_exposition` returns them.
+
+    Raises:
+        ValueError: It needs more than that, such as a rate.
+    """
+    return _value(promql.parse(expression), samples)
+
+
+def _value(node: Any, samples: Mapping[str, float]) -> Vector:
+    if isinstance(node, promql.VectorSelector) and not node.matchers.matchers:
+        found: Vector = {}
+        for series, value in samples.items():
+            name, _, labels = series.partition("{")
+            if name == node.name:
+                found[frozenset(re.findall(r'(\w+)="([^"]*)"', labels))] = value
+        return found
+    if isinstance(node, promql.AggregateExpr) and str(node.op) in _AGGREGATES:
+        kept = frozenset(node.modifier.labels) if node.modifier is not None else frozenset()
+        groups: dict[frozenset[tuple[str, str]], list[float]] = {}
+        for labels, value in _value(node.expr, samples).items():
+            groups.setdefault(frozenset(i for i in labels if i[0] in kept), []).append(value)
+        return {labels: _AGGREGATES[str(node.op)](values) for labels, values in groups.items()}
+    if isinstance(node, promql.BinaryExpr) and isinstance(node.rhs, promql.NumberLiteral):
+        holds = _COMPARISONS[str(node.op)]
+        left = _value(node.lhs, samples)
+        return {labels: value for labels, value in left.items() if holds(value, node.rhs.val)}
+    raise ValueError(f"{node}: cannot be evaluated here")

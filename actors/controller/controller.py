@@ -16,14 +16,7 @@ from actors.controller.replica_manager import ReplicaManager
 from actors.controller.strict_requests import StrictRequests
 from actors.controller.watchdogs import IngressWatch, SchedulerWatch
 from actors.metrics.metrics_page import MetricsPage
-from actors.rpc.lifecycle import (
-    controller_name,
-    end_this_actor,
-    fingerprint,
-    new_replica_name,
-    parse_replica_name,
-    scheduler_name,
-)
+from actors.rpc.lifecycle import controller_name, end_this_actor, scheduler_name
 from actors.rpc.ray_rpc import LOOK_UP_TIMEOUT_S, RAY_FAILED, call, find_actor
 from actors.rpc.signals import die_on_sigterm
 from quadriga.background import background
@@ -32,6 +25,7 @@ from quadriga.config.ingress import LoggingConfig
 from quadriga.config.resolve import ReplicaSpec
 from quadriga.control.control_metrics import ControllerMetrics
 from quadriga.control.desired import Desired, resolve_on
+from quadriga.control.replica_names import fingerprint, new_replica_name, parse_replica_name
 from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord, place_name
 from quadriga.control.rollout import is_relieved, places_of_fewer, turn_over
 from quadriga.core.routing import AutoReport

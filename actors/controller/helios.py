@@ -19,7 +19,7 @@ from actors.controller.full_depth_rescorer import FullDepthRescorer
 from actors.controller.placement_groups import cluster_hardware
 from actors.controller.replica_manager import ReplicaManager
 from actors.controller.strict_requests import StrictRequests
-from actors.rpc.lifecycle import parse_replica_name, scheduler_name
+from actors.rpc.lifecycle import scheduler_name
 from actors.rpc.ray_rpc import call
 from quadriga.background import background
 from quadriga.clock import Clock
@@ -27,6 +27,7 @@ from quadriga.config.loader import QuadrigaConfig
 from quadriga.control.desired import Desired
 from quadriga.control.helios_operator import HeliosOperator
 from quadriga.control.helios_setup import HeliosSetup, set_up
+from quadriga.control.replica_names import parse_replica_name
 from quadriga.control.replica_record import ReplicaRecord
 from quadriga.control.scaling import HandOver, Scaling
 from quadriga.core.replica import DepthClass, ReplicaSnapshot, ResizeReport

@@ -1,5 +1,8 @@
 """Replica processes: each an actor inside a placement group of its own name, both detached.
 
+A tensor-parallel replica's group has a bundle for each rank; the first is the replica's own, and it
+starts the others (`actors/replica/ranks.py`).
+
 Nothing here waits for capacity: a group that cannot be placed yet stays pending, and so does the
 actor inside it, while the controller goes on.
 """
@@ -15,10 +18,11 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.rpc.lifecycle import actor_class, parse_replica_name
+from actors.rpc.lifecycle import actor_class
 from actors.rpc.ray_rpc import NAMESPACE, forget_actor
 from quadriga.config.kv_memory import NodeMemory
 from quadriga.config.resolve import Hardware, ReplicaSpec
+from quadriga.control.replica_names import parse_replica_name
 from quadriga.core.replica import Role
 from quadriga.engine.kernels.build import has_compiler
 
@@ -33,11 +37,12 @@ def spawn(name: str, spec: ReplicaSpec, config: dict[str, Any]) -> ActorHandle[A
     """Ask Ray for a replica process; returns before it runs, or even has a place."""
     num_cpus = max(spec.num_cpus, MIN_CPUS)
     bundle = {"CPU": num_cpus} | ({"GPU": spec.num_gpus} if spec.num_gpus else {})
+    ranks = spec.engine.tensor_parallel
     group = placement_group(
-        [bundle],
+        [bundle] * ranks,
         name=name,
         lifetime="detached",
-        bundle_label_selector=[dict(spec.node_labels)] if spec.node_labels else None,
+        bundle_label_selector=[dict(spec.node_labels)] * ranks if spec.node_labels else None,
     )
     actor: ActorHandle[Any] = (
         actor_class(_replica_class(spec.role))

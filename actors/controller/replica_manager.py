@@ -15,12 +15,13 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from actors.controller.drain import empty
 from actors.controller.node_reports import NodeReports
 from actors.controller.placement_groups import groups, remove, spawn
-from actors.rpc.lifecycle import fingerprint, scheduler_name
+from actors.rpc.lifecycle import scheduler_name
 from actors.rpc.ray_rpc import RAY_FAILED, call, call_handle, remember_handle
 from quadriga.background import background
 from quadriga.clock import Clock
 from quadriga.config.ingress import LifecycleConfig
 from quadriga.config.resolve import ReplicaSpec
+from quadriga.control.replica_names import fingerprint
 from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord, ReplicaStatus
 from quadriga.core.replica import Role
 from quadriga.errors import QuadrigaError

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.background import background
 from quadriga.config.engine import TransportConfig
-from quadriga.core.kv import KVPart, ResumePoint, TransferOffer
-from quadriga.core.replica import DepthClass, ReplicaInfo
+from quadriga.core.kv import Accepted, KVPart, ResumePoint, TransferOffer
+from quadriga.core.replica import DepthClass
 from quadriga.core.request import SequenceState, remaining_of
 from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied, ReplicaError
 from quadriga.interfaces import KVTransport
@@ -46,13 +46,14 @@ class OutgoingTransfer:
     def __init__(
         self,
         offer: TransferOffer,
-        peer: ReplicaInfo,
+        accepted: Accepted,
         transport: KVTransport,
         calls: RpcBatcher,
         deadline_s: float,
     ) -> None:
         self.offer = offer
-        self.peer = peer
+        self.peer = accepted.peer
+        self.held_tokens = accepted.held_tokens  # the first, whose KV is there already
         self._transport = transport
         self._calls = calls
         self._deadline_s = deadline_s
@@ -237,6 +238,7 @@ class HandoffSender:
         is_live: bool = False,
         depths: tuple[int, int] = (0, 0),
         numerics: str = "",
+        block_keys: tuple[bytes, ...] = (),
     ) -> OutgoingTransfer:
         """Ask a replica for room for a sequence and all it can grow to.
 
@@ -245,6 +247,7 @@ class HandoffSender:
             is_live: The sequence is decoding here, and goes on until the commit.
             depths: Least and most layers of a live one; see `depth_bounds`.
             numerics: Of this replica.
+            block_keys: Of the prompt, where the destination may have some of its KV.
 
         Raises:
             KVCacheExhausted: It has no room now.
@@ -269,10 +272,11 @@ class HandoffSender:
             min_depth=depths[0],
             max_depth=depths[1],
             numerics=numerics,
+            block_keys=block_keys,
         )
         timeout_s = call_timeout_s(self._config.deadline_s)
         try:
-            info: ReplicaInfo = await self._calls.call(peer, "reserve", offer, timeout_s=timeout_s)
+            info: Accepted = await self._calls.call(peer, "reserve", offer, timeout_s=timeout_s)
         except (asyncio.CancelledError, ReplicaError):
             # The reservation may have been made: give it back without waiting for it to lapse.
             background(self._calls.tell(peer, "abort", offer.transfer_id))

@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from actors.rpc.lifecycle import scheduler_name
 from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.background import background
 from quadriga.core.migration import (
@@ -38,6 +39,7 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.request import SequenceState
 from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied
 from quadriga.observability import tracing
+from quadriga.policies.ares.orders import REASONS
 from quadriga.scheduling.transfer.handoff import LeaseState
 from quadriga.scheduling.transfer.migration_copy import Copy, Ended
 from quadriga.scheduling.transfer.sequence_export import depth_bounds
@@ -258,7 +260,7 @@ class Migration:
     def _conclude(self, outcome: MigrationOutcome, reason: str) -> None:
         """Report how it ended to the caller, the metrics and the trace."""
         report = self._report(outcome, reason)
-        self._replica.metrics.migrated(self.order.cause, report)
+        self._migrations.ended(self.order, report)
         self._trace(report)
         if outcome != "moved":
             logger.info("%s: %s (%s)", self.order.sequence_id, outcome, reason)
@@ -329,13 +331,20 @@ class Migrations:
         refusal = self._refusal(order)
         if refusal is not None:
             report = MigrationReport(order.sequence_id, "refused", refusal)
-            self._replica.metrics.migrated(order.cause, report)
+            self.ended(order, report)
             return report
         self._under_way |= {order.sequence_id}
         migration = Migration(self, self._replica, self._require_sender(), order)
         # It runs to its end whatever becomes of the caller.
         background(self._run(migration))
         return await asyncio.shield(migration.verdict)
+
+    def ended(self, order: MigrationOrder, report: MigrationReport) -> None:
+        """Count how an order ended; of one that the scheduler has not given, it is told."""
+        self._replica.metrics.migrated(order.cause, report)
+        if order.cause in REASONS:
+            scheduler = scheduler_name(self._replica.config.name)
+            background(self._calls.tell(scheduler, "moved", order, report))
 
     def _require_sender(self) -> HandoffSender:
         """Made at first use: its module needs torch."""

@@ -193,17 +193,17 @@ class PrefillHandoff:
             self._placement.cancel_at(transfer.peer.name, state.sequence_id, state.ingress_id)
 
     async def _send_all(self, transfer: OutgoingTransfer) -> int:
-        """Send every range, as they become complete. Returns the bytes sent."""
+        """Send what the destination lacks, as it becomes complete. Returns the bytes sent."""
         # Here, not above: the controller imports this module, and has no torch.
         from quadriga.kv_transport.payload import join_layers
 
         index = 0
         num_bytes = 0
-        while (piece := await self._feed.next(index)) is not None:
+        while (piece := await self._feed.next(index, transfer.held_tokens)) is not None:
             if piece.copies is None:
                 kv = await self._read_kv(piece.span)
             else:
-                kv = piece.copies[0] if piece.num_ranges == 1 else join_layers(piece.copies)
+                kv = piece.copies[0] if len(piece.copies) == 1 else join_layers(piece.copies)
             await transfer.send(piece.span.first_layer, piece.span.start, kv)
             num_bytes += kv.nbytes
             index += piece.num_ranges
@@ -246,7 +246,11 @@ class PrefillHandoff:
                 return None
             try:
                 transfer = await self._sender.reserve(
-                    peer, state, depth_class, numerics=replica.info_record.numerics
+                    peer,
+                    state,
+                    depth_class,
+                    numerics=replica.info_record.numerics,
+                    block_keys=tuple(self._sequence.block_keys),
                 )
             except (Overloaded, Unavailable):
                 refused.append(peer)

@@ -16,16 +16,16 @@ from quadriga.config.resolve import ReplicaSpec
 from quadriga.control.replica_record import ReplicaLoad
 from quadriga.core.adapters import find_adapter
 from quadriga.core.forecast import LengthOutcome
-from quadriga.core.kv import ResumePoint, TransferOffer
+from quadriga.core.kv import Accepted, ResumePoint, TransferOffer
 from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.output import EngineOutput, progress_of
-from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot
+from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.request import ResumableSequence, SequenceState
 from quadriga.engine import load_runner
 from quadriga.errors import MigrationFailed, TakenOver, UnknownModel
 from quadriga.interfaces import KVSink, ModelRunner
 from quadriga.replica.forecasting import load_lengths
-from quadriga.scheduling.transfer.handoff import LeaseState, check_numerics
+from quadriga.scheduling.transfer.handoff import LeaseState, check_numerics, still_busy
 from quadriga.scheduling.transfer.sequence_export import StepPhase
 
 
@@ -59,7 +59,7 @@ class DecodeReplica(Replica[DecodeEngine]):
     def _load_core(self) -> DecodeEngine:
         from quadriga.engine.model_runner import NativeRunner
 
-        loaded = load_runner(self.spec.engine)
+        loaded = load_runner(self.spec.engine, self.ranks)
         self.loaded(loaded.spec, loaded.numerics)
         runner: ModelRunner = loaded
         native = loaded if isinstance(loaded, NativeRunner) else None
@@ -86,19 +86,22 @@ class DecodeReplica(Replica[DecodeEngine]):
 
     # RPC: the receiving side of a hand-off
 
-    async def reserve(self, offer: TransferOffer) -> ReplicaInfo:
+    async def reserve(self, offer: TransferOffer) -> Accepted:
         """Promise a row to a sequence that another replica is to hand over.
 
         Raises:
             KVCacheExhausted, ContextTooLong: No room now, or ever.
             Unavailable: Draining, or the weights are not loaded yet.
             MigrationFailed: Cancelled, stale, or not for this replica.
+            Overloaded: Code "busy": it is on its way from here, or its last row is not free yet.
         """
         self.require_taking()
         self._require_wanted(offer.sequence_id)
         check_numerics(offer, self.info_record.numerics)
-        await self.receiver.reserve(offer)
-        return self.info_record
+        if offer.sequence_id in self.leaving():
+            # It comes back before this replica knows that it went: the commit's answer was lost.
+            raise still_busy(offer.sequence_id)
+        return Accepted(self.info_record, await self.receiver.reserve(offer))
 
     async def renew(self, transfer_id: str) -> bool:
         """Keep a lease alive; False when there is none."""
@@ -204,17 +207,18 @@ class DecodeReplica(Replica[DecodeEngine]):
 
     # RowHost
 
-    async def reserve_row(self, offer: TransferOffer) -> int:
-        def reserve(core: DecodeEngine) -> int:
+    async def reserve_row(self, offer: TransferOffer) -> tuple[int, int]:
+        def reserve(core: DecodeEngine) -> tuple[int, int]:
             slot = core.loop.reserve(
                 offer.sequence_id,
                 offer.max_total_tokens,
                 offer.num_tokens,
                 offer.priority,
                 offer.prediction,
+                offer.block_keys,
             )
             self.arrived(offer.sequence_id)
-            return slot.row
+            return slot.row, core.loop.fill(slot.row, offer.block_keys)
 
         return await self.engine.call(reserve)
 

@@ -22,6 +22,7 @@ from quadriga.scheduling.calibration import calibrate
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.idle_check import IdleCheck, Leaks
 from quadriga.scheduling.meters import Ewma
+from quadriga.scheduling.prefixes.cache import find_prefix_cache
 from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.sequence_export import StepPhase
 
@@ -94,25 +95,28 @@ class DecodeEngine:
         self._began_s = 0.0
         self._pass_s = Ewma(0.2)
         self._leaks = Leaks()
-        self._idle_check = IdleCheck(self._check, replica.clock)
+        self._idle_check = IdleCheck(self._check, replica.clock, self.loop.prefixes)
 
     def _make_loop(
         self, spec: EngineSpec, rebatcher: Rebatcher, counters: ExitCounters
     ) -> DecodeLoop:
+        config = self._replica.config
+        slots = SlotTable(
+            num_rows=spec.num_rows,
+            row_capacity_tokens=spec.row_capacity_tokens,
+            kv_capacity_tokens=spec.kv_capacity_tokens,
+            reservation=config.decode.reservation,
+        )
         return DecodeLoop(
             runner=self.runner,
-            slots=SlotTable(
-                num_rows=spec.num_rows,
-                row_capacity_tokens=spec.row_capacity_tokens,
-                kv_capacity_tokens=spec.kv_capacity_tokens,
-                reservation=self._replica.config.decode.reservation,
-            ),
+            slots=slots,
             eos_token_ids=spec.checkpoint.eos_token_ids,
             clock=self._replica.clock,
             rebatcher=rebatcher,
             counters=counters,
             criterion=spec.exits.criterion,
             is_partial=spec.depth < spec.checkpoint.num_layers,
+            prefixes=find_prefix_cache(self.runner, slots, spec, config.prefill.prefix_caching),
         )
 
     @property

@@ -82,8 +82,8 @@ class MixedEngine(DecodeEngine):
         replica = self._replica
         replica.emit([(s.state.ingress_id, output) for s, output in outputs if output is not None])
         for one in outputs:
-            state = one[0].state
-            replica.spans.end(state.sequence_id)
+            state, num_cached = one[0].state, one[0].num_cached
+            replica.spans.end(state.sequence_id, **{"quadriga.cached_tokens": num_cached})
             if _goes_on(one):
                 replica.spans.begin("decode", state)
 

@@ -133,7 +133,7 @@ class PrefillReplica(Replica[PrefillEngine]):
                 continue
             if output is not None:
                 self.emit([(state.ingress_id, output)])
-            self.spans.end(state.sequence_id)
+            self.spans.end(state.sequence_id, **{"quadriga.cached_tokens": sequence.num_cached})
             if output is not None and output.finish is not None:
                 self.sequences.pop(state.sequence_id, None)
                 if handoff is not None and handoff.task is not None:
@@ -159,7 +159,7 @@ class PrefillReplica(Replica[PrefillEngine]):
     def _load_core(self) -> PrefillEngine:
         from quadriga.engine.model_runner import NativeRunner
 
-        runner = load_runner(self.spec.engine)
+        runner = load_runner(self.spec.engine, self.ranks)
         self.loaded(runner.spec, runner.numerics)
         return PrefillEngine(
             self,

@@ -81,14 +81,12 @@ class PrefillEngine:
             may_deepen=self._is_watched,
             replays=replays_of(spec, is_exact=replica.config.deterministic),
             max_unplaced=settings.max_rows,
-            prefixes=find_prefix_cache(
-                runner, slots, spec.checkpoint.fingerprint, enabled=settings.prefix_caching
-            ),
+            prefixes=find_prefix_cache(runner, slots, spec, settings.prefix_caching),
             on_start=self._started,
             on_kv=self._computed,
         )
 
-        self._idle_check = IdleCheck(self._check, replica.clock)
+        self._idle_check = IdleCheck(self._check, replica.clock, self.loop.prefixes)
 
     @property
     def has_work(self) -> bool:

@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import ray
 
 from actors.metrics import push
-from actors.rpc.lifecycle import end_this_actor, fingerprint, scheduler_name
+from actors.replica.ranks import RankActors
+from actors.rpc.lifecycle import end_this_actor, scheduler_name
 from actors.rpc.ray_rpc import call
-from actors.rpc.rpc_batcher import BatchedCalls
+from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from actors.rpc.signals import on_sigterm
 from quadriga.background import background, overslept_s
 from quadriga.clock import SystemClock
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.config.resolve import ReplicaSpec
+from quadriga.control.replica_names import fingerprint
 from quadriga.control.replica_record import ReplicaLoad, ReplicaStatus
 from quadriga.core.adapters import find_adapter
 from quadriga.core.forecast import LengthOutcome
@@ -79,6 +81,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
     Attributes:
         reply_spacing_s: Pause after a poll's reply, per sequence in it; see `OutputDispatcher`.
         report_options: What the scheduler last asked for.
+        ranks: Where several share the model, starts the others.
     """
 
     reply_spacing_s: ClassVar[float] = 0.0
@@ -140,12 +143,11 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             num_layers=spec.engine.checkpoint.num_layers,
         )
         self._resizing = Resizing(self)
-        self.engine: EngineThread[Core] = EngineThread(
-            self._load_core,
-            self._engine_failed,
-            self.config.decode.nice
-            if spec.role is Role.DECODE and spec.engine.device == "cpu"
-            else 0,
+        is_nice = spec.role is Role.DECODE and spec.engine.device == "cpu"
+        nice = self.config.decode.nice if is_nice else 0
+        self.engine: EngineThread[Core] = EngineThread(self._load_core, self._engine_failed, nice)
+        self.ranks = RankActors(
+            name, spec, self.config.logging, self._node_ip, nice, self.engine.break_off
         )
         self.engine.start()
         on_sigterm(self._asked_to_go)
@@ -167,6 +169,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             kv_capacity_tokens=engine.kv_capacity_tokens,
             max_model_len=engine.row_capacity_tokens,
             numerics=numerics if self.config.deterministic else "",
+            usable_bytes=engine.usable_bytes or 0,
         )
 
     def resized(self, engine: EngineSpec) -> None:
@@ -546,6 +549,8 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """On the event loop: the engine is over, so this process is of no more use."""
         self._is_draining = True
         self.mail.close()  # waiting polls are to learn of it now
+        app = self.config.name
+        background(RpcBatcher(call).tell(scheduler_name(app), "replica_died", self.name))
         if isinstance(error, InvariantViolation):
             self.metrics.violated()
             background(push.push_metrics(self.config.name, self.metrics.registry))

@@ -18,6 +18,7 @@ from quadriga.clock import SystemClock
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.control.model_routing import AutoRouter, Route, RoutingDecision
 from quadriga.core.forecast import LengthOutcome, LengthPrediction
+from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL, ResumableSequence
 from quadriga.core.routing import Admission, AdmitRequest, ClusterView, PlaceRequest, ReportOptions
@@ -302,6 +303,10 @@ class Scheduler(BatchedCalls):
         self._inflight.reported(snapshot, list(accepted))
         self._reported.set()
         return self._rescheduling.reported(snapshot, outcomes)
+
+    async def moved(self, order: MigrationOrder, report: MigrationReport) -> None:
+        """An order of the controller's to move a sequence is over."""
+        self._rescheduling.governor.moves.told(order, report, self._clock.unix_s())
 
     async def replica_died(self, name: str) -> None:
         """Forget a replica that is gone."""

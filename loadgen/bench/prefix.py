@@ -8,7 +8,8 @@ behind it, which are asked with the cache and without it, in turns:
    machine's times differ by, so the cache's own calls are timed as well, in processor time:
    `overhead_no_hits` is their share of the rest. There is memory for one kept prompt, so that in
    all rounds but the first blocks go for new ones, as they do in a service that has run for a
-   while; the first one's share, which touches that memory first, is `overhead_while_filling`.
+   while; the first one's share, for which memory was touched in idle steps, as a replica does, is
+   `overhead_while_filling`.
 2. hit: another question behind the same prompt. `ttft_ratio_shared_2000` is its time to the first
    token over the cold one's.
 3. The same prompt several times at once, as `n` choices are: how many tokens were computed.
@@ -34,7 +35,7 @@ from quadriga.core.output import RequestOutput
 from quadriga.core.request import SamplingParams
 from quadriga.errors import ConfigError
 from quadriga.interfaces import SharingRunner
-from quadriga.scheduling.prefixes.cache import PrefixCache
+from quadriga.scheduling.prefixes.cache import MAX_BLANK, PrefixCache
 from quadriga.scheduling.sequence import RunningSequence
 
 if TYPE_CHECKING:
@@ -73,6 +74,12 @@ class TimedPrefixCache(PrefixCache):
         """See `PrefixCache.store`."""
         with self._timed():
             super().store(sequence, start, stop)
+
+    def store_answer(self, sequence: RunningSequence) -> None:
+        """See `PrefixCache.store_answer`; `store` is timed within."""
+        began_s, before_s = time.process_time(), self.seconds
+        super().store_answer(sequence)
+        self.seconds = before_s + time.process_time() - began_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
     slots = llm.loop.prefill.slots
     whole_memory = slots.kv_capacity_tokens
     slots.resize(2 * width + 4 * cache.block_tokens)
+    for _ in range(MAX_BLANK):
+        cache.prepare()
     first, *rounds = [measure(llm, cache, args.tokens, seed) for seed in range(args.rounds + 1)]
     slots.resize(whole_memory)
     computed = tokens_of_equal_prompts(llm, cache, args.tokens, args.choices)
@@ -179,7 +188,7 @@ def measure(llm: LLM, cache: PrefixCache, num_tokens: int, seed: int) -> Round:
     shared, first, second = tokens(num_tokens), tokens(QUESTION_TOKENS), tokens(QUESTION_TOKENS)
 
     def ask(question: list[int], *, cached: bool) -> RequestOutput:
-        llm.loop.prefill.prefixes = cache if cached else None
+        llm.loop.prefill.prefixes = llm.loop.decode.prefixes = cache if cached else None
         return llm.generate([shared + question], ANSWER, progress=False)[0]
 
     answers, cpu_s = dict[bool, RequestOutput](), dict[bool, float]()

@@ -76,6 +76,7 @@ class LoadSummary:
     Attributes:
         duration_s: First send to last end.
         tokens_per_write: Output tokens over writes that brought any.
+        exits: Layers run → tokens, of requests whose service told.
         goodput_rps: Good requests per second; None without an SLO.
         good_share: Good requests over those that an SLO can judge, refused and failed included.
         lag: Of the generator itself: sent after its time.
@@ -98,6 +99,7 @@ class LoadSummary:
     output_tokens_per_s: float = 0.0
     requests_per_s: float = 0.0
     tokens_per_write: float | None = None
+    exits: dict[int, int] = field(default_factory=dict)
     ttft: Distribution = Distribution()
     tpot: Distribution = Distribution()
     itl: Distribution = Distribution()
@@ -224,6 +226,7 @@ def summarise(
     if num_writes:
         tokens = sum(c.num_tokens for record in streamed for c in record.verdict.choices)
         summary.tokens_per_write = tokens / num_writes
+    summary.exits = _exits(good)
     summary.ttft = Distribution.of(v for r in good if (v := ttft_s(r)) is not None)
     summary.tpot = Distribution.of(v for r in good if (v := tpot_s(r)) is not None)
     summary.itl = Distribution.of(gap for r in good for gap in inter_token_gaps_s(r))
@@ -235,6 +238,14 @@ def summarise(
         summary.goodput_rps = num_good / duration_s
         summary.good_share = num_good / len(judged)
     return summary
+
+
+def _exits(good: Sequence[Record]) -> dict[int, int]:
+    told = [(record.verdict.extension or {}).get("exits") for record in good]
+    counted = Counter[int]()
+    for exits in told:
+        counted.update({int(layers): count for layers, count in (exits or {}).items()})
+    return dict(sorted(counted.items()))
 
 
 def _count_faults(records: Sequence[Record]) -> dict[str, int]:

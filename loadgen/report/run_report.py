@@ -177,6 +177,10 @@ def _totals_table(summary: LoadSummary) -> Table:
     table.add_row("tokens", tokens)
     if summary.tokens_per_write is not None:
         table.add_row("tokens per write", f"{summary.tokens_per_write:.2f}")
+    if len(summary.exits) > 1:
+        total = sum(summary.exits.values())
+        shares = (f"{layers}: {count / total:.1%}" for layers, count in summary.exits.items())
+        table.add_row("tokens by layers run", ", ".join(shares))
     if summary.goodput_rps is not None and summary.good_share is not None:
         limits = " and ".join(
             f"{name} ≤ {limit * 1e3:g} ms"

@@ -101,6 +101,7 @@ def _sections(outcomes: Sequence[SimOutcome], slo: Slo) -> list[list[tuple[str, 
             ("KV memory in use, mean / fullest", _memory),
             ("  wanted, with those that wait", lambda o: shown(o.summary.most_wanted, ".0%")),
             ("preempted for want of memory", lambda o: f"{o.summary.num_full:,} times"),
+            ("  lowered tokens, within budgets", lambda o: f"{o.run.num_lowered:,.0f}"),
             (
                 "variance of step times",
                 lambda o: several(o.summary.variance_ms2, form=",.3f", unit="ms²"),
@@ -177,6 +178,7 @@ def headline(outcome: SimOutcome) -> dict[str, Any]:
         "makespan_goodput": for_json(summary.makespan.good),
         "good_share": for_json(summary.good_share),
         "p99_tpot_s": for_json(summary.tpot.p99_s),
+        "lowered_tokens": round(outcome.run.num_lowered),
     }
 
 
@@ -199,6 +201,7 @@ def raw(outcome: SimOutcome, load: SimLoad, config: dict[str, Any]) -> dict[str,
         "prefill_wait_s": column(run.prefill_wait_s),
         "room_wait_s": column(run.room_wait_s),
         "preempted": run.preempted.tolist(),
+        "num_lowered": round(run.num_lowered, 1),
         "failures": run.failures,
         "failure_examples": run.examples,
         "samples": [asdict(s) for s in run.samples],

@@ -118,6 +118,8 @@ class Usage:
         lowered: Tokens that left below their threshold within `quality_budget`.
         depth_pools: "shallow" or "deep", where sequences of either kind run on replicas of their
             own: where the choices ended.
+        expected_layers: Layers a token that the choices were expected to run when they began; None
+            where their tokens could not leave early.
     """
 
     prompt_tokens: int
@@ -132,6 +134,7 @@ class Usage:
     cached_tokens: int = 0
     lowered: int = 0
     depth_pools: tuple[str, ...] = ()
+    expected_layers: float | None = None
 
     @property
     def total_tokens(self) -> int:

@@ -429,6 +429,7 @@ def _usage(message: Any) -> Usage:
         message.cached_tokens,
         message.lowered,
         tuple(message.depth_pools),
+        message.expected_layers if message.HasField("expected_layers") else None,
     )
 
 

@@ -133,7 +133,15 @@ class EngineConfig(Section):
         "checkpoint has them, which rounds nothing. float16 rounds the weights; bfloat16 and int8 "
         "round what they are multiplied by, too: int8 by output channel and by 64 inputs.",
     )
-    threads: Count = Field(1, description="Torch threads per replica on CPUs.")
+    threads: Count = Field(1, description="Torch threads per replica on CPUs; of each rank.")
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Ranks of a replica: processes that share each layer's heads and MLP and the "
+        "vocabulary evenly, each with its part of weights and KV, so that a model need not fit one "
+        "of them (native engine, CPUs). Each reserves resources_cpus, and may be on another node.",
+    )
     compile: Literal["auto", "off", "wait"] = Field(
         "auto",
         description="Compiled kernels on CPUs, CUDA graphs on GPUs. auto: start eager, swap "
@@ -152,8 +160,9 @@ class EngineConfig(Section):
     )
     kv_memory_bytes: Auto | Annotated[int, Field(ge=1, le=1 << 50)] = Field(
         "auto",
-        description="KV cache per replica; auto: on CPUs an equal share of half of the memory that "
-        "the weights leave on a node, on GPUs what gpu_memory_share leaves beside the weights.",
+        description="KV cache per replica, over all of its ranks; auto: on CPUs an equal share of "
+        "half of the memory that the weights leave on a node, on GPUs what gpu_memory_share leaves "
+        "beside the weights.",
     )
     gpu_memory_share: float = Field(
         0.85,
@@ -175,11 +184,13 @@ class EngineConfig(Section):
     )
     resources_cpus: Auto | Annotated[float, Field(ge=0, le=4096)] = Field(
         "auto",
-        description="Ray CPUs a replica reserves; auto: one a thread, and where the cluster has "
-        "too few an equal share of half of them.",
+        description="Ray CPUs that each rank of a replica reserves; auto: one a thread, and where "
+        "the cluster has too few an equal share of half of them.",
     )
-    resources_gpus: Auto | Annotated[float, Field(ge=0, le=64)] = Field(
-        "auto", description="Ray GPUs a replica reserves; auto: one where engine.device is cuda."
+    resources_gpus: Auto | Annotated[float, Field(ge=0, le=1)] = Field(
+        "auto",
+        description="Ray GPUs a replica reserves; auto: one where engine.device is cuda. A replica "
+        "computes on one: below 1 several share it.",
     )
 
 

@@ -46,11 +46,14 @@ class EngineSpec:
         kv_memory_bytes: What KV may take, of which `kv_capacity_tokens` follows for other depths;
             None: as much as it takes at this one.
         host_copies: KV read from a row is copied to host memory; else it stays on the device.
+        pass_tokens: Most prompt tokens of one pass; a GPU keeps the memory for it.
+        usable_bytes: Of the GPU's memory, for weights and KV together; None until it is known.
         keep_tokens: Per sequence, hidden states that a replica of partial depth keeps, so that
             layers loaded later need not run its tokens again.
         shared_in: Registry through which the processes of this machine read weights from one copy
             in memory; None: a copy of its own.
         adapters: LoRA adapters of the model, all of them loaded.
+        tensor_parallel: Ranks among which each layer's heads, MLP and the vocabulary are divided.
         gpu_memory_share: Lower `kv_capacity_tokens` at load to what, with the weights, fits into
             this share of the GPU's memory; None: hold exactly that many, or refuse to start.
     """
@@ -76,10 +79,13 @@ class EngineSpec:
     fits_length: bool = False
     exit_plan: ExitSpec = NO_EXITS
     kv_memory_bytes: int | None = None
+    pass_tokens: int = 0
+    usable_bytes: int | None = None
     keep_tokens: int = 256
     host_copies: bool = True
     shared_in: Path | None = None
     adapters: tuple[Adapter, ...] = ()
+    tensor_parallel: int = 1
 
     @property
     def depth_class(self) -> DepthClass:

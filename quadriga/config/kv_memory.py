@@ -104,28 +104,28 @@ def kv_bytes_per_replica(
     nodes: Sequence[NodeMemory],
     weights: Sequence[WeightBytes],
     *,
-    num_replicas: int,
+    num_processes: int,
     cpus_each: float,
 ) -> int:
-    """Bytes of KV for each replica, on whatever node it is; may be negative where nothing is left.
+    """Bytes of KV for each rank of a replica, on whatever node; negative where none are left.
 
     Args:
         nodes: Those there are; with none it is `UNKNOWN_KV_BYTES`.
         weights: Of all models served.
-        num_replicas: In all.
+        num_processes: Ranks of all replicas.
         cpus_each: Ray CPUs that one reserves.
     """
     return min(
-        (_share(node, weights, num_replicas, cpus_each) for node in nodes),
+        (_share(node, weights, num_processes, cpus_each) for node in nodes),
         default=UNKNOWN_KV_BYTES,
     )
 
 
 def _share(
-    node: NodeMemory, weights: Sequence[WeightBytes], num_replicas: int, cpus_each: float
+    node: NodeMemory, weights: Sequence[WeightBytes], num_processes: int, cpus_each: float
 ) -> int:
     most = math.inf if cpus_each <= 0 else node.num_cpus / cpus_each + 1e-6
-    here = max(1, int(min(num_replicas, most)))
+    here = max(1, int(min(num_processes, most)))
     loaded = sum(w.num_bytes * min(here, w.num_copies) for w in weights)
     left = node.memory_bytes - SERVICE_BYTES - here * REPLICA_BYTES - loaded
     return int(KV_SHARE * left / here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -17,6 +18,7 @@ from quadriga.checkpoint.exits import (
 )
 from quadriga.checkpoint.families import NATIVE_ARCHITECTURES
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
+from quadriga.checkpoint.json_files import read_object
 from quadriga.config.engine import PoolConfig
 from quadriga.config.engine_spec import (
     DTYPE_BYTES,
@@ -97,42 +99,46 @@ class Deployment:
         return next((c for c in self.checkpoints if c.id == model), None)
 
 
-def num_replicas(pool: PoolConfig, *, is_cramped: bool = False) -> dict[Role, int]:
+def num_replicas(
+    pool: PoolConfig, room: int | None = None, *, may_mix: bool = True
+) -> dict[Role, int]:
     """How many replicas of a pool there shall be, by role.
 
     Args:
-        is_cramped: The cluster has no room for a prefill and a decode replica of every pool.
+        room: So many fit the GPUs; None: that does not limit them.
+        may_mix: One mixed replica where a prefill and a decode replica do not fit.
     """
     given = (pool.prefill_replicas, pool.decode_replicas)
     mixed = pool.mixed_replicas
     if mixed == "auto":
+        is_cramped = may_mix and room is not None and room < 2
         mixed = 1 if is_cramped and given == ("auto", "auto") else 0
     if mixed:
         return {Role.MIXED: mixed}
-    prefill, decode = (
-        default if n == "auto" else n for n, default in zip(given, (1, 2), strict=True)
-    )
+    prefill = 1 if pool.prefill_replicas == "auto" else pool.prefill_replicas
+    fitting = 2 if room is None else min(2, max(1, room - prefill))
+    decode = fitting if pool.decode_replicas == "auto" else pool.decode_replicas
     return {Role.PREFILL: prefill, Role.DECODE: decode}
 
 
-def _is_cramped(config: QuadrigaConfig, hardware: Hardware, device: Device) -> bool:
-    """Whether the GPUs are too few for a prefill and a decode replica of every pool.
+def replica_room(config: QuadrigaConfig, hardware: Hardware, device: Device) -> int | None:
+    """How many replicas of each pool fit the GPUs that are there; None without any."""
+    each = _gpus(config, device)
+    if device != "cuda" or not hardware.num_gpus or not each:
+        return None
+    return int(hardware.num_gpus / each / len(config.pools))
 
-    Raises:
-        ConfigError: HELIOS, which changes prefill and decode replicas, and mixed replicas.
-    """
-    if config.helios.enabled:
-        for index, pool in enumerate(config.pools):
-            if pool.mixed_replicas not in ("auto", 0):
-                raise ConfigError(
-                    f"pools.{index}.mixed_replicas: {pool.mixed_replicas} is not possible with "
-                    "helios.enabled: true, which chooses models and depths for prefill and for "
-                    "decode replicas; leave one of them out",
-                    param=f"pools.{index}.mixed_replicas",
-                )
-        return False
-    needed = 2 * _gpus(config, device) * len(config.pools)
-    return device == "cuda" and 0 < hardware.num_gpus < needed
+
+def _check_mixed(config: QuadrigaConfig) -> None:
+    """Raises: ConfigError: HELIOS, which changes prefill and decode replicas, and mixed ones."""
+    for index, pool in enumerate(config.pools if config.helios.enabled else ()):
+        if pool.mixed_replicas not in ("auto", 0):
+            raise ConfigError(
+                f"pools.{index}.mixed_replicas: {pool.mixed_replicas} is not possible with "
+                "helios.enabled: true, which chooses models and depths for prefill and for "
+                "decode replicas; leave one of them out",
+                param=f"pools.{index}.mixed_replicas",
+            )
 
 
 def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
@@ -161,7 +167,8 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
     dtype: Dtype = (
         engine.dtype if engine.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
     )
-    is_cramped = _is_cramped(config, hardware, device)
+    _check_mixed(config)
+    room = replica_room(config, hardware, device)
     checkpoints: dict[str, Checkpoint] = {}
     pools: list[_Pool] = []
     for index, pool in enumerate(config.pools):
@@ -185,14 +192,16 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
             )
         runner = _runner(pool, index, checkpoint, depth)
         _check_weights(engine.weights, device, dtype, runner, checkpoint.id)
+        _check_ranks(config, index, checkpoint, device, runner)
         adapters = _adapters(config, index, checkpoint, device, runner, DTYPE_BYTES[dtype])
-        counts = num_replicas(pool, is_cramped=is_cramped)
+        counts = num_replicas(pool, room, may_mix=not config.helios.enabled)
         pools.append(_Pool(index, pool, checkpoint, depth, runner, adapters, counts))
     num_running = sum(sum(pool.num_replicas.values()) for pool in pools)
     if config.helios.enabled and config.helios.scout:
         num_running += len(PARTS)
-    cpus_each = _cpus(config, device, hardware, num_running)
-    memory_for = _kv_memory(config, hardware, device, dtype, pools, cpus_each, num_running)
+    num_processes = num_running * engine.tensor_parallel
+    cpus_each = _cpus(config, device, hardware, num_processes)
+    memory_for = _kv_memory(config, hardware, device, dtype, pools, cpus_each, num_processes)
     replicas: list[ReplicaSpec] = []
     for one in pools:
         pool, memory = one.config, memory_for(one.checkpoint)
@@ -277,12 +286,14 @@ def _engine_spec(
         kv_memory_bytes=memory,
         skipped_kv=_skipped_kv(pool.config, index, checkpoint),
         replay_newest=_replay_newest(config, index, checkpoint),
+        pass_tokens=config.prefill.chunk_tokens if role.does(Role.PREFILL) else 0,
         attention=engine.attention,
         gpu_memory_share=engine.gpu_memory_share if memory is None else None,
         fits_length=memory is None and engine.max_model_len == "auto",
         host_copies=not (device == "cuda" and config.transport.kind in ("auto", "nccl", "nixl")),
         shared_in=cache_dir / "shared" if device == "cpu" else None,
         adapters=pool.adapters,
+        tensor_parallel=engine.tensor_parallel,
     )
 
 
@@ -392,6 +403,41 @@ def _adapters(
     return found
 
 
+def _check_ranks(
+    config: QuadrigaConfig, index: int, checkpoint: Checkpoint, device: Device, runner: Runner
+) -> None:
+    """Raises: ConfigError: A pool's replicas cannot be made of so many ranks."""
+    field, size = "engine.tensor_parallel", config.engine.tensor_parallel
+    if size == 1:
+        return
+    where = None
+    if device != "cpu":
+        where = f"engine.device {device}, and ranks add up over gloo, on CPUs"
+    elif runner != "native":
+        where = f"{checkpoint.id} in the relay batch, which runs unmodified models whole"
+    elif config.helios.enabled:
+        where = "helios.enabled, and ranks keep the layers that they start with"
+    elif config.pools[index].adapters is not None:
+        where = f"pools.{index}.adapters, and ranks take no LoRA adapters"
+    if where is not None:
+        raise ConfigError(f"{field}: {size} is not possible with {where}; use 1", param=field)
+    raw = read_object(checkpoint.path / "config.json")
+    shared = {
+        "KV heads": checkpoint.num_kv_heads,
+        "columns of the MLP": raw.get("intermediate_size", raw.get("ffn_dim")),
+        "tokens of the vocabulary": checkpoint.vocab_size,
+    }
+    counts = [count for count in shared.values() if type(count) is int]
+    for what, count in shared.items():
+        if type(count) is int and count % size:
+            fitting = [n for n in range(1, 65) if math.gcd(*counts) % n == 0]
+            raise ConfigError(
+                f"{field}: {size} ranks cannot share the {count} {what} of {checkpoint.id} "
+                f"evenly; use one of {', '.join(map(str, fitting))}",
+                param=field,
+            )
+
+
 def _kv_memory(
     config: QuadrigaConfig,
     hardware: Hardware,
@@ -399,12 +445,12 @@ def _kv_memory(
     dtype: Dtype,
     pools: list[_Pool],
     cpus_each: float,
-    num_running: int,
+    num_processes: int,
 ) -> Callable[[Checkpoint], int | None]:
     """What a replica's KV may take, by its model: bytes, or None for what its GPU has left.
 
     Args:
-        num_running: Replicas that may run at once.
+        num_processes: That may run at once, the ranks of all replicas.
     """
     named = config.engine.kv_memory_bytes
     if named != "auto":
@@ -416,13 +462,15 @@ def _kv_memory(
     kept: int | Literal["stored"] = "stored" if has_kernels else width
     if config.engine.weights != "auto":
         kept = WEIGHT_BYTES[config.engine.weights]
+    ranks = config.engine.tensor_parallel
     weights = {
         pool.checkpoint.id: WeightBytes(
             weight_bytes(
                 pool.checkpoint, width, matrices=kept if pool.runner == "native" else width
-            ),
+            )
+            // ranks,
             # Only the native engine reads weights from one copy for all processes of a node.
-            1 if pool.runner == "native" else sum(pool.num_replicas.values()),
+            ranks if pool.runner == "native" else sum(pool.num_replicas.values()),
         )
         for pool in pools
     }
@@ -436,13 +484,15 @@ def _kv_memory(
     share = kv_bytes_per_replica(
         hardware.nodes,
         [*weights.values(), *adapters],
-        num_replicas=num_running,
+        num_processes=num_processes,
         cpus_each=cpus_each,
     )
 
     def bytes_for(checkpoint: Checkpoint) -> int:
         least = min(checkpoint.max_model_len, FLOOR_TOKENS)
-        return max(share, least * checkpoint.kv_bytes_per_token(checkpoint.num_layers, width))
+        return max(
+            share * ranks, least * checkpoint.kv_bytes_per_token(checkpoint.num_layers, width)
+        )
 
     return bytes_for
 

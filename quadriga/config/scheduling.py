@@ -52,6 +52,12 @@ class AresConfig(Section):
         description="Forecast share of KV memory above which a replica is relieved whatever the "
         "balance says.",
     )
+    rescue_within_s: float = Field(
+        100.0,
+        ge=0,
+        le=86_400,
+        description="If it is above it this soon. Of several such replicas, the one that is first.",
+    )
     cooldown_s: float = Field(
         5.0, ge=0, le=3600, description="A sequence stays where it is for this long after a move."
     )

@@ -35,6 +35,7 @@ from quadriga.policies.helios import (
     RequestLost,
     RequestStarted,
     Resize,
+    Switch,
     TokensServed,
 )
 
@@ -139,6 +140,7 @@ class HeliosOperator:
         serving = [
             r for k, r in filling.items() if k[0] is Role.DECODE and k not in self.pools.scouts
         ]
+        told = [b for r in serving if r.status and (b := r.status.info.usable_bytes)]
         strict: dict[str, int] = {}
         for replica in filling.values():  # those that leave are left to `strict_requests`
             depth, model = replica.load.strict_depth, replica.depth_class.model
@@ -158,6 +160,7 @@ class HeliosOperator:
                     for k, r in filling.items()
                     if k[0] is Role.PREFILL and r.load.strict_depth
                 },
+                usable_bytes=min(told, default=None),
             )
         )
         for replica in serving:
@@ -218,6 +221,13 @@ class HeliosOperator:
             order, self._clock.now_s(), self._num_failures(key), replica.depth_class
         )
         self.pools.changing = key
+        spec = self.setup.specs.get((key[0], order.depth_class))
+        if isinstance(order, Resize) and spec is not None and spec.engine.device == "cuda":
+            # An engine on a GPU keeps its layers: a process at the new depth takes its place.
+            order = Switch(
+                order.order_id, order.replica, order.depth_class, order.deadline_s, order.reason
+            )
+            self.under_way.order = order
         if isinstance(order, Resize):
             self._resize(replica, order)
         else:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from quadriga.catalogue.files import read_catalogue
 from quadriga.catalogue.inspection import inspect, tokenizer_fingerprint
 from quadriga.catalogue.records import Catalogue
-from quadriga.checkpoint.folder import Checkpoint
+from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.config.loader import QuadrigaConfig
-from quadriga.config.resolve import Hardware, ReplicaSpec, num_replicas, resolve
+from quadriga.config.resolve import (
+    Hardware,
+    ReplicaSpec,
+    num_replicas,
+    replica_room,
+    resolve,
+)
+from quadriga.config.scheduling import HeliosConfig
 from quadriga.control.replica_record import PlaceKey
 from quadriga.core.replica import PARTS, DepthClass, Role
 from quadriga.errors import ConfigError
 from quadriga.policies.helios import ChosenDevice, Helios, HistoryTable
 from quadriga.policies.helios.candidates import Started, start_helios
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,8 @@ def set_up(
         ConfigError: The configuration cannot be served by choosing, or the catalogue is unusable.
     """
     pool = config.pools[0]
-    num_own = num_replicas(pool)
+    device = next(iter(places.values())).engine.device
+    num_own = num_replicas(pool, replica_room(config, hardware, device), may_mix=False)
     own = {key: spec for key, spec in places.items() if key[1] < num_own.get(key[0], 0)}
     decode = own[Role.DECODE, 0].engine
     checkpoint = decode.checkpoint
@@ -100,6 +111,33 @@ def set_up(
     refusals = {r.model: r.reason for r in started.picked.refusals}
     fixed = {key: spec for key, spec in places.items() if key not in own}
     return HeliosSetup(config, started.machine, refusals, specs, base, frozenset(scouts), fixed)
+
+
+def with_a_choice(config: QuadrigaConfig) -> QuadrigaConfig:
+    """Turn HELIOS off where its catalogue was only named, and has nothing to choose from; blocks.
+
+    Where it was asked for by `helios.enabled`, or the catalogue is at fault, `set_up` says so.
+    """
+    helios = config.helios
+    if not helios.enabled or "enabled" in helios.model_fields_set:
+        return config
+    cache_dir, pool = config.engine.cache_dir, config.pools[0]
+    try:
+        catalogue = read_catalogue(helios.catalogue, only=helios.models, cache_dir=cache_dir)
+        if [len(model.exit_depths) for model in catalogue.models] != [1]:
+            return config
+        mine = read_checkpoint(pool.model, cache_dir=cache_dir, heads=pool.exits.folder)
+    except ConfigError:
+        return config
+    if mine.source != catalogue.models[0].source:
+        return config
+    logger.warning(
+        "helios.catalogue: %s has no model beside %s, which has no exits: nothing is chosen",
+        catalogue.source,
+        mine.id,
+    )
+    off = HeliosConfig.model_validate({**helios.model_dump(), "enabled": False})
+    return config.model_copy(update={"helios": off})
 
 
 def check_catalogue(config: QuadrigaConfig, checkpoint: Checkpoint) -> Catalogue:

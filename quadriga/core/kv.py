@@ -7,7 +7,7 @@ from typing import Any
 
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.output import EngineOutput
-from quadriga.core.replica import DepthClass
+from quadriga.core.replica import DepthClass, ReplicaInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class TransferOffer:
         min_depth, max_depth: Layers that a live sequence needs where it goes, and that there may
             be at most; 0 is no bound.
         numerics: Of the source; see `ReplicaInfo.numerics`.
+        block_keys: Of the prompt's blocks, as `PrefixCache` names them: those that the destination
+            has need not be sent.
     """
 
     transfer_id: str
@@ -44,6 +46,19 @@ class TransferOffer:
     min_depth: int = 0
     max_depth: int = 0
     numerics: str = ""
+    block_keys: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The destination's answer to an offer.
+
+    Attributes:
+        held_tokens: Positions, from the first on, whose KV is in the promised row already.
+    """
+
+    peer: ReplicaInfo
+    held_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

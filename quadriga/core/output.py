@@ -20,7 +20,7 @@ class SequenceProgress:
     Attributes:
         num_moves, num_pauses, num_breaches: See `SequenceState`; since it was begun last.
         num_lowered: The same, of its whole life.
-        depth_pool: See `SequenceState`.
+        depth_pool, expected_layers: See `SequenceState`.
         expected: Tokens of the whole answer, as first predicted; None while nothing is.
         remaining: Tokens still to come when there were `predicted_at`, as last predicted.
     """
@@ -33,6 +33,7 @@ class SequenceProgress:
     predicted_at: int = 0
     num_lowered: int = 0
     depth_pool: str = ""
+    expected_layers: float = 0.0
 
 
 def progress_of(state: SequenceState) -> SequenceProgress:
@@ -50,6 +51,7 @@ def progress_of(state: SequenceState) -> SequenceProgress:
         state.predicted_at,
         state.num_lowered,
         state.depth_pool,
+        state.expected_layers,
     )
 
 

@@ -59,6 +59,7 @@ class ReplicaInfo:
         numerics: Names its arithmetic: the form of its weights and the code that multiplies them.
             KV goes only between equal names. Empty where the deployment is not deterministic, and
             until the weights are loaded: KV goes anywhere.
+        usable_bytes: Of a GPU's memory, for weights and KV together; 0 until it is known.
     """
 
     name: str
@@ -73,6 +74,7 @@ class ReplicaInfo:
     max_model_len: int = 0
     num_layers: int = 0
     numerics: str = ""
+    usable_bytes: int = 0
 
     def has_layers(self, needed: int) -> bool:
         """Whether a sequence that may need so many layers of the model, if it has them, fits."""

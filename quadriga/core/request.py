@@ -169,6 +169,8 @@ class SequenceState(RelativeTimeMixin):
         expected: Tokens of the whole answer, as a length head first said.
         num_pauses: How often it was moved to host memory so far.
         num_breaches: Output tokens that left the deepest exit open to them below their threshold.
+        expected_layers: Layers a token that it was first expected to run; 0 before, and where its
+            tokens may not leave early.
         num_lowered: Output tokens that left below their threshold within the quality budget.
         depth_pool: Of the last replica with one that it ran on; see `ReportOptions.depth_pool`.
         traceparent: Context of the request's trace; None where it is not traced.
@@ -203,6 +205,7 @@ class SequenceState(RelativeTimeMixin):
     expected: LengthPrediction | None = None
     num_pauses: int = 0
     num_breaches: int = 0
+    expected_layers: float = 0.0
     num_lowered: int = 0
     depth_pool: str = ""
     traceparent: str | None = None

@@ -12,16 +12,20 @@ if TYPE_CHECKING:
     from quadriga.config.engine_spec import EngineSpec
     from quadriga.engine.baton.runner import BatonRunner
     from quadriga.engine.model_runner import NativeRunner
+    from quadriga.engine.tensor_parallel.loading import RankStarter
 
     AnyRunner = NativeRunner | BatonRunner
 
 __all__ = ["load_runner"]
 
 
-def load_runner(spec: EngineSpec) -> AnyRunner:
+def load_runner(spec: EngineSpec, starter: RankStarter | None = None) -> AnyRunner:
     """Load the checkpoint's first `spec.depth` layers and return the runner the spec names.
 
     Sets this process's torch thread count to `spec.threads`.
+
+    Args:
+        starter: See `NativeRunner.load`.
 
     Raises:
         ConfigError: The checkpoint is not on this node, or cannot be served: see `weights` and
@@ -37,4 +41,4 @@ def load_runner(spec: EngineSpec) -> AnyRunner:
         return BatonRunner.load(spec)
     from quadriga.engine.model_runner import NativeRunner
 
-    return NativeRunner.load(spec)
+    return NativeRunner.load(spec, starter)

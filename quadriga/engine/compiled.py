@@ -29,6 +29,7 @@ from quadriga.engine.kernels.library import (
     CMatrix,
     CModel,
     CNorm,
+    CTotal,
     KernelLibrary,
     pointer,
 )
@@ -80,7 +81,10 @@ class CompiledDecoder:
         self._workers = workers
         self._pool = workers.pool
         self._layers = (CLayer * eager.num_layers)(*_layers(eager))
+        self._failure: Exception | None = None  # of `_total`, which cannot raise through a kernel
         self._model = _model(eager, self._layers)
+        if eager.total is not None:
+            self._model.total = CTotal(self._total)
         self._embed = CMatrix.of(eager.weights.embed)
         self._kv_maps = {
             depth: (CKVMap * len(maps))(*(CKVMap(CNorm.of(m.norm), CLinear.of(m.kv)) for m in maps))
@@ -134,7 +138,8 @@ class CompiledDecoder:
         """See `Decoder.embed`."""
         w, c = self._eager.weights, self.config
         ids = np.array(token_ids, dtype=np.int64)
-        if ids.size and not 0 <= ids.min() <= ids.max() < c.vocab_size:
+        # By Python: numpy takes some microseconds for its first number.
+        if ids.size and not 0 <= min(token_ids) <= max(token_ids) < c.vocab_size:
             raise IndexError(f"token ids must lie in 0..{c.vocab_size - 1}, the vocabulary")
         x = torch.empty(ids.size, c.embed_size)
         self._library.rows(self._embed, c.embed_size, ids.size, ids.ctypes.data, x.data_ptr())
@@ -145,7 +150,22 @@ class CompiledDecoder:
     def run_layers(self, x: torch.Tensor, batch: KernelPass, first: int, stop: int) -> torch.Tensor:
         """See `Decoder.run_layers`; works in place."""
         self._library.layers(self._pool, self._model, *self._over(x, batch, first, stop))
+        if self._failure is not None:
+            raise self._failure
         return x
+
+    def _total(self, address: int, count: int) -> None:
+        """Called by the kernels for what the ranks add up; the GIL is held."""
+        total = self._eager.total
+        if self._failure is not None or total is None:
+            return
+        summands = torch.frombuffer(
+            (ctypes.c_float * count).from_address(address), dtype=torch.float32
+        )
+        try:
+            total(summands)
+        except Exception as exc:  # a border: raised again once the kernel is back
+            self._failure = exc
 
     def project_kv(
         self, x: torch.Tensor, batch: KernelPass, first: int, stop: int, depth: int

@@ -83,6 +83,9 @@ class KVCache(Protocol):
             over: A kept block that is let go for it.
         """
 
+    def blank(self) -> object | None:
+        """Memory for a block to keep, touched; None where keeping takes none."""
+
     def share(self, row: int, start: int, kept: object) -> None:
         """Let a row have a kept block from position `start` on; it has all before it."""
 
@@ -231,15 +234,22 @@ class RowKVCache:
 
         The first touch of new memory costs four times what the copy does.
         """
-        shape = (2 * self.num_layers, self._share_bytes)
         kept: npt.NDArray[np.uint8]
-        if isinstance(over, np.ndarray) and over.shape == shape:
+        if isinstance(over, np.ndarray) and over.shape == self._kept_shape:
             kept = over
         else:
-            kept = np.empty(shape, dtype=np.uint8)
+            kept = np.empty(self._kept_shape, dtype=np.uint8)
         for ours, theirs in zip(self._block_bytes(row, start), kept, strict=True):
             theirs[:] = ours
         return kept
+
+    def blank(self) -> npt.NDArray[np.uint8]:
+        """See `KVCache.blank`."""
+        return np.full(self._kept_shape, 0, dtype=np.uint8)  # `zeros` would touch nothing
+
+    @property
+    def _kept_shape(self) -> tuple[int, int]:
+        return 2 * self.num_layers, self._share_bytes
 
     def share(self, row: int, start: int, kept: object) -> None:
         """See `KVCache.share`."""

@@ -32,7 +32,7 @@ from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.kv_cache import KVCache, RowKVCache
 from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.decoder import AnyDecoder, Decoder
-from quadriga.engine.numerics import numerics, torch_code
+from quadriga.engine.numerics import numerics
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.engine.weights.loading import (
     kv_maps_of,
@@ -46,6 +46,9 @@ from quadriga.errors import ConfigError, DeadlineExceeded
 
 if TYPE_CHECKING:
     from quadriga.engine.cuda.decoder import PagedDecoder
+    from quadriga.engine.tensor_parallel.leader import ParallelDecoder
+
+    FixedDecoder = PagedDecoder | ParallelDecoder  # keeps the layers that it starts with
 
 NICENESS = 10
 """Of the thread that loads: passes come first."""
@@ -61,7 +64,7 @@ class EngineParts:
     """
 
     spec: EngineSpec
-    decoder: Decoder | PagedDecoder
+    decoder: Decoder | FixedDecoder
     cache: KVCache
     skipped: SkippedKVStore | None
     kernels: Kernels = field(default_factory=Kernels)
@@ -120,15 +123,22 @@ def load_rows(spec: EngineSpec, config: ModelConfig) -> EngineParts:
         dtype=dtype,
         budget_tokens=spec.kv_capacity_tokens,
     )
-    skipped = None
-    if spec.can_exit and (spec.exits.layers or spec.exit_plan.layers):
-        ends = (*spec.exits.layers, spec.depth)
-        states = MappedStates(spec.num_rows, cache.capacity, config.hidden_size, dtype)
-        skipped = SkippedKVStore(
-            spec.skipped_kv, ends, cache, states, kept_at_end(spec), spec.replay_newest
-        )
+    skipped = skips_of(spec, config, cache, dtype)
     depths = skipped.depths if skipped is not None and skipped.mode == "alias" else None
     return EngineParts(spec, Decoder(config, weights, cache, depths), cache, skipped, kernels)
+
+
+def skips_of(
+    spec: EngineSpec, config: ModelConfig, cache: KVCache, dtype: torch.dtype
+) -> SkippedKVStore | None:
+    """What early tokens leave behind, in host memory; None without exits."""
+    if not spec.can_exit or not (spec.exits.layers or spec.exit_plan.layers):
+        return None
+    ends = (*spec.exits.layers, spec.depth)
+    states = MappedStates(spec.num_rows, cache.capacity, config.hidden_size, dtype)
+    return SkippedKVStore(
+        spec.skipped_kv, ends, cache, states, kept_at_end(spec), spec.replay_newest
+    )
 
 
 def kept_at_end(spec: EngineSpec) -> int:
@@ -189,19 +199,13 @@ class LoadedModel:
     @property
     def numerics(self) -> str:
         """Name of what the next pass computes with; another one once kernels step in."""
-        decoder = self.fastest()
-        if isinstance(decoder, CompiledDecoder):
-            return numerics(self.spec, decoder.code)
-        code = torch_code(self.weights.device)
-        if not isinstance(self._eager, Decoder):
-            code = f"{code} {self._eager.attention.name}"
-        return numerics(self.spec, code)
+        return numerics(self.spec, self.fastest().code)
 
     @property
     def is_compiled(self) -> bool:
         """Whether the next pass runs on the compiled kernels; on GPUs, as a graph."""
         if not isinstance(self._eager, Decoder):
-            return self._eager.graphs is not None
+            return self._eager.is_compiled
         return self._swap is None or self._swap.take() is not None
 
     def wait_compiled(self, timeout_s: float) -> bool:
@@ -355,8 +359,9 @@ class LoadedModel:
         """Return the eager decoder. Raises: ConfigError: It cannot change to `depth`."""
         eager, checkpoint = self._eager, spec.checkpoint
         if not isinstance(eager, Decoder):
+            where = "over several ranks" if spec.tensor_parallel > 1 else "on a GPU"
             raise ConfigError(
-                f"depth: an engine on a GPU keeps the {spec.depth} layers it started with; start a "
+                f"depth: an engine {where} keeps the {spec.depth} layers it started with; start a "
                 f"replica of {checkpoint.id} at depth {depth}",
                 param="depth",
             )

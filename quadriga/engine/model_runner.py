@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +42,11 @@ from quadriga.engine.sampler import RowSampler, Sampler, SamplerAhead, make_samp
 from quadriga.engine.suspended_row import HostTensor, RowRest, SuspendedRow
 from quadriga.engine.transfers import index_on, to_device
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
-from quadriga.errors import ConfigError, InvariantViolation, UnknownModel
+from quadriga.errors import ConfigError, DeviceMemoryExhausted, InvariantViolation, UnknownModel
 from quadriga.interfaces import LayersDone, PrefillChunk
+
+if TYPE_CHECKING:
+    from quadriga.engine.tensor_parallel.loading import RankStarter
 
 Ints = npt.NDArray[np.int64]
 
@@ -89,8 +92,12 @@ class NativeRunner:
         self._pooled = PooledStates()
 
     @classmethod
-    def load(cls, spec: EngineSpec) -> NativeRunner:
+    def load(cls, spec: EngineSpec, starter: RankStarter | None = None) -> NativeRunner:
         """Read the weights and reserve the KV rows.
+
+        Args:
+            starter: Where there are several ranks, starts the others; None: threads of this
+                process.
 
         Raises:
             ConfigError: The checkpoint or the spec cannot be served.
@@ -103,6 +110,10 @@ class NativeRunner:
                 f"{config.max_positions} learned positions of {spec.checkpoint.id}",
                 param="engine.max_model_len",
             )
+        if spec.tensor_parallel > 1:
+            from quadriga.engine.tensor_parallel.loading import RankThreads, load_parallel
+
+            return cls(load_parallel(spec, config, starter or RankThreads()))
         if spec.device == "cuda":
             from quadriga.engine.cuda.loading import find_gpu, load_paged
 
@@ -193,6 +204,10 @@ class NativeRunner:
     def keep(self, row: int, start: int, over: object | None = None) -> object:
         """See `SharingRunner.keep`."""
         return self._cache.keep(row, start, over)
+
+    def blank(self) -> object | None:
+        """See `SharingRunner.blank`."""
+        return self._cache.blank()
 
     @torch.inference_mode()
     def share(self, row: int, start: int, kept: object) -> None:
@@ -303,29 +318,35 @@ class NativeRunner:
         self._exit = None
         self._drafts.drop(rows)
         depth, num_segments = self.num_layers, len(self.model.ends)
-        x = self._pass(rows, samplers, 0, num_segments)
+        with self._undone():
+            x = self._pass(rows, samplers, 0, num_segments)
+            if all(s.is_plain for s in samplers):
+                tokens = [SampledToken(t, depth) for t in self._decoder.best(x, depth)]
+            else:
+                tokens = sample(self._decoder.logits(x, depth), samplers, depth)
         self.exited = ExitedTokens(depth, samplers, x)
+        self._wait_at_exit(rows, x, num_segments)
         if self.skipped is not None and self.skipped.keeps_last:
             indices = np.array(rows, dtype=np.int64)
             self.skipped.leave(indices, self.positions[indices], num_segments - 1, x)
-        if all(s.is_plain for s in samplers):
-            return [SampledToken(t, depth) for t in self._decoder.best(x, depth)]
-        return sample(self._decoder.logits(x, depth), samplers, depth)
+        return tokens
 
     @torch.inference_mode()
     def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
         """See `ModelRunner.advance`, and `DraftingRunner` for rows that draft."""
         samplers: Sequence[Sampler] = self._samplers_of(rows)
         self.exited = None
-        drafts = self._drafts
+        drafts, depth = self._drafts, self.model.ends[stop - 1]
         drafted = [drafts.next_of(row) for row in rows] if (first, stop) == (0, 1) else []
-        if any(token is not None for token in drafted):
-            x, samplers = self._draft_pass(rows, self._samplers_of(rows), drafted)
-        else:
-            drafts.drop(rows)
-            x = self._pass(rows, self._samplers_of(rows), first, stop)
-        depth = self.model.ends[stop - 1]
-        self._exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, samplers, x)
+        with self._undone():
+            if any(token is not None for token in drafted):
+                x, samplers = self._draft_pass(rows, self._samplers_of(rows), drafted)
+                self._exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, samplers, x)
+            else:
+                drafts.drop(rows)
+                x = self._pass(rows, self._samplers_of(rows), first, stop)
+                self._exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, samplers, x)
+                self._wait_at_exit(rows, x, stop)
         exits = self.spec.exits
         return exits.calibrated(depth, self._exit.confidences(exits.criterion))
 
@@ -384,6 +405,10 @@ class NativeRunner:
     @torch.inference_mode()
     def verify(self, rows: Sequence[int]) -> list[list[SampledToken]]:
         """See `DraftingRunner.verify`."""
+        with self._undone():
+            return self._verify(rows)
+
+    def _verify(self, rows: Sequence[int]) -> list[list[SampledToken]]:
         samplers, drafts, skipped = self._samplers_of(rows), self._drafts, self.skipped
         if skipped is None:
             raise InvariantViolation("a runner without exits has no drafts to verify")
@@ -445,7 +470,6 @@ class NativeRunner:
         """Run segments [first, stop) for the current token of each row: [n, hidden]."""
         decoder = self.model.fastest()
         indices = np.array(rows, dtype=np.int64)
-        at_rows = self._at(indices)
         if first == 0:
             token_ids = []
             positions = []
@@ -460,16 +484,22 @@ class NativeRunner:
         if self.skipped is not None and self.skipped.may_owe:
             self._repay_before(self.skipped, rows, stop)
         batch = decoder.plan_tokens(indices, where)
-        x = decoder.embed(token_ids, batch) if not first else self.hidden.index_select(0, at_rows)
+        if first:
+            x = self.hidden.index_select(0, self._at(indices))
+        else:
+            x = decoder.embed(token_ids, batch)
         if self.skipped is None:
             x = decoder.run_layers(x, batch, *self._layers_of(first, stop))
         else:
             at = _Tokens(batch, indices, where)
             for stretch in self.skipped.stretches(indices, where, first, stop):
                 x = self._run_stretch(self.skipped, x, at, indices, where, *stretch)
-        if stop < len(self.model.ends) or self._may_deepen:
-            self.hidden.index_copy_(0, at_rows, x)
         return x
+
+    def _wait_at_exit(self, rows: Sequence[int], x: torch.Tensor, stop: int) -> None:
+        """Keep the states behind segment `stop` for a pass that goes on from there."""
+        if stop < len(self.model.ends) or self._may_deepen:
+            self.hidden.index_copy_(0, self._at(np.array(rows, dtype=np.int64)), x)
 
     def _run_stretch(
         self,
@@ -487,18 +517,48 @@ class NativeRunner:
             rows, positions: Of the first token of each row.
         """
         decoder, count, batch = self._decoder, len(x), at.batch
-        went = skipped.enter(decoder, rows, positions, first, stop)
-        if went is not None:
-            batch = decoder.plan_tokens(
-                np.concatenate([at.rows, went.rows]),
-                np.concatenate([at.positions, went.positions]),
-            )
-            x = torch.cat([x, went.states])
-        x = decoder.run_layers(x, batch, *self._layers_of(first, stop))
-        if went is not None:
-            skipped.carried(went, x[count:], stop)
-            x = x[:count]
+        marks = skipped.marks(rows)
+        try:
+            went = skipped.enter(decoder, rows, positions, first, stop)
+            if went is not None:
+                batch = decoder.plan_tokens(
+                    np.concatenate([at.rows, went.rows]),
+                    np.concatenate([at.positions, went.positions]),
+                )
+                x = torch.cat([x, went.states])
+            x = decoder.run_layers(x, batch, *self._layers_of(first, stop))
+            if went is not None:
+                skipped.carried(went, x[count:], stop)
+                x = x[:count]
+        except torch.OutOfMemoryError:
+            skipped.take_back(rows, marks)
+            raise
         return x
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """A pass inside that lacks the device's memory changes nothing.
+
+        Raises: DeviceMemoryExhausted: It did; what nobody uses is given back to the device.
+        """
+        num_run, failure = self._drafts.num_run.copy(), None
+        try:
+            yield
+        except torch.OutOfMemoryError as exc:
+            failure = str(exc).partition("\n")[0]
+            exc.__traceback__ = None  # its frames hold what the pass had computed so far
+        if failure is not None:
+            self._drafts.num_run[:] = num_run
+            self._exit = self.exited = None
+            self._empty_cache()
+            raise DeviceMemoryExhausted(
+                f"a pass needs more memory than the device has free: {failure}; lower "
+                "decode.max_slots, prefill.chunk_tokens or engine.gpu_memory_share"
+            )
+
+    def _empty_cache(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _layers_of(self, first: int, stop: int) -> tuple[int, int]:
         """Layers [begin, end) of segments [first, stop)."""
@@ -533,6 +593,8 @@ class NativeRunner:
         pass will write again, or is marked as missing again.
         """
         hidden, positions, exit_ = self.hidden.clone(), self.positions.copy(), self._exit
+        if exit_ is not None:  # its logits may be a buffer of passes
+            exit_ = replace(exit_, found=replace(exit_.found, logits=exit_.found.logits.clone()))
         with self.skipped.dry_run() if self.skipped is not None else nullcontext():
             yield
         self.hidden, self.positions, self._exit = hidden, positions, exit_

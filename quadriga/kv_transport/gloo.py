@@ -8,14 +8,12 @@ abandoned channel ends by its own deadline.
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed
 
 from quadriga.errors import KVTransportError
 from quadriga.interfaces import KVSink
@@ -27,8 +25,7 @@ from quadriga.kv_transport.channel import (
 )
 from quadriga.kv_transport.pairs import Invite, PairTransport
 from quadriga.kv_transport.payload import to_host
-
-dist: Any = torch.distributed  # its classes are made in C++ and unknown to type checkers
+from quadriga.process_groups import host_store, join_store, make_group, route_to
 
 FRAME_BYTES = 1024
 LENGTH_BYTES = 4
@@ -96,17 +93,23 @@ class GlooChannels:
         self, peer: str, generation: int, invite: Callable[[ChannelOffer], None]
     ) -> GlooChannel:
         host = self._host_for(peer)
-        store, port = _host_store(host)
+        store, port = host_store(host, CONNECT_TIMEOUT_S)
         offer = ChannelOffer(self._me, host, port, generation)
         invite(offer)
-        return GlooChannel(_make_group(store, offer, rank=0, host=host), rank=0)
+        return self._meet(store, offer, rank=0, host=host)
 
     def check(self, offer: ChannelOffer) -> None:
         """Every offer can be joined."""
 
     def join(self, offer: ChannelOffer) -> GlooChannel:
-        group = _make_group(_join_store(offer), offer, rank=1, host=_route_to(offer.host))
-        return GlooChannel(group, rank=1)
+        store = join_store(offer.host, offer.port, CONNECT_TIMEOUT_S)
+        return self._meet(store, offer, rank=1, host=route_to(offer.host))
+
+    def _meet(self, store: Any, offer: ChannelOffer, *, rank: int, host: str) -> GlooChannel:
+        """Meet the other side: a private process group of two, on one address."""
+        prefix = f"{offer.source}/{offer.generation}"
+        group = make_group(store, prefix, rank=rank, size=2, host=host, timeout_s=CONNECT_TIMEOUT_S)
+        return GlooChannel(group, rank)
 
     def check_part(self, num_bytes: int) -> None:
         """Host memory bounds them."""
@@ -129,44 +132,3 @@ class GlooTransport(PairTransport):
         invite: Invite,
     ) -> None:
         super().__init__(me, sink, GlooChannels(me, host_for), invite)
-
-
-def _host_store(host: str) -> tuple[Any, int]:
-    """Open a meeting point on one address; returns the store and its port."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        # The store would listen on all interfaces; the socket it is given does not.
-        listener.bind((host, 0))
-        listener.listen()
-        port = int(listener.getsockname()[1])
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
-            master_listen_fd=listener.detach(),
-        )
-    return store, port
-
-
-def _join_store(offer: ChannelOffer) -> Any:
-    """Reach the meeting point that a peer opened. Raises: RuntimeError when it is not there."""
-    timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
-    return dist.TCPStore(offer.host, offer.port, is_master=False, timeout=timeout)
-
-
-def _make_group(store: Any, offer: ChannelOffer, *, rank: int, host: str) -> Any:
-    """Meet the other side: a private process group of two, on one address."""
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
-    options._threads = 1
-    prefix = dist.PrefixStore(f"{offer.source}/{offer.generation}", store)
-    return dist.ProcessGroupGloo(prefix, rank, 2, options)
-
-
-def _route_to(host: str) -> str:
-    """The local address from which `host` is reached."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        return str(probe.getsockname()[0])

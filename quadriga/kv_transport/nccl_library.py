@@ -32,6 +32,8 @@ from quadriga.kv_transport.channel import NO_ROUTE
 
 SHARE_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Set to 1, NCCL 2.30 and later take several ranks on one GPU; without it, none do."""
+LIMITS = {"NCCL_MAX_CTAS": "4"}
+"""Where they are not set: a transfer's kernels take no more of the GPU's processors from passes."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -133,6 +135,8 @@ def find_nccl() -> NcclLibrary:
     """
     if not torch.cuda.is_available():
         raise KVTransportError("torch sees no GPU", code=NO_ROUTE)
+    for name, most in LIMITS.items():
+        os.environ.setdefault(name, most)  # read when a pair is made
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # CuPy's about a missing NCCL; said below

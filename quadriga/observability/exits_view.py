@@ -8,6 +8,7 @@ from quadriga.observability.metrics import MetricsHub
 
 COUNTERS = {
     "breaches": "quadriga_breaches_total",
+    "lowered": "quadriga_lowered_tokens_total",
     "involuntary_exits": "quadriga_involuntary_exits_total",
     "involuntary_stays": "quadriga_involuntary_stays_total",
     "drafted": "quadriga_drafted_tokens_total",
@@ -15,11 +16,19 @@ COUNTERS = {
 }
 
 
+DEPTHS = {
+    "tokens": "quadriga_depth_forecast_tokens_total",
+    "expected": "quadriga_depth_expected_layers_total",
+    "run": "quadriga_depth_run_layers_total",
+}
+
+
 def exits_view(hub: MetricsHub) -> dict[str, dict[str, Any]]:
-    """Return, by replica: {tokens: {layers run: tokens}, each of `COUNTERS`, and uses}.
+    """Return, by replica: {tokens: {layers run: tokens}, each of `COUNTERS`, uses, and depths}.
 
     Counts are cumulative since each replica's start; a display takes differences. `uses`
-    is {layers run: `ExitUse`}, of all exits of the model.
+    is {layers run: `ExitUse`}, of all exits of the model; `depths` is {tenth of the layers that
+    was expected: {each of `DEPTHS`}}.
     """
     tokens = hub.values("quadriga_exit_tokens_total")
     uses = hub.values("quadriga_exit_use")
@@ -37,4 +46,10 @@ def exits_view(hub: MetricsHub) -> dict[str, dict[str, Any]]:
         counted = hub.values(name)
         for source, view in found.items():
             view[field] = sum(counted.get(source, {}).values())
+    for view in found.values():
+        view["depths"] = {}
+    for field, name in DEPTHS.items():
+        for source, values in hub.values(name).items():
+            for labels, value in values.items() if source in found else ():
+                found[source]["depths"].setdefault(dict(labels)["tenth"], {})[field] = value
     return found

@@ -5,14 +5,15 @@ tokens, and one pass through the other segments verifies all drafts of all rows.
 
 - *Whether to draft at all*: by what a token took of late, with drafts and without, for about so
   many rows. Measured, as far as it can be: a segment that runs again and again finds its weights in
-  a cache. What was not measured yet is forecast, by costs and by how often drafts agree. The worse
-  kind of rounds is tried again as soon as what it is expected to lose was saved up, a small share
-  of the time; so no more than that share is ever lost.
+  a cache. Before that it is forecast, by costs and by how often drafts agree, and the forecast
+  weighs as much as four rounds. The worse kind of rounds is tried again as soon as what it is
+  expected to lose was saved up, a small share of the time; so no more than that share is ever lost.
 - *Whether to draft on*. With c_d(n) for n rows through the first segment and its head, and c_v(n)
   for n positions through the others, a further pass over rows whose drafts all agree so far with
   probability s is worth Σ s tokens. A token is worth the v seconds that it takes at best. So it
-  pays where v · Σ s > c_d(n) + c_v(P + n) − c_v(P), with P positions to be verified anyway. Rows
-  that do not pay for themselves stay behind.
+  pays where v · Σ s > c_d(n) + c_v(P + n) − c_v(P), with P positions to be verified anyway, or
+  where several such passes do together: c_v may have steps. Rows that do not pay for themselves
+  stay behind.
 
 How often a draft agrees is learnt by the confidence with which it was made, for greedy and for
 drawn tokens apart.
@@ -40,6 +41,8 @@ _PRIOR_CHANCE = 0.85
 _PRIOR_WEIGHT = 8.0  # tokens
 _RATE = 0.01  # a token, of the moving averages
 _TRIALS = 4  # rounds of each kind, before one that was disturbed is told from others
+_DISTURBED = 3.0  # a round that takes so many times the mean, or more, counts as so many times it
+_FORECAST_ROUNDS = 4  # that a forecast weighs as much as
 _EXPLORE_SHARE = 0.005  # of the time, that rounds of the worse kind may lose
 _HELD_ROUNDS = 16  # full passes over the same rows, for which one decision stands
 _REFRESH = 32  # passes for which forecasts are kept
@@ -73,32 +76,37 @@ class _RoundKind:
     """What a token takes in rounds of one kind.
 
     Attributes:
-        tokens: That a round gives.
-        token_s: A forecast, until some were measured.
+        tokens, seconds: That a round gives and takes: a forecast, into which measured rounds are
+            mixed.
         rounds: So many were.
     """
 
-    tokens: float = 0.0
-    token_s: float = 0.0
+    tokens: float = 1.0
+    seconds: float = 0.0
     rounds: int = 0
 
     def add(self, tokens: int, seconds: float) -> None:
         """A round took so long. One that was disturbed counts as one that was a little."""
-        each_s = seconds / tokens
         if self.rounds >= _TRIALS:
-            each_s = min(each_s, 2.0 * self.token_s)
+            seconds = min(seconds, _DISTURBED * self.seconds)
         self.rounds += 1
-        rate = max(0.05, 1.0 / self.rounds)
-        self.token_s += rate * (each_s - self.token_s)
+        rate = max(0.05, 1.0 / (_FORECAST_ROUNDS + self.rounds))
+        self.seconds += rate * (seconds - self.seconds)
         self.tokens += rate * (tokens - self.tokens)
+
+    @property
+    def token_s(self) -> float:
+        """What a token takes: all seconds over all tokens, as rounds with few take longer each."""
+        return self.seconds / self.tokens
 
 
 @dataclass(slots=True)
 class _Regime:
-    """Both kinds of rounds, for about so many rows."""
+    """Both kinds of rounds, for about so many rows; and of which kind the last was."""
 
     full: _RoundKind = field(default_factory=_RoundKind)
     drafting: _RoundKind = field(default_factory=_RoundKind)
+    drafted_last: bool | None = None
 
     def pays(self) -> bool:
         """Whether drafts are faster."""
@@ -134,6 +142,7 @@ class Drafter:
         self._regimes: dict[int, _Regime] = {}
         self._savings_s = 0.0  # that rounds of the worse kind may lose
         self._round_s = 0.0  # of the round under way
+        self._is_trial = False  # it drafts, though that is thought to be slower
         self._is_cut = False  # it was ended before its drafts were as long as they are worth
         self._tokens_each = 0.0
         self._draft_s: dict[int, float] = {}
@@ -172,27 +181,44 @@ class Drafter:
         regime = self._regime(fresh + pending)
         if not pending:
             least_s = 2 * self._drafts_s(fresh) + self._verified_s(2 * fresh)
-            drafts = regime.pays() is not self._explores(regime)
+            explores = self._explores(regime)
+            drafts = regime.pays() is not explores
             is_tight = budget_s < inf and self._savings_s < 0.0  # rounds were cut short of late
+            self._is_trial = drafts and explores
             if drafts and least_s <= budget_s and not is_tight:
                 return DraftChoice(DraftAction.DRAFT)
-            return DraftChoice(DraftAction.FULL, times=_HELD_ROUNDS)
+            return DraftChoice(DraftAction.FULL, times=1 if explores else _HELD_ROUNDS)
         value_s = regime.token_s
         going = sorted(survivals, reverse=True)
-        least = self._least(fresh, positions, len(going), value_s)
+        least = 0.0
+        if not self._is_trial:
+            least = self._least(fresh, positions, len(going), value_s)
         while going and going[-1] < least:
             going.pop()
         count = fresh + len(going)
         if not count:
             return DraftChoice(DraftAction.VERIFY)
         pass_s, then_s = self._drafts_s(count), self._verified_s(positions + count)
-        worth_s = (fresh + sum(going)) * value_s
-        if worth_s <= pass_s + then_s - self._verified_s(positions):
+        learns = self._is_trial and positions == pending  # by one draft at least
+        if not learns and not self._is_worth_it(fresh + sum(going), count, positions, value_s):
             return DraftChoice(DraftAction.VERIFY)
         if pass_s + then_s > budget_s:
             self._is_cut = True
             return DraftChoice(DraftAction.VERIFY)
         return DraftChoice(DraftAction.DRAFT, least)
+
+    def _is_worth_it(self, tokens: float, count: int, positions: int, value_s: float) -> bool:
+        """Whether further passes over `count` rows, the first of which is expected to give so many
+        tokens, pay together before they would be longer than drafts may be."""
+        gain_s, before_s = 0.0, self._verified_s(positions)
+        for drafted in range(1, MAX_DRAFTED + 1):
+            gain_s += tokens * value_s - self._drafts_s(count)
+            if gain_s > self._verified_s(positions + drafted * count) - before_s:
+                return True
+            tokens *= self._chance
+            if gain_s <= 0.0 or positions + drafted * count >= count * (1 + MAX_DRAFTED):
+                return False
+        return False
 
     def _least(self, fresh: int, positions: int, going: int, value_s: float) -> float:
         """The probability below which a row costs more than it brings: what half of the rows cost
@@ -258,6 +284,7 @@ class Drafter:
             times: So many such rounds it stands for.
         """
         regime = self._regime(rows)
+        regime.drafted_last = drafted
         kind, other = regime.full, regime.drafting
         if drafted:
             kind, other = other, kind
@@ -275,17 +302,19 @@ class Drafter:
         return self._regime(rows).pays()
 
     def _explores(self, regime: _Regime) -> bool:
-        """Whether the next round is of the worse kind."""
-        return self._savings_s > max(0.0, regime.loss_s())
+        """Whether the next round is of the worse kind: never two in a row, or of two kinds that
+        seem alike one would never be tried."""
+        was_better = regime.drafted_last is regime.pays()
+        return was_better and self._savings_s > max(0.0, regime.loss_s())
 
     def _regime(self, rows: int) -> _Regime:
         """What is known of about so many rows: two steps each time they double."""
         regime = self._regimes.setdefault(round(2.0 * log2(rows)), _Regime())
         if not regime.full.rounds:
-            regime.full.tokens, regime.full.token_s = rows, self._full_s(rows)
+            regime.full.tokens, regime.full.seconds = rows, self._full_s(rows)
         if not regime.drafting.rounds:
             drafting = regime.drafting
-            drafting.tokens, drafting.token_s = self._drafting_s(rows)
+            drafting.tokens, drafting.seconds = self._drafting_s(rows)
         return regime
 
     def _begin(self, now_s: float, tokens_each: float) -> None:
@@ -304,21 +333,20 @@ class Drafter:
             self._verify_s.clear()
 
     def _full_s(self, rows: int) -> float:
-        """What a token takes in a full pass, by forecast."""
+        """What a full pass takes, by forecast."""
         costs, tokens = self.costs, rows * self._tokens_each
         seconds = costs.forecast_s(0, costs.num_segments, rows, tokens, tests=False)
-        return (seconds + self.overhead_s) / rows
+        return seconds + self.overhead_s
 
     def _drafting_s(self, rows: int) -> tuple[float, float]:
-        """Tokens of a round that drafts, and what each takes, by forecast and for the best length
-        of drafts."""
+        """Tokens and seconds of a round that drafts for the best number of passes, by forecast."""
         pass_s, each, chance, best = self._drafts_s(rows), 1.0, 1.0, (0.0, inf)
         for drafted in range(1, MAX_DRAFTED + 1):
             chance *= self._chance
             each += chance
             seconds = (drafted + 1) * pass_s + self._verified_s(rows * (drafted + 1))
-            if seconds / (rows * each) < best[1]:
-                best = rows * each, seconds / (rows * each)
+            if not best[0] or seconds * best[0] < best[1] * rows * each:
+                best = rows * each, seconds
         return best
 
     def _drafts_s(self, count: int) -> float:

@@ -134,6 +134,18 @@ class EngineThread(Generic[Core]):
         """Let an idle thread look again whether there is work."""
         self._inbox.put(_nothing)
 
+    def break_off(self, reason: str) -> None:
+        """End the engine, from any thread: something that it needs is gone."""
+        error = EngineBroken(reason)
+
+        def fail(core: Core) -> None:
+            raise error
+
+        if self.core is not None:
+            self._inbox.put(fail)
+        elif self._error is None:  # it is loading, and may wait for what is gone
+            self._fail(error)
+
     def stop(self) -> None:
         """Let the thread end after its step; commands still waiting fail."""
         self._is_stopping = True
@@ -146,9 +158,7 @@ class EngineThread(Generic[Core]):
 
     def _run(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        if sys.platform == "linux" and self._nice:  # elsewhere niceness belongs to processes
-            own = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + self._nice)
+        yield_by(self._nice)
         try:
             core = self._load()
             settle()
@@ -192,6 +202,13 @@ class EngineThread(Generic[Core]):
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
             logger.info("the event loop is closed; %r is dropped", callback)
+
+
+def yield_by(nice: int) -> None:
+    """Raise the niceness of this thread, and of those that it starts."""
+    if sys.platform == "linux" and nice:  # elsewhere niceness belongs to processes
+        own = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + nice)
 
 
 def _nothing(core: object) -> None:

@@ -12,7 +12,7 @@ from quadriga.config.loader import QuadrigaConfig
 from quadriga.core.forecast import LengthOutcome, LoadForecast
 from quadriga.core.kv import TransferOffer
 from quadriga.core.output import EngineOutput
-from quadriga.policies.ares.expected_depth import ExpectedDepth
+from quadriga.policies.ares.expected_depth import ExpectedDepth, ForecastDepths
 from quadriga.policies.ares.settings import horizon_s
 from quadriga.scheduling.calibration import assumed_shape, measure_shape
 from quadriga.scheduling.forecasts import (
@@ -190,6 +190,11 @@ class Forecasting:
                 front_share=seen.front_share,
             )
         return self._packed
+
+    @property
+    def depths_by_tenth(self) -> dict[str, ForecastDepths]:
+        """Layers a token as forecast and as run; from any thread."""
+        return dict(self._depths.by_tenth)
 
     def take_outcomes(self) -> list[LengthOutcome]:
         """What came of predictions since the last call."""

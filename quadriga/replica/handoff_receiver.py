@@ -30,8 +30,14 @@ logger = logging.getLogger(__name__)
 class RowHost(Protocol):
     """What the receiving side asks of the engine that owns the rows."""
 
-    async def reserve_row(self, offer: TransferOffer) -> int:
-        """Promise a row; see `DecodeLoop.reserve`. Raises: KVCacheExhausted, ContextTooLong."""
+    async def reserve_row(self, offer: TransferOffer) -> tuple[int, int]:
+        """Promise a row; see `DecodeLoop.reserve`.
+
+        Returns:
+            The row, and its positions whose KV is there already.
+
+        Raises: KVCacheExhausted, ContextTooLong.
+        """
 
     async def release_row(self, sequence_id: str) -> None:
         """Give a promised row back."""
@@ -69,8 +75,11 @@ class HandoffReceiver:
         self._commits: dict[str, asyncio.Task[None]] = {}
         self._reserving: set[str] = set()
 
-    async def reserve(self, offer: TransferOffer) -> None:
+    async def reserve(self, offer: TransferOffer) -> int:
         """Take an offer: promise a row until the lease lapses. A repeated offer is the same.
+
+        Returns:
+            Positions, from the first on, whose KV need not be sent.
 
         Raises:
             KVCacheExhausted, ContextTooLong: No room now, or ever.
@@ -82,8 +91,9 @@ class HandoffReceiver:
             raise MigrationFailed(
                 f"transport {offer.transport!r} is not known here", code="unknown_transport"
             )
-        if self.leases.get(offer.transfer_id) is not None:
-            return
+        lease = self.leases.get(offer.transfer_id)
+        if lease is not None:
+            return lease.held_tokens
         for transfer_id in self.leases.check_offer(offer):
             await self.abort(transfer_id)
         self.leases.check_row(offer.sequence_id)
@@ -92,17 +102,18 @@ class HandoffReceiver:
             raise still_busy(offer.sequence_id)
         self._reserving.add(offer.sequence_id)
         try:
-            await self._open(offer)
+            return await self._open(offer)
         finally:
             self._reserving.discard(offer.sequence_id)
 
-    async def _open(self, offer: TransferOffer) -> None:
-        row = await self._host.reserve_row(offer)
+    async def _open(self, offer: TransferOffer) -> int:
+        row, held_tokens = await self._host.reserve_row(offer)
         try:
-            self.leases.open(offer, row, now_s=self._clock.now_s())
+            self.leases.open(offer, row, now_s=self._clock.now_s(), held_tokens=held_tokens)
         except (MigrationFailed, Overloaded):
             await self._host.release_row(offer.sequence_id)
             raise
+        return held_tokens
 
     async def commit(
         self,

@@ -43,6 +43,9 @@ class ForecastFigures:
     seconds_to_full: float
     num_predictions: int
     engine_s: dict[str, float]
+    depth_tokens: dict[str, float]
+    depth_expected: dict[str, float]
+    depth_run: dict[str, float]
 
 
 class ReplicaMetrics:
@@ -118,13 +121,16 @@ class ReplicaMetrics:
         load = forecast.base_s + np.frombuffer(forecast.load_s, dtype="<f4").astype(np.float64)
         tokens = np.frombuffer(forecast.tokens, dtype="<f4")
         ahead = {f"{forecast.grid_s[point]:.3g}": point for point in AHEAD_POINTS}
-        asking = source.asking
+        asking, depths = source.asking, source.depths_by_tenth
         figures = ForecastFigures(
             step_s={label: float(load[point]) for label, point in ahead.items()},
             kv_tokens={label: float(tokens[point]) for label, point in ahead.items()},
             seconds_to_full=seconds_to_full(forecast, capacity_tokens),
             num_predictions=asking.num_predictions if asking else 0,
             engine_s={"predict": asking.seconds if asking else 0.0, "hold": source.seconds},
+            depth_tokens={tenth: one.tokens for tenth, one in depths.items()},
+            depth_expected={tenth: one.expected for tenth, one in depths.items()},
+            depth_run={tenth: one.run for tenth, one in depths.items()},
         )
         self._table("forecast").update(figures)
 

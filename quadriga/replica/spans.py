@@ -33,7 +33,7 @@ class SequenceSpans:
         since, num_tokens = self._clock.unix_s(), len(state.output_ids)
         self.open[state.sequence_id] = (stage, state.traceparent, since, state, num_tokens)
 
-    def end(self, sequence_id: str, error: str | None = None, **attributes: str) -> None:
+    def end(self, sequence_id: str, error: str | None = None, /, **attributes: str | int) -> None:
         """It is over; unknown ones are no error."""
         entry = self.open.pop(sequence_id, None)
         if entry is None:

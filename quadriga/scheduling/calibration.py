@@ -15,7 +15,7 @@ _REPEATS = 3
 _SHORT, _LONG = 2, 512  # tokens of context
 _SKIPPED = (2, 12)  # tokens that leave early, to time what it takes to fill in their KV
 _FILL_ROWS = 4
-_TIMED_POSITIONS = 16
+_TIMED_POSITIONS = 72  # 8 rows with all that they may draft
 
 
 def calibrate(runner: ModelRunner, clock: Clock, *, max_rows: int) -> SegmentCosts:

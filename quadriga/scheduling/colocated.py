@@ -59,7 +59,8 @@ class ColocatedLoop:
         max_slots: Sequences at once, at most; None: as many as the runner has rows.
         kv_capacity_tokens: Tokens of KV over all rows; None: as many as `spec` says.
         rebatcher, counters, is_partial: See `DecodeLoop`.
-        prefix_caching: Prompts that begin alike share KV; see `PrefixCache`.
+        prefix_caching: Prompts that begin alike share KV, and those that go on from an answer; see
+            `PrefixCache`.
         full_depth, may_deepen, replays: See `PrefillLoop`.
 
     Attributes:
@@ -96,6 +97,7 @@ class ColocatedLoop:
             kv_capacity_tokens=kv_capacity_tokens or spec.kv_capacity_tokens,
             reservation=reservation,
         )
+        prefixes = find_prefix_cache(runner, slots, spec, prefix_caching)
         self.decode = DecodeLoop(
             runner=runner,
             slots=slots,
@@ -105,6 +107,7 @@ class ColocatedLoop:
             counters=counters,
             criterion=spec.exits.criterion,
             is_partial=is_partial,
+            prefixes=prefixes,
         )
         self.prefill = PrefillLoop(
             runner=runner,
@@ -122,9 +125,7 @@ class ColocatedLoop:
             may_deepen=may_deepen,
             replays=replays,
             reserve=self._reserve,
-            prefixes=find_prefix_cache(
-                runner, slots, spec.checkpoint.fingerprint, enabled=prefix_caching
-            ),
+            prefixes=prefixes,
             on_kv=self.on_kv,
         )
         self._runs: dict[str, _Run] = {}

@@ -9,7 +9,7 @@ table that holds all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -19,7 +19,7 @@ from quadriga.core.forecast import LengthPrediction
 from quadriga.core.kv import ResumePoint
 from quadriga.core.output import EngineOutput, progress_of
 from quadriga.core.request import SampledToken, SequenceState
-from quadriga.errors import DeadlineExceeded, InvariantViolation
+from quadriga.errors import DeadlineExceeded, DeviceMemoryExhausted, InvariantViolation
 from quadriga.interfaces import ModelRunner
 from quadriga.policies.baselines.exits import NoExits
 from quadriga.policies.drex.costs import SegmentCosts
@@ -39,6 +39,7 @@ from quadriga.scheduling.exits.judging import Group, judge
 from quadriga.scheduling.exits.pressure import lower_thresholds
 from quadriga.scheduling.meters import Ewma, RateMeter, StepMeter
 from quadriga.scheduling.preemption import Preemption
+from quadriga.scheduling.prefixes.cache import PrefixCache
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import Slot, SlotTable
 from quadriga.scheduling.transfer.sequence_export import SequenceExport
@@ -55,6 +56,8 @@ class DecodeLoop:
     Args:
         rebatcher: Which group runs next and which tokens leave; None runs every token to the end.
         criterion, is_partial: See `DecodeBatch`.
+        prefixes: Keeps what sequences had at their ends, for those that go on from there; None:
+            nothing is kept.
 
     Attributes:
         batch: The table of its sequences.
@@ -81,8 +84,10 @@ class DecodeLoop:
         counters: ExitCounters | None = None,
         criterion: Criterion = "top",
         is_partial: bool = False,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self.slots = slots
+        self.prefixes = prefixes
         self.counters = counters or ExitCounters()
         self.answers = AnswerLengths()
         self.is_overloaded = False
@@ -146,8 +151,12 @@ class DecodeLoop:
         num_tokens: int | None = None,
         priority: int = 0,
         prediction: LengthPrediction | None = None,
+        block_keys: Sequence[bytes] = (),
     ) -> Slot:
         """Promise a row to a sequence that is on its way here.
+
+        Args:
+            block_keys: Of its prompt: what is kept of them is the last to go for the promise.
 
         Raises:
             InvariantViolation: It is here already.
@@ -156,9 +165,15 @@ class DecodeLoop:
         here = self.batch.sequences.get(sequence_id)
         if here is not None:
             raise InvariantViolation(f"sequence {sequence_id} is here already, {here.status}")
+        if self.prefixes is not None:
+            self.prefixes.touch(block_keys)
         slot = self.promise(sequence_id, max_total_tokens, num_tokens, priority, prediction)
         self.batch.expect(sequence_id, slot.row, num_tokens or 0)
         return slot
+
+    def fill(self, row: int, block_keys: Sequence[bytes]) -> int:
+        """Let a row that was just promised begin with what is kept; returns its tokens."""
+        return 0 if self.prefixes is None else self.prefixes.fill(row, block_keys)
 
     def join(
         self,
@@ -194,6 +209,8 @@ class DecodeLoop:
             batch.set_depth_of(slot.row, depth)
         else:
             batch.attach(sequence, resume, depth)
+        if depth == loaded and resume is None:
+            sequence.num_full = len(state.prompt_ids)
         batch.enter(sequence)
 
     def leave(self, sequence_id: str) -> SequenceState | None:
@@ -229,6 +246,7 @@ class DecodeLoop:
             ConfigError: The layers do not fit this runner as it is now; nothing has changed.
         """
         self.depth.runner().take_depth(prepared)
+        self._forget_blocks()
         return self.depth.changed()
 
     def drop_to(self, depth: int) -> Shrunk:
@@ -252,7 +270,13 @@ class DecodeLoop:
                     ran = Range(segment, len(ends), tests=False)
                     self._run(ran, groups[segment], groups, emissions)
         runner.drop_to(depth)
+        self._forget_blocks()
         return Shrunk(emissions=emissions, excess_tokens=self.depth.changed())
+
+    def _forget_blocks(self) -> None:
+        """Blocks have as many layers as there were."""
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     def step(self) -> Emissions:
         """Schedule → run → judge → commit. Returns (ingress id, emission) pairs."""
@@ -263,12 +287,26 @@ class DecodeLoop:
         if self.batch.num_budgeted:
             lower_thresholds(self.batch, self._token_time.value)
         if self.batch.num_decoding > self.batch.num_parked:
-            groups = self.batch.groups()
-            ran, group = self._choose(groups)
-            self._run(ran, group, groups, emissions)
+            try:
+                self._run_next(emissions)
+            except DeviceMemoryExhausted:
+                if self.batch.num_decoding < 2:
+                    raise
+                self.preemption.relieve()  # a smaller pass needs less
+                if self.batch.num_decoding > self.batch.num_parked:
+                    self._run_next(emissions)
         if not self.has_work:
             self.meter.rest(self._clock.now_s())
         return emissions
+
+    def _run_next(self, emissions: Emissions) -> None:
+        """Run what the policies choose.
+
+        Raises: DeviceMemoryExhausted: The device lacks the memory; no sequence has moved.
+        """
+        groups = self.batch.groups()
+        ran, group = self._choose(groups)
+        self._run(ran, group, groups, emissions)
 
     def _choose(self, groups: list[Group]) -> tuple[Range, Group]:
         """Let the policies choose the next range, and who runs it."""
@@ -436,6 +474,8 @@ class DecodeLoop:
                 emissions.append((state.ingress_id, emission))
                 continue
             if finish is not None:
+                if self.prefixes is not None:
+                    self.prefixes.store_answer(sequence)
                 self.leave(state.sequence_id)
                 continue
             if sequence.next_segment:

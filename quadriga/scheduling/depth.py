@@ -134,6 +134,8 @@ class DepthChanges:
         batch, runner = self._batch, self.runner()
         before = batch.ends
         batch.num_depth_changes += 1
+        for sequence in batch.sequences.values():
+            sequence.num_full = 0  # layers that come later are filled in otherwise
         shallower = min(before[-1], runner.num_layers)
         for coming in batch.having(TRANSFERRING):
             coming.kv_depth = min(shallower, coming.kv_depth)

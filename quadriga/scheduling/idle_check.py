@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 from quadriga.clock import Clock
 from quadriga.errors import InvariantViolation
+from quadriga.scheduling.prefixes.cache import PrefixCache
 
 CHECK_EVERY_S = 5.0
 """Between two checks, at least: an engine that is idle between all requests must not pay for it."""
@@ -22,11 +23,18 @@ class IdleCheck:
 
     Args:
         check: Raises InvariantViolation, or returns whether to look again without new work.
+        prefixes: Gets memory ready in rounds without work.
     """
 
     def __init__(
-        self, check: Callable[[], bool], clock: Clock, every_s: float = CHECK_EVERY_S
+        self,
+        check: Callable[[], bool],
+        clock: Clock,
+        prefixes: PrefixCache | None = None,
+        *,
+        every_s: float = CHECK_EVERY_S,
     ) -> None:
+        self._prefixes = prefixes
         self._check = check
         self._clock = clock
         self._every_s = every_s
@@ -38,6 +46,8 @@ class IdleCheck:
         if not is_idle:
             self._is_due = True
             return
+        if self._prefixes is not None:
+            self._prefixes.prepare()
         if not self._is_due:
             return
         now_s = self._clock.now_s()

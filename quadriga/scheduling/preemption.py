@@ -6,10 +6,13 @@ paused: their KV moves to host memory, row and blocks are free. They come back b
 so that none is moved to and fro. A newcomer takes the place of a less important sequence. Nothing
 is recomputed and nothing fails.
 
-Every sequence is served in the end. While one is paused no newcomer of the same rank is let in, and
-the one that was paused least often is paused next, so a sequence that came back runs before those
-that came later make room for it in turn. One that was paused for `PATIENCE_S` comes before all
-others, more important ones included, and keeps its place for a block of tokens.
+The sequence with the largest predicted total is paused first: it holds the most memory for the
+longest time, and is late in any case. Where nothing is predicted, the least often paused is.
+
+Every sequence is served in the end. While one is paused no newcomer of the same rank is let in. One
+that was paused for `PATIENCE_S` comes before all others, more important ones included, and keeps
+its place for a block of tokens: until then all others are paused before it, and of several such the
+one that was paused least often goes first.
 
 Source: BATON, "pause, resume and scale"; the marks, the choice, and the patience are ours.
 """
@@ -36,11 +39,14 @@ class Pausable(Protocol):
 
     Attributes:
         since_s: Of a paused one: when it was paused.
+        num_tokens, stays_until: Of a running one: what it has, and up to where it keeps its place.
     """
 
     state: SequenceState
     num_pauses: int
     since_s: float
+    num_tokens: int
+    stays_until: int
 
 
 Candidate = TypeVar("Candidate", bound=Pausable)
@@ -51,24 +57,21 @@ def is_overdue(paused: Pausable, now_s: float) -> bool:
     return now_s - paused.since_s >= PATIENCE_S
 
 
-def answer_tokens(state: SequenceState) -> float:
-    """Tokens that the whole answer is predicted to have; the most it may, where nothing is.
-
-    It hardly changes while the sequence runs, so who is the longest stays so.
-    """
-    remaining = remaining_of(state)
-    most = float(state.sampling.max_tokens)
-    return most if remaining is None else len(state.output_ids) + remaining.mean
-
-
 def choose_victim(running: Iterable[Candidate]) -> Candidate | None:
-    """Least important first, then the least often paused, the longest answer, the newest."""
+    """Least important first, then the largest predicted total; see the module."""
     return max(running, key=_expendability, default=None)
 
 
-def _expendability(one: Pausable) -> tuple[int, int, float, float]:
-    state = one.state
-    return (state.priority, -one.num_pauses, answer_tokens(state), state.arrival_unix_s)
+def _expendability(one: Pausable) -> tuple[int, bool, float, int, int, float]:
+    state, is_kept = one.state, one.num_tokens < one.stays_until
+    remaining, total_tokens = remaining_of(state), 0.0
+    if remaining is not None and not is_kept:
+        # It hardly changes while the sequence runs, so who is the longest stays so.
+        total_tokens = state.num_tokens + remaining.mean
+    most = state.sampling.max_tokens
+    return (
+        state.priority, not is_kept, total_tokens, -one.num_pauses, most, state.arrival_unix_s
+    )  # fmt: skip
 
 
 def choose_return(paused: Iterable[Candidate], now_s: float) -> Candidate | None:
@@ -187,7 +190,7 @@ class Preemption:
                 batch.note_room(sequence)
                 return
             if not self._trim():
-                self._relieve()
+                self.relieve()
 
     def _trim(self) -> int:
         """Take back what is promised and not used; returns how many tokens that was."""
@@ -197,7 +200,7 @@ class Preemption:
             batch.note_room(sequence)
         return freed
 
-    def _relieve(self) -> None:
+    def relieve(self) -> None:
         """Pause one sequence, and more until memory is no longer nearly full."""
         batch = self._batch
         self._pause_one()

@@ -47,7 +47,8 @@ class RunningSequence:
         min_layers: Layers that its first token may need; 0 where any number will do.
         num_computed: Tokens of its prompt whose KV is computed, or shared.
         num_cached: Those of them that were shared.
-        block_keys: Of the whole blocks of its prompt; empty where none may be shared.
+        block_keys: Of the whole blocks that it may share: of its prompt, and at its end of its
+            answer as well.
         is_placed: A decode replica has promised it a row.
         feed: Its KV, as it becomes complete; None where the prompt alone is wanted.
         handoff: The task that hands it to a decode replica: a `PrefillHandoff`.
@@ -76,6 +77,8 @@ class RunningSequence:
         lacks_layers: Its KV lacks layers that were loaded later, and ends at `last_segment`.
         needs_layers: One of its tokens was not confident enough there: its KV is to be completed.
         kv_depth: Layers of the KV that is being received.
+        num_full: Tokens of its prompt, where all layers that are loaded have computed them in this
+            row; else 0.
         gap_s: Longest time between two tokens to plan for; 0 is the policy's default.
         deadline_s: When its next token should be out.
         room_tokens: Tokens it may become before it must ask for more room; infinite where all it
@@ -83,7 +86,8 @@ class RunningSequence:
         num_pauses: How often it was moved to host memory here.
         told_at: Output tokens at the last prediction that its ingress knows; -1 before the first.
         told_lowered: `SequenceState.num_lowered` that its ingress knows.
-        stays_until: Tokens that it may become before a more important newcomer may displace it.
+        stays_until: Tokens that it may become before a more important newcomer may displace it, and
+            before it is paused while another one can be.
         suspended: What the runner gave when it was moved to host memory: a `Suspended`.
     """
 
@@ -119,6 +123,7 @@ class RunningSequence:
     lacks_layers: bool = False
     needs_layers: bool = False
     kv_depth: int = 0
+    num_full: int = 0
     gap_s: float = 0.0
     deadline_s: float = math.inf
     room_tokens: float = math.inf

@@ -65,6 +65,7 @@ class Board:
         n, num_requests = len(names), len(input_tokens)
         self.names, self.profile, self.is_lock_step = names, profile, is_lock_step
         self.depth = np.array(depths or [1] * n, dtype=np.int64)
+        self._is_deepest = self.depth == self.depth.max()
         self.is_strict = np.zeros(num_requests, dtype=bool)
         self.stays, self.front_share = np.ones(num_requests), 1.0
         self.input_tokens = input_tokens.astype(np.float64)
@@ -102,7 +103,7 @@ class Board:
 
     def has_layers(self, request: int) -> NDArray[np.bool_]:
         """Which replicas have the layers that a request needs, [n]."""
-        return np.asarray((self.depth == self.depth.max()) | ~self.is_strict[request])
+        return np.asarray(self._is_deepest | ~self.is_strict[request])
 
     def note(self, index: int, replica: SimulatedDecodeReplica) -> None:
         """A replica's state changed."""

@@ -104,8 +104,10 @@ class Simulation:
         if config.strict_share:
             draws = np.random.default_rng([config.seed, 0x57C1]).random(len(arrivals_s))
             self._board.is_strict = draws < config.strict_share
+        self._budgets = np.zeros(len(arrivals_s))
         if config.exits is not None:
             self._board.stays = config.exits.drawn(len(arrivals_s), config.seed)
+            self._budgets = config.exits.budgets(self._board.stays, config.seed)
             self._board.front_share = config.exits.front_share
             for replica in self._decode:
                 replica.front_share = config.exits.front_share
@@ -164,6 +166,7 @@ class Simulation:
             for replica in self._prefill.values():
                 if replica.blocked_since_s is not None:
                     self._run.prefill_blocked.append((replica.blocked_since_s, now_s))
+            self._run.num_lowered = sum(replica.num_lowered for replica in self._decode)
             self._run.end(min(now_s, self._config.limit_s))
         return self._run
 
@@ -294,6 +297,8 @@ class Simulation:
             arrival_s=float(self._arrivals_s[index]),
             promised_tokens=promised if keeps_promises else 0,
             stays=float(self._board.stays[index]),
+            usual_stays=float(self._board.stays[index]),
+            quality_budget=float(self._budgets[index]),
         )
         if self._handoff_s is None:
             handoff_s = self._config.link.seconds(tokens)
@@ -308,9 +313,11 @@ class Simulation:
 
     def _place_roomless(self, now_s: float) -> None:
         """Ask again for the waiting sequences, in the order of prefill replicas' turns."""
-        for index in self._in_turn(now_s):
-            if self._place(now_s, index):
+        most_tokens = self._placing.most_room(now_s) if self._roomless else 0.0
+        for index in self._in_turn(now_s) if most_tokens > 0.0 else ():
+            if self._tokens_of(index) < most_tokens and self._place(now_s, index):
                 self._run.room_wait_s[index] += now_s - self._roomless.pop(index).since_s
+                most_tokens = self._placing.most_room(now_s)
         self._wake_prefill(now_s)
 
     def _in_turn(self, now_s: float) -> list[int]:

@@ -62,14 +62,24 @@ class SimExits:
             own, drawn by the seed from a beta distribution.
         spread: Standard deviation of these rates.
         full_share: Of the requests, whose tokens may not leave early.
+        quality_budget: Share of its tokens that a request allows to leave below its threshold while
+            memory is nearly full; 0: none.
+        budget_share: Of the requests whose tokens may leave early, those with that budget.
     """
 
     front_share: float
     stays: float = 0.07
     spread: float = 0.05
     full_share: float = 0.0
+    quality_budget: float = 0.0
+    budget_share: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("quality_budget", "budget_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(
+                    f"exits.{name}: {getattr(self, name)} must be in 0..1", param=f"exits.{name}"
+                )
         for name in ("front_share", "stays"):
             if not 0.0 < getattr(self, name) < 1.0:
                 raise ConfigError(f"exits.{name}: must be between 0 and 1", param=f"exits.{name}")
@@ -87,6 +97,11 @@ class SimExits:
         weight = self.stays * (1.0 - self.stays) / self.spread**2 - 1.0
         stays = rng.beta(self.stays * weight, (1.0 - self.stays) * weight, count)
         return np.where(rng.random(count) < self.full_share, 1.0, stays)
+
+    def budgets(self, stays: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
+        """The quality budget of each request, of those that are `drawn`: [count]."""
+        has_one = np.random.default_rng([seed, 0xB0D]).random(len(stays)) < self.budget_share
+        return np.where(has_one & (stays < 1.0), self.quality_budget, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

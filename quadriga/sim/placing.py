@@ -22,7 +22,6 @@ from quadriga.policies.ares.overload import (
 from quadriga.policies.ares.placement import best_replica
 from quadriga.policies.ares.settings import horizon_s
 from quadriga.policies.least_work import expected_of
-from quadriga.policies.slot_reservation import promised_tokens
 from quadriga.sim.board import Board
 from quadriga.sim.config import DEPTH_CLASS, SimConfig
 from quadriga.sim.policies import PolicySet
@@ -109,8 +108,8 @@ class Placing:
             waited_s: Since it was prefilled.
         """
         new_steps = self._board.new_steps(now_s)
-        used = self._board.used_tokens(new_steps)
         reserved = self._board.reserved_tokens(new_steps)
+        room = self._room(reserved)
         prediction = self.predict(index, tokens)
         # A place is chosen while the prompt is computed; lengths are predicted after it. Under
         # overload it is chosen then.
@@ -121,25 +120,11 @@ class Placing:
         longest = tokens + 1
         if self._config.memory.reservation == "used":
             longest = int(self._board.input_tokens[index]) + self._config.profile.max_tokens
-        upper_tokens, num_held = self._board.upper_tokens.tolist(), self._board.num_held.tolist()
-        wanted = np.array(
-            [
-                promised_tokens(
-                    tokens,
-                    longest,
-                    upper_tokens=upper,
-                    num_held=held,
-                    prediction=known,
-                    by_forecast=by_forecast,
-                )
-                for upper, held in zip(upper_tokens, num_held, strict=True)
-            ]
-        )
-        takes = self._takes(reserved, wanted) & self._board.has_layers(index)
+        wanted = self._wanted(tokens, longest, known, by_forecast=by_forecast)
+        takes = (wanted <= room) & self._board.has_layers(index)
         if self.overload is not None and prediction is not None:
             takes = self._open(self.overload, takes, tokens, prediction, waited_s)
-        is_shown = self._config.report_every_s == 0.0 or self.overload is not None
-        if is_shown and not takes.any():
+        if self._sees_room and not takes.any():
             return None  # what no policy places
         request = PlaceRequest(
             sequence_id=str(index),
@@ -151,7 +136,7 @@ class Placing:
             by_forecast=by_forecast,
             leaves_early=bool(self._board.stays[index] < 1.0),
         )
-        cluster = self.forecast
+        cluster, used = self.forecast, self._board.used_tokens(new_steps)
         if prediction is None or cluster is None or self.drift.is_drifting:
             chosen = self._by_present(request, used, reserved)
         else:
@@ -270,18 +255,46 @@ class Placing:
         mean = expected_of(float(board.num_held.sum()), float((used - board.prompt_tokens).sum()))
         return LengthPrediction(mean, 0.0, max(mean, float(board.upper_tokens.max())))
 
-    def _takes(self, reserved: NDArray[np.float64], wanted: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which replicas serve and have room, [n]: `policies.load.has_room` for all at once.
+    @property
+    def _sees_room(self) -> bool:
+        """Whether what is chosen has room at this moment, and not at the last reports."""
+        return self._config.report_every_s == 0.0 or self.overload is not None
+
+    def most_room(self, now_s: float) -> float:
+        """No sequence of so many KV tokens or more has a place now: it is promised one ahead."""
+        if not self._sees_room:
+            return np.inf
+        return float(self._room(self._board.reserved_tokens(self._board.new_steps(now_s))).max())
+
+    def _room(self, reserved: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Tokens that each replica may promise one more sequence, [n]; -inf: it takes none.
+
+        That and `_wanted` are `policies.load.has_room` for all at once.
 
         Args:
-            reserved, wanted: Tokens promised by each, and what it would promise the new one, [n].
+            reserved: Tokens promised by each, [n].
         """
         board = self._board
-        fits = reserved + wanted <= self._config.admitted_tokens
+        room = self._config.admitted_tokens - reserved
+        takes = board.is_alive & ~board.is_draining
+        takes &= board.num_held < self._config.profile.num_slots
         if self._config.memory.reservation == "used":
-            fits = (fits | (board.num_held == 0)) & (board.num_paused == 0)
-        fits &= board.num_held < self._config.profile.num_slots
-        return np.asarray(fits & board.is_alive & ~board.is_draining)
+            room[board.num_held == 0] = np.inf
+            takes &= board.num_paused == 0
+        room[~takes] = -np.inf
+        return room
+
+    def _wanted(
+        self, tokens: int, longest: int, known: LengthPrediction | None, *, by_forecast: bool
+    ) -> NDArray[np.float64]:
+        """What each replica would promise the sequence, [n]: `promised_tokens` for all at once."""
+        board = self._board
+        ahead = np.ones(len(board.names)) if by_forecast else board.upper_tokens.astype(np.float64)
+        if known is not None:
+            ahead = np.minimum(ahead, known.upper)
+        part = np.sqrt(board.num_held + 1) - np.sqrt(board.num_held)
+        wanted = tokens + np.maximum(1.0, np.ceil(part * ahead))
+        return np.asarray(np.minimum(wanted, max(longest, tokens + 1)))
 
     def _by_present(
         self,

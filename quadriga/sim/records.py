@@ -51,6 +51,10 @@ MEMORY_RULES = {
 }
 
 
+LOWERED_SHARE = 0.5
+"""Of the tokens that go on, those that are sure enough to leave at half of their threshold."""
+
+
 @dataclass(slots=True)
 class Sequence:
     """A sequence on a decode replica.
@@ -63,7 +67,10 @@ class Sequence:
         promised_tokens: KV tokens that its replica keeps for it where memory is promised as it is
             used; nothing once it has more.
         num_pauses: How often its replica paused it.
-        stays: How often one of its tokens runs on behind the first exit.
+        stays_until: KV tokens up to which it keeps its place, after it was paused for long.
+        stays: How often one of its tokens runs on behind the first exit, at the moment.
+        usual_stays: The same without pressure.
+        quality_budget: Share of its tokens that may leave there all the same under pressure.
     """
 
     index: int
@@ -75,7 +82,16 @@ class Sequence:
     base: int = 0
     promised_tokens: int = 0
     num_pauses: int = 0
+    stays_until: int = 0
     stays: float = 1.0
+    usual_stays: float = 1.0
+    quality_budget: float = 0.0
+
+    def lowered_stays(self, pressure: float) -> float:
+        """How often its tokens go on under a pressure in 0..1: no more are lowered than its budget
+        allows, and of those that would go on at most `LOWERED_SHARE`."""
+        lowered = min(self.quality_budget, LOWERED_SHARE * self.usual_stays) * pressure
+        return self.usual_stays - lowered
 
 
 @dataclass(slots=True)

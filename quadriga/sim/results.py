@@ -91,6 +91,7 @@ class SimulatedRun:
         prefill_busy: Spans in which a prefill replica computed.
         prefill_blocked: Spans in which one stood still with a queue, because all its rows held
             sequences that waited for a decode replica.
+        num_lowered: Tokens that left below their threshold within the budgets of their requests.
         num_cancelled: Migrations given up before the source let go.
         depth_gains: By tick: what shallow and deep sequences apart save of a token's time, or
             would; none where there is no choice.
@@ -115,6 +116,7 @@ class SimulatedRun:
     full_s: list[float] = field(default_factory=list)
     prefill_busy: list[Span] = field(default_factory=list)
     prefill_blocked: list[Span] = field(default_factory=list)
+    num_lowered: float = 0.0
     num_cancelled: int = 0
     depth_gains: list[float] = field(default_factory=list)
     num_ticks_apart: int = 0

@@ -14,7 +14,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import llguidance
 import numpy as np
 import numpy.typing as npt
 
@@ -35,11 +34,22 @@ LARGE_VOCABULARY = 8192
 Bits = npt.NDArray[np.uint8]
 """Masks: of each byte the lowest bit is the first token's; a set one may follow."""
 
-_LIMITS = llguidance.LLParserLimits(
-    step_lexer_fuel=100_000,  # some 7 ms
-    max_lexer_states=20_000,  # some 2 kB each
-    verbose_errors=False,
-)
+
+@lru_cache(maxsize=1)
+def _llguidance() -> Any:
+    """The library; who asks for no grammar does without."""
+    import llguidance
+
+    return llguidance
+
+
+@lru_cache(maxsize=1)
+def _limits() -> Any:
+    return _llguidance().LLParserLimits(
+        step_lexer_fuel=100_000,  # some 7 ms
+        max_lexer_states=20_000,  # some 2 kB each
+        verbose_errors=False,
+    )
 
 
 class TokenGrammars:
@@ -54,7 +64,7 @@ class TokenGrammars:
     def __init__(self, tokenizer: str, vocab_size: int, end_ids: Sequence[int]) -> None:
         self.vocab_size = vocab_size
         self.end_ids = frozenset(end_ids)
-        self._vocabulary = llguidance.LLTokenizer(
+        self._vocabulary = _llguidance().LLTokenizer(
             tokenizer, n_vocab=vocab_size, eos_token=list(end_ids)
         )
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
@@ -80,8 +90,8 @@ class TokenGrammars:
             if found is not None:
                 self._compiled.move_to_end(grammar)
                 return found
-        made = llguidance.LLMatcher(
-            self._vocabulary, grammar_source(grammar), limits=_LIMITS, log_level=0
+        made = _llguidance().LLMatcher(
+            self._vocabulary, grammar_source(grammar), limits=_limits(), log_level=0
         )
         with self._lock:
             self._compiled[grammar] = made
@@ -219,7 +229,7 @@ def _compute(matchers: Sequence[GrammarMatcher], num_threads: int) -> None:
 @lru_cache(maxsize=2)
 def _executor(num_threads: int) -> Any:
     """Threads that sleep until masks are to be found."""
-    return llguidance.LLExecutor(num_threads)
+    return _llguidance().LLExecutor(num_threads)
 
 
 def grammar_source(grammar: Grammar) -> str:
@@ -231,7 +241,7 @@ def grammar_source(grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
         try:
             return str(
-                llguidance.LLMatcher.grammar_from_json_schema(
+                _llguidance().LLMatcher.grammar_from_json_schema(
                     grammar.text, defaults={"whitespace_pattern": WHITESPACE}
                 )
             )
@@ -240,11 +250,11 @@ def grammar_source(grammar: Grammar) -> str:
                 f"the schema cannot be read: {exc}", code="invalid_grammar"
             ) from exc
     if grammar.kind == "regex":
-        return str(llguidance.LLMatcher.grammar_from_regex(grammar.text))
+        return str(_llguidance().LLMatcher.grammar_from_regex(grammar.text))
     if grammar.kind == "lark":
-        return str(llguidance.LLMatcher.grammar_from_lark(grammar.text))
+        return str(_llguidance().LLMatcher.grammar_from_lark(grammar.text))
     try:
-        return str(llguidance.grammar_from("grammar", grammar.text))
+        return str(_llguidance().grammar_from("grammar", grammar.text))
     except ValueError as exc:
         raise InvalidRequest(f"the grammar cannot be read: {exc}", code="invalid_grammar") from exc
 

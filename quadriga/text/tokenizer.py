@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +121,21 @@ class TextTokenizer:
         """Those of some texts that are special tokens, with their ids."""
         return {self._tokens[i]: i for i in self._hidden if self._tokens[i] in texts}
 
-    @property
-    def tool_format(self) -> ToolFormat:
-        """How the model writes calls of functions."""
-        return tool_format(str(self._fast.chat_template or ""))
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls of functions; None where that is not known here."""
+        from jinja2.exceptions import TemplateError
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
+            function = {"name": "look", "description": "", "parameters": {"type": "object"}}
+            told = [{"type": "function", "function": function}]
+            shown = self._fast.apply_chat_template(list(messages), tools=told, tokenize=False)
+            return str(shown)
+
+        try:
+            return tool_format(str(self._fast.chat_template or ""), render)
+        except (TemplateError, ValueError, TypeError, KeyError, RecursionError):
+            return None
 
     def render_chat(
         self,
@@ -146,10 +158,11 @@ class TextTokenizer:
                 f"model {self.model_id!r} has no chat template; use /v1/completions",
                 param="messages",
             )
+        form = self.tool_format
         try:
             text = self._fast.apply_chat_template(
-                self.tool_format.messages(messages, tools),
-                tools=[dict(t) for t in tools] if self.tool_format.in_template else None,
+                form.messages(messages, tools) if form else [dict(m) for m in messages],
+                tools=[dict(t) for t in tools] if form is None or form.in_template else None,
                 tokenize=False,
                 add_generation_prompt=True,
             )

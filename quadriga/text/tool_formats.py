@@ -1,8 +1,8 @@
 """How models write calls of functions, and how they are told of the functions.
 
-Which format a model has, its chat template says: Hermes' tags (Qwen 2 and 3 and many others),
-Mistral's, Llama 3's. A template that knows no tools gets them in a system message of ours, in the
-form that SmolLM2 was trained with.
+Which format a model has, its chat template says: it is asked to show a call, and what it writes
+is compared with the formats that are known here. A template that knows no tools gets them in a
+system message of ours, in the form that SmolLM2 was trained with.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from quadriga.core.grammar import WHITESPACE, Grammar
+from quadriga.errors import InvalidRequest
 
 MAX_CALLS = 16
 """In one answer that must call."""
@@ -22,9 +23,12 @@ MAX_CALLS = 16
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A way to write calls: JSON objects between marks.
+    """A way to write calls, between marks.
 
     Attributes:
+        style: What a call is: `object`, a JSON object with the name and the arguments; `named`,
+            the name, `[ARGS]` and the arguments in JSON; `tags`, `<function=NAME>` and each
+            argument as `<parameter=KEY>`, texts without quotes.
         opening, closing: What stands around the calls. Where `opening` is empty, an answer that
             begins with a brace is calls.
         is_list: The calls are a JSON array between one pair of marks; else each has its own pair.
@@ -39,11 +43,13 @@ class ToolFormat:
     separator: str = "\n"
     arguments: str = "arguments"
     in_template: bool = True
+    style: Literal["object", "named", "tags"] = "object"
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts that may be special tokens, which have no text elsewhere."""
-        return tuple(mark.strip() for mark in (self.opening, self.closing) if mark.strip())
+        inner = (CALL_ID, ARGS) if self.style == "named" else ()
+        return tuple(m.strip() for m in (self.opening, self.closing, *inner) if m.strip())
 
     def grammar(
         self, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool, ids: Mapping[str, int]
@@ -54,13 +60,16 @@ class ToolFormat:
             tools: `name` and `parameters` (a JSON schema) of each.
             is_parallel: There may be several calls.
             ids: Marks that are special tokens, with their ids.
+
+        Raises: InvalidRequest: The format cannot hold parameters of such a schema.
         """
         more = MAX_CALLS - 1 if is_parallel else 0
         opening = _mark(self.opening, ids)
         start = f"{opening} {self._calls(more, ids)}"
         if more and not self.is_list:
-            start += f" ({_quote(self.separator)} {opening} {self._calls(0, ids)}){{0,{more}}}"
-        return Grammar("lark", "\n".join([f"start: {start}", *self._rules(tools)]))
+            between = _mark(self.separator, ids)
+            start += f" ({between} {opening} {self._calls(0, ids)}){{0,{more}}}"
+        return Grammar("lark", "\n".join([f"start: {start}", *self._rules(tools, ids)]))
 
     def free_grammar(
         self, tools: Sequence[Mapping[str, Any]], ids: Mapping[str, int]
@@ -69,6 +78,8 @@ class ToolFormat:
 
         Returns:
             None where nothing opens calls, so that they begin like other text.
+
+        Raises: InvalidRequest: As `grammar`.
         """
         name = self.opening.strip()
         if not name:
@@ -80,7 +91,7 @@ class ToolFormat:
             rules.append(f"called: TEXT <[{ids[name]}]> {body}")
         else:  # lazy: text ends with the first mark
             rules += [f"opened[lazy]: TEXT {_quote(name)}", f"called: opened {body}"]
-        return Grammar("lark", "\n".join([*rules, *self._rules(tools)]))
+        return Grammar("lark", "\n".join([*rules, *self._rules(tools, ids)]))
 
     def _calls(self, more: int, ids: Mapping[str, int]) -> str:
         """What follows an opening mark, up to the closing one, in Lark."""
@@ -90,14 +101,20 @@ class ToolFormat:
         others = f' (", " call){{0,{more}}}' if more else ""
         return f'"[" call{others} "]" {closing}'
 
-    def _rules(self, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    def _rules(self, tools: Sequence[Mapping[str, Any]], ids: Mapping[str, int]) -> list[str]:
         """What a call is, in Lark."""
         rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
         for i, tool in enumerate(tools):
-            head = f'{{"name": {json.dumps(tool["name"])}, "{self.arguments}": '
-            rules.append(f'call_{i}: {_quote(head)} arguments_{i} "}}"')
-            schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}} | dict(tool["parameters"])
-            rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
+            name, schema = tool["name"], tool["parameters"]
+            if self.style == "tags":
+                rules += _tag_rules(i, name, schema)
+                continue
+            if self.style == "named":
+                rules.append(f"call_{i}: {_quote(name)} {_mark(ARGS, ids)} arguments_{i}")
+            else:
+                head = f'{{"name": {json.dumps(name)}, "{self.arguments}": '
+                rules.append(f'call_{i}: {_quote(head)} arguments_{i} "}}"')
+            rules.append(f"arguments_{i}: {_json(schema)}")
         return rules
 
     def messages(
@@ -105,7 +122,9 @@ class ToolFormat:
     ) -> list[dict[str, Any]]:
         """A conversation as the chat template takes it."""
         if self.in_template:
-            return [_with_ids(m) if self == MISTRAL else dict(m) for m in messages]
+            if self.opening == MISTRAL.opening:
+                return [_with_ids(message) for message in messages]
+            return [m for message in messages for m in self._one_call_each(message)]
         plain = [self._plain(message) for message in messages]
         if tools:
             has_system = bool(plain) and plain[0]["role"] == "system"
@@ -113,6 +132,14 @@ class ToolFormat:
             told = {"role": "system", "content": before + _told(tools)}
             plain = [told, *plain[has_system:]]
         return plain
+
+    def _one_call_each(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A message; as one for each call where the template takes no more than one."""
+        calls = list(message.get("tool_calls") or ())
+        if self.opening or len(calls) < 2:
+            return [dict(message)]
+        first = dict(message) | {"tool_calls": [calls[0]]}
+        return [first, *(first | {"content": "", "tool_calls": [call]} for call in calls[1:])]
 
     def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message without fields that a template which knows no tools would leave out."""
@@ -128,21 +155,115 @@ class ToolFormat:
         )
 
 
+ARGS = "[ARGS]"
+CALL_ID = "[CALL_ID]"
+
 HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", is_list=False)
 MISTRAL = ToolFormat("[TOOL_CALLS]", "", is_list=True)
+MISTRAL_ARGS = ToolFormat("[TOOL_CALLS]", "", is_list=False, separator="", style="named")
+QWEN_TAGS = ToolFormat("<tool_call>\n", "\n</tool_call>", is_list=False, style="tags")
 LLAMA = ToolFormat("", "", is_list=False, separator="; ", arguments="parameters")
 LISTED = ToolFormat("<tool_call>", "</tool_call>", is_list=True, in_template=False)
 
+PROBE: tuple[dict[str, Any], ...] = (
+    {"role": "user", "content": "Look."},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "quadriga0",
+                "type": "function",
+                "function": {"name": "quadriga_probe", "arguments": {"key": "value"}},
+            }
+        ],
+    },
+)
+"""A conversation whose last message calls a function: how a template writes it is its format."""
+_SHOWN = (
+    (
+        QWEN_TAGS,
+        r"<tool_call>\s*<function=quadriga_probe>\s*<parameter=key>\s*value\s*</parameter>",
+    ),
+    (MISTRAL_ARGS, r"\[TOOL_CALLS\]\s*quadriga_probe(\[CALL_ID\]\w+)?\[ARGS\]\s*\{"),
+    (MISTRAL, r'\[TOOL_CALLS\]\s*\[\s*\{\s*"name":\s*"quadriga_probe",\s*"arguments":\s*\{'),
+    (HERMES, r'<tool_call>\s*\{\s*"name":\s*"quadriga_probe",\s*"arguments":\s*\{'),
+    (LLAMA, r'\{\s*"name":\s*"quadriga_probe",\s*"parameters":\s*\{'),
+)
 
-def tool_format(template: str) -> ToolFormat:
-    """The format that a chat template speaks."""
+
+def tool_format(
+    template: str, render: Callable[[Sequence[Mapping[str, Any]]], str]
+) -> ToolFormat | None:
+    """The format that a chat template speaks.
+
+    Args:
+        template: Its source.
+        render: Makes a conversation into text with it.
+
+    Returns:
+        None where it knows tools but writes calls in a way that is not known here.
+
+    Raises: What `render` raises.
+    """
     if "tools" not in template:
         return LISTED
-    if "[TOOL_CALLS]" in template:
-        return MISTRAL
-    if "<tool_call>" in template:
-        return HERMES
-    return LLAMA
+    shown = render(PROBE)
+    return next((form for form, pattern in _SHOWN if re.search(pattern, shown)), None)
+
+
+def is_bare_text(schema: Any) -> bool:
+    """Whether tags hold a parameter of this schema as text without quotes, whatever it is."""
+    notes = {"title", "description", "default", "examples"}
+    return (
+        isinstance(schema, Mapping)
+        and schema.get("type") == "string"
+        and not schema.keys() - notes - {"type", "minLength", "maxLength"}
+    )
+
+
+def _tag_rules(i: int, name: str, schema: Mapping[str, Any]) -> list[str]:
+    """What a call in tags is, in Lark.
+
+    Raises: InvalidRequest: The schema does not say which parameters there are.
+    """
+    properties = schema.get("properties", {})
+    held = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+    others = schema.keys() - held - {"title", "description", "$schema"}
+    if others or not isinstance(properties, Mapping) or any(">" in key for key in properties):
+        raise InvalidRequest(
+            f"tools: the parameters of {name[:64]!r} cannot be held: this model writes each by "
+            "itself, so at the top of a schema there may be properties, required and $defs, not "
+            f"{', '.join(sorted(others))[:64] or 'names with >'}; use tool_choice auto, not strict",
+            param="tools",
+        )
+    required, shared = schema.get("required", ()), {}
+    for key in ("$defs", "definitions"):
+        if key in schema:
+            shared[key] = schema[key]
+    rules, parts = list[str](), list[str]()
+    for j, (key, value) in enumerate(properties.items()):
+        part = f"parameter_{i}_{j}"
+        parts.append(part if key in required else f"{part}?")
+        opening = _quote(f"<parameter={key}>\n")
+        if is_bare_text(value):
+            least, most = value.get("minLength", 0), value.get("maxLength", "")
+            rules.append(f"{part}: {opening} text_{i}_{j}")
+            rules.append(f"text_{i}_{j}[lazy]: /(.|\\n){{{least},{most}}}/ {_quote(_END)}")
+        else:
+            rules.append(f"{part}: {opening} value_{i}_{j} {_quote(_END)}")
+            rules.append(f"value_{i}_{j}: {_json(shared | value if shared else value)}")
+    if not properties and schema.get("additionalProperties", True):
+        parts = [f"parameter_{i}*"]
+        rules.append(
+            f'parameter_{i}: "<parameter=" /[^>\\n]{{1,64}}/ {_quote(">" + chr(10))} text_{i}'
+        )
+        rules.append(f"text_{i}[lazy]: /(.|\\n)*/ {_quote(_END)}")
+    head = _quote(f"<function={name}>\n")
+    return [f"call_{i}: {head} {' '.join(parts)} {_quote('</function>')}", *rules]
+
+
+_END = "\n</parameter>\n"
 
 
 def _told(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -171,6 +292,11 @@ def _short_id(name: str) -> str:
     if re.fullmatch("[a-zA-Z0-9]{9}", name):
         return name
     return hashlib.sha256(name.encode()).hexdigest()[:9]
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """JSON that a schema allows, in Lark."""
+    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}} | dict(schema))
 
 
 def _quote(text: str) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from quadriga.text.tool_formats import ToolFormat
+from quadriga.text.tool_formats import ToolFormat, is_bare_text
 
 MAX_HELD_CHARS = 4096
 """Of what may be a call but has no name yet; longer, it is text."""
@@ -40,17 +42,17 @@ class ToolCalling:
     """What the answer of a request with tools is read by.
 
     Attributes:
-        names: Of the tools.
+        parameters: A JSON schema by the name of each tool.
         marks: Special tokens that have a text here, as they open or close calls.
     """
 
     form: ToolFormat
-    names: frozenset[str]
+    parameters: Mapping[str, Mapping[str, Any]]
     marks: Mapping[int, str]
 
     def parser(self) -> ToolParser:
         """For one answer."""
-        return ToolParser(self.form, self.names)
+        return ToolParser(self.form, self.parameters)
 
 
 class ToolParser:
@@ -63,10 +65,10 @@ class ToolParser:
         num_calls: Calls whose name was seen.
     """
 
-    def __init__(self, form: ToolFormat, names: frozenset[str]) -> None:
+    def __init__(self, form: ToolFormat, parameters: Mapping[str, Mapping[str, Any]]) -> None:
         self.num_calls = 0
         self._form = form
-        self._names = names
+        self._parameters = parameters
         self._opening = form.opening.strip()
         self._closing = form.closing.strip()
         self._held = ""  # text that may be the beginning of a mark, or of a call
@@ -90,6 +92,8 @@ class ToolParser:
             self._held = ""  # of a call that was cut
         elif self.num_calls and not self._held.strip(" \n,;]"):
             self._held = ""
+        elif self._inside and not self.num_calls:
+            self._held = self._opening + self._held
         news.text, self._held = self._held, ""
         return news
 
@@ -136,12 +140,15 @@ class ToolParser:
 
     def _between(self, news: ToolNews) -> bool:
         """Behind the opening mark: the next call, or the closing mark."""
-        start = self._held.lstrip(" \n[,;")
+        start = self._held.lstrip(" \n,;" if self._form.style == "named" else " \n[,;")
         if not start:
             return False
-        if start[0] == "{":
-            self._held, self._call = start, _Call()
+        reader = _READERS[self._form.style]
+        if start.startswith(reader.opening):
+            self._held, self._call = start, reader(self._parameters)
             return True
+        if len(start) < len(reader.opening) and reader.opening.startswith(start):
+            return False
         rest = start.lstrip(" \n]")
         if self._closing and self.num_calls:
             if rest.startswith(self._closing):
@@ -166,7 +173,7 @@ class ToolParser:
             more = call.take()
             if more:
                 news.calls.append(CallNews(self.num_calls - 1, None, more))
-        elif call.name in self._names and (call.in_arguments or call.is_over):
+        elif call.name in self._parameters and (call.in_arguments or call.is_over):
             arguments = call.take() or ("{}" if call.is_over else "")
             news.calls.append(CallNews(self.num_calls, call.name, arguments))
             call.is_shown = True
@@ -178,7 +185,7 @@ class ToolParser:
         self._held, self._num_read = self._held[self._num_read :], 0
         if call.is_over or call.is_wrong:
             self._call = None
-            self._inside = bool(self._opening)
+            self._inside = bool(self._closing) or self._form.is_list
             return bool(self._held)
         return False
 
@@ -192,12 +199,10 @@ class ToolParser:
 class _Call:
     """Reads `{"name": …, "arguments": …}` character by character, its fields in any order."""
 
-    __slots__ = (
-        "_depth", "_escaped", "_in_text", "_key", "_taken", "_value", "arguments", "in_arguments",
-        "is_over", "is_shown", "is_wrong", "name",
-    )  # fmt: skip
+    opening = "{"
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Mapping[str, Mapping[str, Any]]) -> None:
+        self._parameters = parameters
         self.name: str | None = None
         self.arguments = ""
         self.in_arguments = False
@@ -268,13 +273,109 @@ class _Call:
         self.in_arguments, self._key, self._value = False, None, ""
 
 
+class _NamedCall(_Call):
+    """Reads `NAME[ARGS]{…}`, as the call that it says; an id may stand before `[ARGS]`."""
+
+    opening = ""
+
+    def __init__(self, parameters: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(parameters)
+        self._head = ""
+
+    def read(self, text: str, arguments: str) -> int:
+        for at, char in enumerate(text):
+            if not self._depth:
+                self._head += char
+                head = re.fullmatch(r"([\w.-]+)\s*(\[CALL_ID\]\w*)?\[ARGS\]\s*\{", self._head)
+                if head:
+                    name = json.dumps(head[1])
+                    super().read(f'{{"name": {name}, "{arguments}": {{', arguments)
+                elif not re.fullmatch(r"[\w.-]+\s*(\[[A-Z_]*\]?\w*\s*){0,2}", self._head):
+                    self.is_wrong = True
+            else:
+                self._step(char, arguments)
+                if self._depth == 1 and char == "}":
+                    self._step(char, arguments)
+            if self.is_over or self.is_wrong:
+                return at + 1
+        return len(text)
+
+
+class _TagCall(_Call):
+    """Reads `<function=NAME><parameter=KEY>…</parameter></function>`, an argument at its end."""
+
+    opening = "<function="
+
+    def __init__(self, parameters: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(parameters)
+        self._left = ""
+
+    def read(self, text: str, arguments: str) -> int:
+        self._left += text
+        while not self.is_over and not self.is_wrong and self._advance():
+            pass
+        return len(text) - len(self._left) if self.is_over else len(text)
+
+    def _advance(self) -> bool:
+        """Read the next tag, if all of it is there."""
+        if self.name is None:
+            name, end, rest = self._left.removeprefix(self.opening).partition(">")
+            if end:
+                self.name, self.in_arguments, self._left = name, True, rest
+            return bool(end)
+        self._left = self._left.lstrip()
+        if self._left.startswith("</function>"):
+            self._left = self._left.removeprefix("</function>")
+            self.arguments += "}" if self.arguments else "{}"
+            self.is_over = True
+            return False
+        if not self._left.startswith("<parameter="):
+            self.is_wrong = not any(
+                tag.startswith(self._left) for tag in ("</function>", "<parameter=")
+            )
+            return False
+        written, end, rest = self._left.removeprefix("<parameter=").partition("</parameter>")
+        if end:
+            key, _, value = written.partition(">")
+            value = value.removeprefix("\n").removesuffix("\n")
+            self.arguments += ", " if self.arguments else "{"
+            self.arguments += f"{json.dumps(key, ensure_ascii=False)}: {self._json(key, value)}"
+            self._left = rest
+        return bool(end)
+
+    def _json(self, key: str, value: str) -> str:
+        """An argument in JSON: as it is written where that is JSON and may be, else as a text."""
+        properties = self._parameters.get(self.name or "", {}).get("properties") or {}
+        schema = properties.get(key)
+        if not is_bare_text(schema):
+            must_be_text = isinstance(schema, Mapping) and schema.get("type") == "string"
+            if _text(value) is not None or (not must_be_text and _is_json(value)):
+                return value
+        return json.dumps(value, ensure_ascii=False)
+
+
+_READERS: dict[str, type[_Call]] = {"object": _Call, "named": _NamedCall, "tags": _TagCall}
+
+
 def _text(written: str) -> str | None:
     """A JSON text; None if it is none."""
     try:
         value = json.loads(written)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None
+
+
+def _is_json(written: str) -> bool:
+    try:
+        json.loads(written, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _overlap(text: str, mark: str) -> int:

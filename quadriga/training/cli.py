@@ -128,6 +128,28 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     evaluate.set_defaults(run=_evaluate)
 
+    prompts = commands.add_parser("prompts", help="word public texts as prompts for quadriga.tune")
+    prompts.add_argument(
+        "--texts",
+        nargs="+",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help=".jsonl or .jsonl.gz with id, domain and prompt, or .txt with a question a line",
+    )
+    prompts.add_argument("--out", type=Path, required=True, metavar="FILE", help="a .jsonl.gz")
+    prompts.add_argument(
+        "--like",
+        type=Path,
+        metavar="FILE",
+        help="prompts whose texts to take, in their order (default: english.jsonl.gz)",
+    )
+    prompts.add_argument(
+        "--more", type=_count, default=0, help="texts to draw beside them (default: 0)"
+    )
+    prompts.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    prompts.set_defaults(run=_prompts)
+
     tokenizer = commands.add_parser("tokenizer", help="write the family's tokenizer")
     tokenizer.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where to")
     tokenizer.set_defaults(run=_tokenizer)
@@ -198,6 +220,16 @@ def _tokenizer(args: argparse.Namespace) -> int:
     args.to.mkdir(parents=True, exist_ok=True)
     save_tokenizer(args.to)
     print(f"{build_tokenizer().get_vocab_size()} entries → {args.to}")
+    return 0
+
+
+def _prompts(args: argparse.Namespace) -> int:
+    from quadriga.files import write_atomically
+    from quadriga.training.english import ENGLISH, make_prompts
+
+    made = make_prompts(args.texts, args.like or ENGLISH, args.more, args.seed)
+    write_atomically(args.out, made)
+    print(f"{len(made):,} bytes → {args.out}")
     return 0
 
 

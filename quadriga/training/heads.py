@@ -50,17 +50,23 @@ def fit_folder(
 
 
 def collect(
-    llm: LLM, prompts: list[TunePrompt], advance: Callable[[int], object] = lambda _: None
+    llm: LLM,
+    prompts: list[TunePrompt],
+    work: Path,
+    advance: Callable[[int], object] = lambda _: None,
 ) -> LengthData:
-    """What length heads learn from: states of the model's own answers, behind every exit."""
+    """What length heads learn from: states of the model's own answers, behind every exit.
+
+    Args:
+        work: An empty folder for the states, there as long as they are read.
+    """
     runner = native(llm)
     checkpoint = runner.spec.checkpoint
     answers = answers_of(llm, prompts, advance)
-    with tempfile.TemporaryDirectory() as folder:
-        depths = (*checkpoint.exits.layers, checkpoint.num_layers)
-        store = StateStore(Path(folder), checkpoint.hidden_size, depths, top=0)
-        store.fill(runner, answers, lambda _: None)
-        return gather(store, answers)
+    depths = (*checkpoint.exits.layers, checkpoint.num_layers)
+    store = StateStore(work, checkpoint.hidden_size, depths, top=0)
+    store.fill(runner, answers, lambda _: None)
+    return gather(store, answers)
 
 
 def collected(work: Path, prompts: list[TunePrompt]) -> LengthData:
@@ -91,11 +97,13 @@ def train_lengths(
     report: Callable[[str], None],
 ) -> dict[str, Any]:
     """Train the length heads of a checkpoint directory, store them in it, return the figures."""
-    llm = load(folder, threads)
-    data = collect(llm, read_prompts(f"{TASKS_NAME}{requests_per_task}"), advance)
-    llm.close()
-    report(f"{folder.name}: {len(data.remaining)} samples of {len(data.token_ids)} requests")
-    spec, tensors, figures = train_heads(data, seed=seed, report=report)
+    prompts = read_prompts(f"{TASKS_NAME}{requests_per_task}")
+    with tempfile.TemporaryDirectory() as work:
+        llm = load(folder, threads)
+        data = collect(llm, prompts, Path(work), advance)
+        llm.close()
+        report(f"{folder.name}: {len(data.remaining)} samples of {len(data.token_ids)} requests")
+        spec, tensors, figures = train_heads(data, seed=seed, report=report)
     save_heads(folder, spec, tensors)
     return figures
 

@@ -11,10 +11,12 @@ model's own logits on its own answers, and the shortlist, are ours.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +93,15 @@ class Distiller:
         self.step = 0
         self.num_steps = max(1, math.ceil(options.epochs * len(which) / options.batch_tokens))
         self.loss: dict[int, float] = {}
+        tokens = hashlib.sha256(which.tobytes())
+        tokens.update(np.ascontiguousarray(store.top_ids[:, 0]).tobytes())
+        self._asked = asdict(options) | {  # what decides how every step comes out
+            "dtype": str(options.dtype),
+            "device": None,
+            "seed": seed,
+            "exits": list(self.heads),
+            "tokens": tokens.hexdigest(),
+        }
 
     def run(self, advance: Callable[[int], object]) -> None:
         """Train to the end, going on where an earlier run stopped.
@@ -133,7 +144,6 @@ class Distiller:
                     yield np.sort(self._which[mixed[start : start + size]])
 
     def _one_step(self, which: npt.NDArray[np.int64]) -> None:
-        options = self._options
         rate = self._rate()
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -146,9 +156,7 @@ class Distiller:
         table = self._table[listed] if listed is not None else self._table
         for depth, head in self.heads.items():
             x = self._store.states(depth, which).to(self._device)
-            with torch.autocast(
-                self._device.type, options.dtype, enabled=options.dtype != torch.float32
-            ):
+            with self._products():
                 read = head(x)
                 rows = table
                 if head.head is not None:
@@ -165,6 +173,12 @@ class Distiller:
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         self._optimizer.step()
 
+    def _products(self) -> AbstractContextManager[object]:
+        """Matrix products in the training's type."""
+        if self._options.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self._device.type, self._options.dtype)
+
     def _rate(self) -> float:
         """Warm-up over a fiftieth, then down by a cosine to a twentieth."""
         share = self.step / self.num_steps
@@ -175,10 +189,9 @@ class Distiller:
         partial = self._work / f".{STATE_FILE}.partial"
         torch.save(
             {
+                "asked": self._asked,
                 "step": self.step,
-                "num_steps": self.num_steps,
-                "kind": self._options.kind,
-                "width": self._options.width,
+                "loss": self.loss,
                 "heads": {depth: head.state_dict() for depth, head in self.heads.items()},
                 "optimizer": self._optimizer.state_dict(),
             },
@@ -191,15 +204,9 @@ class Distiller:
         if not file.is_file():
             return
         state = torch.load(file, map_location=self._device, weights_only=True)
-        same = (
-            state["kind"] == self._options.kind
-            and state["width"] == self._options.width
-            and state["num_steps"] == self.num_steps
-            and set(state["heads"]) == set(self.heads)
-        )
-        if not same:
-            return  # other exits are asked for now: begin anew
-        self.step = state["step"]
+        if state.get("asked") != self._asked:
+            return  # another training is asked for now: begin anew
+        self.step, self.loss = state["step"], state["loss"]
         for depth, head in self.heads.items():
             head.load_state_dict(state["heads"][depth])
         self._optimizer.load_state_dict(state["optimizer"])

@@ -61,27 +61,23 @@ class TuneFolder:
         return read_exits(self.path, self._checkpoint.num_layers)
 
     def save_exits(self, spec: ExitSpec, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Store the exits, with their weights where these are given."""
-        if tensors is not None:
-            self._save(EXITS_WEIGHTS, tensors)
+        """Store the exits, with their weights if they have any, in place of others."""
+        if tensors is None:
+            (self.path / EXITS_WEIGHTS).unlink(missing_ok=True)
+        else:
+            save_halves(self.path / EXITS_WEIGHTS, tensors)
         write_atomically(
             self.path / EXITS_FILE, (json.dumps(to_json(spec), indent=2) + "\n").encode()
         )
 
-    def keep_exits(self, spec: ExitSpec) -> None:
-        """Store fewer exits than there were, and only their weights."""
+    def take_exits(self, spec: ExitSpec, source: Path) -> None:
+        """Store some of another folder's exits, with their weights where it has some."""
         names = tuple(f"exits.{depth}." for depth in spec.layers)
-        file = self.path / EXITS_WEIGHTS
-        tensors = load_file(file) if file.is_file() else {}
-        kept = {name: value for name, value in tensors.items() if name.startswith(names)}
-        self.save_exits(spec, kept if tensors else None)
-
-    def save_maps(self, tensors: Mapping[str, Tensor]) -> None:
-        """Store the maps for skipped KV."""
-        save_maps(self.path, tensors)
-
-    def _save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        save_halves(self.path / name, tensors)
+        file = source / EXITS_WEIGHTS
+        tensors = load_file(file) if file.is_file() else None
+        if tensors is not None:
+            tensors = {name: t for name, t in tensors.items() if name.startswith(names)}
+        self.save_exits(spec, tensors)
 
 
 def save_maps(folder: Path, tensors: Mapping[str, Tensor]) -> None:

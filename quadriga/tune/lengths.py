@@ -12,11 +12,13 @@ the model's width, one head per exit.
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,37 +46,46 @@ DROPOUT = 0.1
 PATIENCE = 10
 MAX_EPOCHS = 200
 BATCH = 512
+AT_ONCE = 4096
+"""Samples whose states are in memory at a time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LengthData:
-    """States and what came after them.
+    """States, which stay on disk until they are read, and what came after them.
 
     Attributes:
         depths: Layers run at each exit, the full depth last.
-        states: Per exit, float32 [num_samples, hidden], as they left the exit's last layer.
+        states: Layers run and tokens of the store → [n, hidden], as they left the last layer.
+        which: int64 [num_samples], the samples' tokens of the store.
         generated: int64 [num_samples], tokens generated before the one this state makes.
         remaining: int64 [num_samples], tokens generated after it, the end token included.
         prompt_lengths: int64 [num_samples].
         requests: int64 [num_samples], index of the request.
         token_ids: Per request, prompt and answer; what an auxiliary model would read.
         ids: Per request, its prompt's.
+        counts: [num_samples, NUM_COUNTS], where the samples stand.
     """
 
     depths: tuple[int, ...]
-    states: list[Tensor]
+    states: Callable[[int, npt.NDArray[np.int64]], Tensor]
+    which: npt.NDArray[np.int64]
     generated: Tensor
     remaining: Tensor
     prompt_lengths: Tensor
     requests: Tensor
     token_ids: list[tuple[list[int], list[int]]]
     ids: list[str]
+    counts: Tensor = field(init=False)
 
-    def inputs(self, exit_index: int) -> Tensor:
-        """What the head of an exit reads: [num_samples, hidden + NUM_COUNTS]."""
+    def __post_init__(self) -> None:
         stands = zip(self.prompt_lengths.tolist(), self.generated.tolist(), strict=True)
-        counts = torch.tensor([counts_of(*where) for where in stands])
-        return torch.cat((self.states[exit_index], counts), dim=1)
+        self.counts = torch.tensor([counts_of(*where) for where in stands])
+
+    def inputs(self, exit_index: int, samples: Tensor) -> Tensor:
+        """What the head of an exit reads of some samples: [n, hidden + NUM_COUNTS]."""
+        states = self.states(self.depths[exit_index], self.which[samples.numpy()])
+        return torch.cat((states, self.counts[samples]), dim=1)
 
     def split(self, *, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Sample indices of training, validation and test; requests are never divided."""
@@ -92,20 +103,21 @@ class LengthData:
 def gather(
     store: StateStore, answers: Sequence[OwnAnswer], *, every: int = SAMPLE_EVERY
 ) -> LengthData:
-    """Take the states of answers out of a store: of the prompt's last token, and of every n-th.
+    """Samples of answers whose states are in a store: the prompt's last token, and every n-th.
 
     Args:
         answers: Those that the store was filled with.
         every: Distance of samples inside an answer.
     """
     generated, owners = np.array(store.generated), np.array(store.owners)
-    which = np.flatnonzero(generated % every == 0)
+    which = np.flatnonzero(generated % every == 0).astype(np.int64)
     owner = torch.from_numpy(owners[which].astype(np.int64))
     stands = torch.from_numpy(generated[which].astype(np.int64))
     lengths = torch.tensor([len(answer.answer_ids) for answer in answers])
     return LengthData(
         depths=store.depths,
-        states=[store.states(depth, which) for depth in store.depths],
+        states=store.states,
+        which=which,
         generated=stands,
         remaining=lengths[owner] - 1 - stands,
         prompt_lengths=torch.tensor([len(answer.prompt_ids) for answer in answers])[owner],
@@ -121,11 +133,13 @@ def train_heads(
     seed: int = 0,
     report: Callable[[str], None] = lambda _: None,
     parts: tuple[Tensor, Tensor, Tensor] | None = None,
+    advance: Callable[[int], object] = lambda _: None,
 ) -> tuple[LengthHeadSpec, dict[str, Tensor], dict[str, Any]]:
     """Train one head per exit.
 
     Args:
         parts: Samples of training, validation and test; None: as `LengthData.split` draws them.
+        advance: Called with the number of epochs done, of `MAX_EPOCHS` a head.
 
     Returns:
         What to store: the spec, the tensors by name; and the figures on the test part.
@@ -135,10 +149,11 @@ def train_heads(
     figures: dict[str, Any] = {}
     num_layers = len(WIDTHS) + 1
     for index, depth in enumerate(data.depths):
-        head = train_head_at(data, index, train, validation, seed=seed)
+        head = train_head_at(data, index, train, validation, seed=seed, advance=advance)
         tensors |= {f"length.{depth}.{name}": value for name, value in head.items()}
-        outputs = apply(head, data.inputs(index)[test])
+        outputs = apply_at(data, index, test, head)
         figures[str(depth)] = measure(outputs, data.generated[test], data.remaining[test])
+        figures[str(depth)]["mae_of_median"] = _mae_of_median(data, train, test)
         report(
             f"behind {depth} layers: MAE {figures[str(depth)]['mae']:.2f} tokens on the test part"
         )
@@ -146,8 +161,21 @@ def train_heads(
     return spec, tensors, figures
 
 
+def _mae_of_median(data: LengthData, train: Tensor, test: Tensor) -> float:
+    """Of who knows nothing but the median length of the answers, and how far each has come."""
+    totals = data.remaining[train[data.generated[train] == 0]].float()
+    said = (totals.median() - data.generated[test]).clamp(min=0.0)
+    return round(float((said - data.remaining[test]).abs().mean()), 4)
+
+
 def train_head_at(
-    data: LengthData, index: int, train: Tensor, validation: Tensor, *, seed: int
+    data: LengthData,
+    index: int,
+    train: Tensor,
+    validation: Tensor,
+    *,
+    seed: int,
+    advance: Callable[[int], object] = lambda _: None,
 ) -> dict[str, Tensor]:
     """Train the head behind one exit on parts of the data.
 
@@ -155,64 +183,100 @@ def train_head_at(
         index: Of the exit, among `data.depths`.
         train, validation: [n], of the samples.
     """
-    inputs, remaining = data.inputs(index), data.remaining
-    return train_head(
-        inputs[train], remaining[train], inputs[validation], remaining[validation], seed=seed
+    read = partial(data.inputs, index)
+    return train_head(read, data.remaining, train, validation, seed=seed, advance=advance)
+
+
+def apply_at(data: LengthData, index: int, samples: Tensor, head: dict[str, Tensor]) -> Tensor:
+    """What the head behind one exit says of some samples: tokens, [n, 1 + quantiles]."""
+    return torch.cat(
+        [apply(head, data.inputs(index, some)) for some in torch.split(samples, AT_ONCE)]
     )
 
 
 def train_head(
-    states: Tensor, remaining: Tensor, val_states: Tensor, val_remaining: Tensor, *, seed: int
+    read: Callable[[Tensor], Tensor],
+    remaining: Tensor,
+    train: Tensor,
+    validation: Tensor,
+    *,
+    seed: int,
+    advance: Callable[[int], object] = lambda _: None,
 ) -> dict[str, Tensor]:
     """Train one MLP [hidden → 1 + quantiles]; returns its tensors, `{layer}.weight` and `.bias`.
 
-    The inputs' mean and deviation are folded into the first layer.
+    The inputs' mean and deviation are folded into the first layer. At most `AT_ONCE` inputs are in
+    memory at a time.
+
+    Args:
+        read: Samples → their inputs [n, hidden].
+        remaining: Of all samples.
+        train, validation: Samples.
+        advance: Called with the number of epochs done; where it ends before the last, with those
+            that are left as well.
     """
     torch.manual_seed(seed)
-    hidden = states.shape[1]
-    mean, deviation = states.mean(0), states.std(0).clamp(min=1e-4)
-    sizes = [hidden, *(max(16, round(hidden * w)) for w in WIDTHS), 1 + len(QUANTILES)]
+    target = torch.log1p(remaining.float())
+    mean, deviation = _spread(read, train)
+    sizes = [len(mean), *(max(16, round(len(mean) * w)) for w in WIDTHS), 1 + len(QUANTILES)]
     layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
     modules = [m for layer in layers for m in (layer, nn.ReLU(), nn.Dropout(DROPOUT))][:-2]
     network = nn.Sequential(*modules)
     with torch.no_grad():
-        layers[-1].bias.fill_(float(torch.log1p(remaining.float()).mean()))
+        layers[-1].bias.fill_(float(target[train].mean()))
     optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=1e-2)
-    x, target = (states - mean) / deviation, torch.log1p(remaining.float())
-    val_x, val_target = (val_states - mean) / deviation, torch.log1p(val_remaining.float())
-    best, best_loss, since = _copy(layers), float("inf"), 0
-    for _ in range(MAX_EPOCHS):
-        order = torch.randperm(len(x))
+
+    def loss_on(samples: Tensor) -> Tensor:
+        return loss_of(network((read(samples) - mean) / deviation), target[samples])
+
+    best, best_loss, since, epochs = _copy(layers), float("inf"), 0, 0
+    while epochs < MAX_EPOCHS and since < PATIENCE:
         network.train()
-        for start in range(0, len(x), BATCH):
-            chosen = order[start : start + BATCH]
-            loss = loss_of(network(x[chosen]), target[chosen])
+        for chosen in torch.split(train[torch.randperm(len(train))], BATCH):
+            loss = loss_on(chosen)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
         network.eval()
         with torch.no_grad():
-            val_loss = float(loss_of(network(val_x), val_target))
+            losses = [len(some) * float(loss_on(some)) for some in torch.split(validation, AT_ONCE)]
+        val_loss = sum(losses) / len(validation)
         since += 1
         if val_loss < best_loss:
             best, best_loss, since = _copy(layers), val_loss, 0
         elif since >= PATIENCE // 2:  # twice before giving up: a smaller step may still gain
             for group in optimizer.param_groups:
                 group["lr"] = max(1e-4, 0.5 * group["lr"])
-        if since >= PATIENCE:
-            break
+        epochs += 1
+        advance(1)
+    advance(MAX_EPOCHS - epochs)
     weight = best["0.weight"] / deviation
     head = best | {"0.weight": weight, "0.bias": best["0.bias"] - weight @ mean}
-    return calibrated(head, val_states, val_target)
+    outputs = torch.cat([_raw(head, read(some)) for some in torch.split(validation, AT_ONCE)])
+    return calibrated(head, outputs, target[validation])
 
 
-def calibrated(head: dict[str, Tensor], states: Tensor, target: Tensor) -> dict[str, Tensor]:
+def _spread(read: Callable[[Tensor], Tensor], samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of the inputs."""
+    total: Tensor | float = 0.0
+    squares: Tensor | float = 0.0
+    for some in torch.split(samples, AT_ONCE):
+        x = read(some).double()
+        total, squares = total + x.sum(0), squares + x.square().sum(0)
+    mean = torch.as_tensor(total) / len(samples)
+    variance = (torch.as_tensor(squares) - len(samples) * mean.square()) / max(1, len(samples) - 1)
+    return mean.float(), variance.clamp(min=0.0).sqrt().float().clamp(min=1e-4)
+
+
+def calibrated(head: dict[str, Tensor], outputs: Tensor, target: Tensor) -> dict[str, Tensor]:
     """Shift the quantiles so that each has its share of these truths, log(1 + tokens), below it.
 
     What was fitted is surer of itself than it should be on requests it has not seen.
+
+    Args:
+        outputs: What the head says of them, raw.
     """
-    outputs = _raw(head, states)
     last = f"{len(head) // 2 - 1}.bias"
     bias = head[last].clone()
     for i, level in enumerate(QUANTILES, 1):

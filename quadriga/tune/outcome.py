@@ -21,6 +21,12 @@ from quadriga.tune.thresholds import Verdicts, outcome
 LEVELS = (0.8, 0.9, 0.97)
 """Thresholds that are reported, on the scale that requests name."""
 BATCHES = (1, 8, 32)
+WAYS: dict[str, ExitParams | None] = {
+    "exits": None,
+    "drafts": ExitParams(NEVER, "lossless"),
+    "full": ExitParams(NEVER, "off"),
+}
+"""Tokens leave early; exits only draft, as a request is served that asks for nothing; neither."""
 SPEED_TOKENS = 128
 ROUNDS = 3
 
@@ -75,17 +81,19 @@ def measure_speed(
     *,
     batches: Sequence[int] = BATCHES,
     rounds: int = ROUNDS,
+    clock: Callable[[], float] = time.perf_counter,
     advance: Callable[[int], object] = lambda _: None,
-) -> tuple[list[dict[str, Any]], dict[bool, list[OwnAnswer]]]:
-    """Generate greedily with exits and at full depth, in turn, on this machine.
+) -> tuple[list[dict[str, Any]], dict[str, list[OwnAnswer]]]:
+    """Generate greedily in every one of `WAYS`, in turn, on this machine.
 
     Args:
         llm: With its exits.
+        clock: In seconds.
         advance: Called with the number of runs done.
 
     Returns:
-        Per batch size tokens/s of both, medians over the rounds, and the share of early tokens; and
-        the answers of the last batch size, with exits and without.
+        Per batch size that there are prompts for tokens/s of each way, medians over the rounds, and
+        the share of early tokens and of drafts that agreed; and the answers of the last batch size.
     """
     full = llm.runner.spec.checkpoint.num_layers
     rows, answers = [], {}
@@ -94,57 +102,55 @@ def measure_speed(
         if len(some) < batch:
             break
         sampling = SamplingParams(SPEED_TOKENS, temperature=0.0)
-        took: dict[bool, list[float]] = {True: [], False: []}
-        early = 0.0
+        took: dict[str, list[float]] = {way: [] for way in WAYS}
+        early, counters = 0.0, llm.loop.decode.counters
+        before = counters.copy()
         for _ in range(rounds):
-            for has_exits in (True, False):
-                started_s = time.perf_counter()
-                exits = None if has_exits else ExitParams(NEVER)
+            for way, exits in WAYS.items():
+                started_s = clock()
                 outputs = llm.generate(some, sampling, exits=exits, progress=False)
-                elapsed_s = time.perf_counter() - started_s
                 tokens = sum(len(output.token_ids) for output in outputs)
-                took[has_exits].append(tokens / elapsed_s)
-                answers[has_exits] = [
+                took[way].append(tokens / (clock() - started_s))
+                answers[way] = [
                     OwnAnswer(str(i), ids, output.token_ids, False)
                     for i, (ids, output) in enumerate(zip(some, outputs, strict=True))
                 ]
-                if has_exits:
+                if way == "exits":
                     left = sum(k < full for output in outputs for k in output.exit_layers)
                     early = left / max(1, tokens)
                 advance(1)
-        with_exits, without = (statistics.median(took[key]) for key in (True, False))
+        drafted = counters.drafted - before.drafted
         rows.append(
             {
                 "batch": batch,
-                "with_exits": with_exits,
-                "full_depth": without,
-                "ratio": with_exits / without,
+                **{way: statistics.median(values) for way, values in took.items()},
                 "early": early,
+                "agreed": (counters.accepted - before.accepted) / drafted if drafted else None,
             }
         )
     return rows, answers
 
 
 def compare_answers(
-    runner: NativeRunner, answers: Mapping[bool, Sequence[OwnAnswer]]
+    runner: NativeRunner, answers: Mapping[str, Sequence[OwnAnswer]]
 ) -> dict[str, float]:
     """What whole answers lose: with everything that an early token does to those behind it.
 
     Args:
         runner: With no sequence in its rows.
-        answers: With exits (True) and at full depth.
+        answers: As `measure_speed` returns them.
 
     Returns:
         `same`: share of answers that are the same to the last token; `loglik_exits` and
         `loglik_full`: log-likelihood of them under full depth, in nats a token.
     """
-    pairs = zip(answers[True], answers[False], strict=True)
+    pairs = zip(answers["exits"], answers["full"], strict=True)
     same = [mine.answer_ids == theirs.answer_ids for mine, theirs in pairs]
     return {
         "answers": len(same),
         "same": sum(same) / max(1, len(same)),
-        "loglik_exits": log_likelihood(runner, answers[True]),
-        "loglik_full": log_likelihood(runner, answers[False]),
+        "loglik_exits": log_likelihood(runner, answers["exits"]),
+        "loglik_full": log_likelihood(runner, answers["full"]),
     }
 
 
@@ -163,7 +169,8 @@ def log_likelihood(runner: NativeRunner, answers: Sequence[OwnAnswer]) -> float:
             )
         ]
         states = seen.states[full]
-        logits = runner.model.decoder.logits(states[torch.from_numpy(keep)], full)
+        kept = torch.from_numpy(keep).to(states.device)
+        logits = runner.model.decoder.logits(states.index_select(0, kept), full)
         scores = logits.log_softmax(-1).cpu().gather(1, torch.tensor(said)[:, None])
         total += float(scores.sum())
         count += len(said)

@@ -13,11 +13,15 @@ import numpy as np
 from quadriga.checkpoint.exits import NEVER
 from quadriga.errors import ConfigError
 from quadriga.files import write_atomically
+from quadriga.tune.outcome import BATCHES
 from quadriga.tune.thresholds import Verdicts
 
 REPORT_FILE = "report.md"
 FIGURES_FILE = "report.json"
 PLOT_FILE = "report.png"
+CUT_SHARE = 0.1
+"""Of answers; where more are cut, what length heads learn is the cut."""
+NEVER_WORSE = float("inf")
 
 
 def check_plots() -> None:
@@ -74,14 +78,15 @@ def page_of(figures: Mapping[str, Any]) -> str:
         parts.append("## Speed on this machine, greedy, tokens/s\n")
         parts.append(
             table(
-                ["batch", "with exits", "full depth", "ratio", "left early"],
+                ["batch", "full depth", "exits leave", "left early", "exits draft", "agreed"],
                 [
                     [
                         str(row["batch"]),
-                        f"{row['with_exits']:.1f}",
-                        f"{row['full_depth']:.1f}",
-                        f"{row['ratio']:.2f}",
+                        f"{row['full']:.1f}",
+                        f"{row['exits']:.1f} ({row['exits'] / row['full']:.2f} ×)",
                         f"{row['early']:.3f}",
+                        f"{row['drafts']:.1f} ({row['drafts'] / row['full']:.2f} ×)",
+                        "no drafts" if row["agreed"] is None else f"{row['agreed']:.3f}",
                     ]
                     for row in rows
                 ],
@@ -100,9 +105,15 @@ def page_of(figures: Mapping[str, Any]) -> str:
         parts.append("## Length heads, on requests they have not seen\n")
         parts.append(
             table(
-                ["behind layers", "samples", "MAE, tokens", "mean still to come"],
+                ["behind layers", "samples", "MAE, tokens", "of the median", "mean still to come"],
                 [
-                    [k, str(v["samples"]), f"{v['mae']:.2f}", f"{v['mean_remaining']:.1f}"]
+                    [
+                        k,
+                        str(v["samples"]),
+                        f"{v['mae']:.2f}",
+                        f"{v['mae_of_median']:.2f}" if "mae_of_median" in v else "",
+                        f"{v['mean_remaining']:.1f}",
+                    ]
                     for k, v in lengths.items()
                 ],
             )
@@ -159,12 +170,48 @@ def given_up(figures: Mapping[str, Any], wanted: Sequence[int]) -> list[str]:
     never = [k for k, v in spec.get("sure_from", {}).items() if v >= NEVER]
     if never:
         found.append(f"exits after {', '.join(never)} are never left by default")
-    speed = figures.get("speed") or []
-    if unused := [str(r["batch"]) for r in speed if not r["early"]]:
+    has_maps = {name.split(".")[1] for name in figures.get("maps") or ()}
+    last = figures["num_layers"] - 1  # its KV is never skipped
+    bare = [str(k) for k in spec.get("layers", []) if k < last and str(k) not in has_maps]
+    if bare:
         found.append(
-            f"exits at batch {', '.join(unused)}: the engine found that they do not pay there and "
-            "left them unused, so both columns of the speed are full depth"
+            f"maps for exits after {', '.join(bare)}: not fitted, so the layers' own projections "
+            "stand in; do the part maps"
         )
-    if slow := [str(r["batch"]) for r in speed if r["early"] and r["ratio"] < 1.0]:
-        found.append(f"speed at batch {', '.join(slow)}: full depth is faster there")
+    heads = figures.get("lengths") or {}
+    if (cut := figures.get("cut", 0.0)) > CUT_SHARE and heads:
+        found.append(
+            f"length heads: {cut:.0%} of the answers were cut at --max-tokens and count as ended "
+            "there; allow more"
+        )
+    if blind := [k for k, v in heads.items() if v["mae"] >= v.get("mae_of_median", NEVER_WORSE)]:
+        found.append(
+            f"length heads behind {', '.join(blind)} layers: no better than the answers' median "
+            "length; give more prompts"
+        )
+    if (there := figures.get("speed_prompts")) is not None:
+        speed = figures.get("speed") or []
+        untimed = [str(n) for n in BATCHES if n > there]
+        if untimed:
+            found.append(
+                f"speed at batch {', '.join(untimed)}: not measured, {there} prompts of the test "
+                "part were used (--speed-prompts)"
+            )
+        if unused := [str(r["batch"]) for r in speed if not r["early"]]:
+            found.append(
+                f"exits at batch {', '.join(unused)}: the engine found that leaving early does not "
+                "pay there, and no token did"
+            )
+        if undrafted := [str(r["batch"]) for r in speed if r["agreed"] is None]:
+            found.append(
+                f"drafts at batch {', '.join(undrafted)}: the engine found that they do not pay "
+                "there, and made none"
+            )
+        for way, what in (("exits", "leaving early"), ("drafts", "drafting")):
+            if slow := [str(r["batch"]) for r in speed if _is_used(r, way) and r[way] < r["full"]]:
+                found.append(f"speed of {what} at batch {', '.join(slow)}: full depth is faster")
     return found
+
+
+def _is_used(row: Mapping[str, Any], way: str) -> bool:
+    return bool(row["early"]) if way == "exits" else row["agreed"] is not None

@@ -12,7 +12,7 @@ Source: DREX names "a low-cost linear projection" of the nearest state; fitting 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -52,9 +52,9 @@ def fit_maps(
     config, num_layers = runner.model.config, runner.num_layers
     layers = runner.weights.layers
     fits = {
-        (depth, layer): LeastSquares(config.hidden_size, 2 * config.kv_size)
+        depth: LeastSquares(config.hidden_size, 2 * config.kv_size, range(depth + 1, num_layers))
         for depth in exits.layers
-        for layer in range(depth + 1, num_layers)
+        if depth + 1 < num_layers
     }
     begins = np.array([len(answer.prompt_ids) - 1 for answer in answers])
     sequences = [answer.token_ids for answer in answers]
@@ -68,11 +68,10 @@ def fit_maps(
         done = int(seen.owners[-1]) + 1
     maps: dict[str, Tensor] = {}
     unexplained: dict[str, float] = {}
-    for (depth, layer), least in fits.items():
-        if not least.count:
-            continue
-        name = f"exits.{depth}.kv.{layer}"
-        maps[f"{name}.weight"], maps[f"{name}.bias"], unexplained[name] = least.solve()
+    for depth, least in fits.items():
+        for layer, solved in least.solve().items():
+            name = f"exits.{depth}.kv.{layer}"
+            maps[f"{name}.weight"], maps[f"{name}.bias"], unexplained[name] = solved
     return maps, unexplained
 
 
@@ -81,13 +80,13 @@ def _add(
     exits: ExitSpec,
     states: Mapping[int, Tensor],
     layers: Sequence[LayerWeights],
-    fits: Mapping[tuple[int, int], LeastSquares],
+    fits: Mapping[int, LeastSquares],
 ) -> None:
     """Take in the tokens of one pass that would leave."""
     config = runner.model.config
     made = {k: own_kv(states[k], layers[k], config) for k in states if k < len(layers)}
     threshold = exits.threshold if exits.threshold < NEVER else exits.calibrated_at
-    for depth in exits.layers:
+    for depth, least in fits.items():
         logits = runner.model.decoder.logits(states[depth], depth)
         probs = logits.softmax(-1).topk(2, dim=-1).values
         sure = probs[:, 0] - (probs[:, 1] if exits.criterion == "margin" else 0.0)
@@ -95,9 +94,8 @@ def _add(
         leaves = leaves.to(states[depth].device)
         if not bool(leaves.any()):
             continue
-        inputs = unit(states[depth][leaves], config)
-        for layer in range(depth + 1, len(layers)):
-            fits[depth, layer].add(inputs, made[layer][leaves])
+        wanted = {layer: made[layer][leaves] for layer in range(depth + 1, len(layers))}
+        least.add(unit(states[depth][leaves], config), wanted)
 
 
 def own_kv(state: Tensor, layer: LayerWeights, config: ModelConfig) -> Tensor:
@@ -118,35 +116,48 @@ def unit(state: Tensor, config: ModelConfig) -> Tensor:
 
 
 class LeastSquares:
-    """Ridge regression with a constant, from sums over batches in float64.
+    """Ridge regressions with a constant on the same inputs, from sums over batches in float64.
+
+    Args:
+        layers: One regression each.
 
     Attributes:
-        count: Pairs so far.
+        count: Inputs so far.
     """
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, layers: Iterable[int]) -> None:
         self.count = 0
         self._xx = torch.zeros(inputs + 1, inputs + 1, dtype=torch.float64)
-        self._xy = torch.zeros(inputs + 1, outputs, dtype=torch.float64)
-        self._yy = torch.zeros(outputs, dtype=torch.float64)
+        self._xy = {k: torch.zeros(inputs + 1, outputs, dtype=torch.float64) for k in layers}
+        self._yy = {k: torch.zeros(outputs, dtype=torch.float64) for k in self._xy}
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Take in pairs: x [n, inputs], y [n, outputs]."""
-        x, y = x.double().cpu(), y.double().cpu()
+    def add(self, x: Tensor, wanted: Mapping[int, Tensor]) -> None:
+        """Take in pairs: x [n, inputs], and [n, outputs] of every layer."""
+        x = x.double().cpu()
         wide = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
         self.count += len(x)
         self._xx += wide.T @ wide
-        self._xy += wide.T @ y
-        self._yy += y.square().sum(0)
+        for layer, made in wanted.items():
+            y = made.double().cpu()
+            self._xy[layer] += wide.T @ y
+            self._yy[layer] += y.square().sum(0)
 
-    def solve(self) -> tuple[Tensor, Tensor, float]:
-        """Weight [outputs, inputs], bias [outputs], and the share of variance unexplained."""
-        count = max(1, self.count)
-        ridge = _RIDGE * count * torch.eye(len(self._xx), dtype=torch.float64)
+    def solve(self) -> dict[int, tuple[Tensor, Tensor, float]]:
+        """Per layer weight [outputs, inputs], bias [outputs] and share of variance unexplained.
+
+        None at all where nothing was taken in.
+        """
+        if not self.count:
+            return {}
+        ridge = _RIDGE * self.count * torch.eye(len(self._xx), dtype=torch.float64)
         ridge[-1, -1] = 1e-9  # the constant is free
-        solution = torch.linalg.solve(self._xx + ridge, self._xy)
-        error = self._yy - 2 * (solution * self._xy).sum(0)
-        error += (solution * (self._xx @ solution)).sum(0)
-        variance = self._yy - self._xy[-1].square() / count
-        share = float(error.sum() / variance.sum().clamp(min=1e-12))
-        return solution[:-1].T.float(), solution[-1].float(), share
+        factors = torch.linalg.lu_factor(self._xx + ridge)
+        found = {}
+        for layer, xy in self._xy.items():
+            solution = torch.linalg.lu_solve(*factors, xy)
+            error = self._yy[layer] - 2 * (solution * xy).sum(0)
+            error += (solution * (self._xx @ solution)).sum(0)
+            variance = self._yy[layer] - xy[-1].square() / self.count
+            share = float(error.sum() / variance.sum().clamp(min=1e-12))
+            found[layer] = (solution[:-1].T.float(), solution[-1].float(), share)
+        return found

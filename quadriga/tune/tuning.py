@@ -27,7 +27,7 @@ from quadriga.tune import lengths, report
 from quadriga.tune.answers import OwnAnswer, generate_answers
 from quadriga.tune.distillation import Distiller, DistillOptions
 from quadriga.tune.exit_heads import TunedKind
-from quadriga.tune.folder import TuneFolder
+from quadriga.tune.folder import TuneFolder, save_maps
 from quadriga.tune.outcome import by_domain, compare_answers, measure_speed
 from quadriga.tune.prompts import Part, read_prompts
 from quadriga.tune.skipped_kv import fit_maps
@@ -49,7 +49,8 @@ class TuneOptions:
         out: The folder that is written.
         prompts: See `read_prompts`.
         parts: Those to do; what they need of others has to be in `out`.
-        layers: Layers run before each exit; empty: after a half, two thirds and five sixths.
+        layers: Layers run before each exit; empty: those of the exits that were made, else after
+            a half, two thirds and five sixths.
         held_back: Domains that nothing is learned or chosen on.
         max_tokens: Of an answer.
         temperature: Of the answers; None: what the checkpoint recommends.
@@ -103,22 +104,21 @@ class Tuning:
         cache_dir = options.engine.get("cache_dir")
         self.checkpoint = read_checkpoint(options.model, cache_dir=cache_dir, heads="own")
         _check(self.checkpoint)
-        self.layers = options.layers or _usual_layers(self.checkpoint.num_layers)
-        if options.imported is not None:
-            self.layers = options.imported[0].layers
-        outside = [k for k in self.layers if not 0 < k < self.checkpoint.num_layers]
-        if outside:
-            raise ConfigError(
-                f"--layers: {outside} are outside 1..{self.checkpoint.num_layers - 1}, the inner "
-                f"layers of {self.checkpoint.id}",
-                param="layers",
-            )
         self.prompts = read_prompts(options.prompts)
         self._domains = {prompt.id: prompt.domain for prompt in self.prompts}
+        if unknown := sorted(set(options.held_back) - set(self._domains.values())):
+            raise ConfigError(
+                f"--hold-back: {', '.join(unknown)} are no domains of {options.prompts}, which has "
+                f"{', '.join(sorted(set(self._domains.values())))}",
+                param="held_back",
+            )
         self._parts: dict[str, Part] = {p.id: p.part(options.held_back) for p in self.prompts}
         self.folder = TuneFolder(options.out, self.checkpoint)
         self.work = options.out / "work"
-        self.work.mkdir(exist_ok=True)
+        self.made = TuneFolder(self.work / "exits", self.checkpoint)
+        if self.folder.exits.layers and not self.made.exits.layers:  # `work` was deleted
+            self.made.take_exits(replace(self.folder.exits, sure_from=()), self.folder.path)
+        self.layers = self._which_layers()
         self._check_work()
         self._figures_file = self.work / "figures.json"
         self.figures: dict[str, Any] = {}
@@ -181,7 +181,7 @@ class Tuning:
         """Part (a): train exits, or take those of another project."""
         if self._options.imported is not None:
             spec, tensors = self._options.imported
-            self.folder.save_exits(spec, tensors or None)
+            self._save_exits(spec, tensors or None)
             return
         distill = self._options.distill
         runner = _native(llm)
@@ -201,14 +201,18 @@ class Tuning:
             for depth, head in distiller.heads.items()
             for name, value in head.tensors(depth).items()
         }
-        self.folder.save_exits(spec_of(distill.kind, self.layers), tensors)
+        self._save_exits(spec_of(distill.kind, self.layers), tensors)
         self.figures["training_loss"] = {str(k): round(v, 4) for k, v in distiller.loss.items()}
+
+    def _save_exits(self, spec: ExitSpec, tensors: dict[str, torch.Tensor] | None) -> None:
+        """All of them stay in `work`, whatever thresholds are chosen later."""
+        self.made.save_exits(spec, tensors)
+        self.folder.save_exits(spec, tensors)
 
     def _thresholds(self, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
         """Part (b): so sure must a token be at each exit; exits that nobody leaves are left out."""
-        options, spec = self._options, replace(self._exits_there("thresholds"), sure_from=())
-        self.folder.save_exits(spec)
-        llm = self._load({"folder": str(self.folder.path)})
+        options, spec = self._options, self._exits_there("thresholds")
+        llm = self._load({"folder": str(self.made.path)})
         which = self._tokens(store, answers, "calibrate", options.test_tokens)
         with self._progress("tokens judged", len(which)) as advance:
             verdicts = judge(store, which, _native(llm), spec.criterion, advance)
@@ -229,25 +233,26 @@ class Tuning:
             calibrated_at=DEFAULT_THRESHOLD,
             sure_from=tuple((k, max(1e-6, min(NEVER, thresholds[k]))) for k in kept),
         )
-        self.folder.keep_exits(spec)
+        self.folder.take_exits(spec, self.made.path)
         self.figures["budget"] = {options.budget.measure: options.budget.amount}
         self.figures["calibration"] = outcome(asked, thresholds)
 
     def _maps(self, answers: Sequence[OwnAnswer]) -> None:
         """Part (c): what stands in for K and V of skipped layers."""
-        spec = self._exits_there("maps")
+        self._exits_there("maps")
+        spec = self.folder.exits
         some = [a for a in answers if self._parts[a.id] == "train"][: self._options.map_answers]
         llm = self._load({"folder": str(self.folder.path)})
         with self._progress("answers for the maps", len(some)) as advance:
             maps, unexplained = fit_maps(_native(llm), spec, some, advance)
         llm.close()
         if maps:
-            self.folder.save_maps(maps)
+            save_maps(self.folder.path, maps)
         self.figures["maps"] = unexplained
 
     def _exits_there(self, part: PartName) -> ExitSpec:
-        """Raises: ConfigError: There are none yet."""
-        spec = self.folder.exits
+        """All that were made. Raises: ConfigError: There are none yet."""
+        spec = self.made.exits
         if not spec.layers:
             raise ConfigError(
                 f"--parts: {part} are for exits, and {self.folder.path} has none yet; do the part "
@@ -255,6 +260,31 @@ class Tuning:
                 param="parts",
             )
         return spec
+
+    def _which_layers(self) -> tuple[int, ...]:
+        """Layers run before each exit: those that are asked for, or of the exits that were made.
+
+        Raises:
+            ConfigError: There is no such layer, or no such exit and none is to be made.
+        """
+        options, last = self._options, self.checkpoint.num_layers - 1
+        asked = options.layers if options.imported is None else options.imported[0].layers
+        if outside := [k for k in asked if not 0 < k <= last]:
+            raise ConfigError(
+                f"--layers: {outside} are outside 1..{last}, the inner layers of "
+                f"{self.checkpoint.id}",
+                param="layers",
+            )
+        there = self.made.exits.layers
+        if "exits" in options.parts or not there:
+            return asked or _usual_layers(self.checkpoint.num_layers)
+        if asked and asked != there:
+            raise ConfigError(
+                f"--layers: {list(asked)} are asked for, and {self.folder.path} has exits after "
+                f"{list(there)}; leave --layers out, or do the part exits as well",
+                param="layers",
+            )
+        return there
 
     def _lengths(self, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
         """Part (d): heads that predict how many tokens are left, behind every exit."""
@@ -271,14 +301,18 @@ class Tuning:
                 "need some to learn from, some to stop by and some to be measured on",
                 param="prompts",
             )
-        spec, tensors, figures = lengths.train_heads(
-            learned,
-            seed=self._options.seed,
-            report=self._console.print,
-            parts=(train, validation, test),
-        )
+        total = lengths.MAX_EPOCHS * len(learned.depths)
+        with self._progress("epochs of length heads, at most", total) as advance:
+            spec, tensors, figures = lengths.train_heads(
+                learned,
+                seed=self._options.seed,
+                report=self._console.print,
+                parts=(train, validation, test),
+                advance=advance,
+            )
         lengths.save_heads(self.folder.path, spec, tensors)
         self.figures["lengths"] = figures
+        self.figures["cut"] = sum(not a.has_ended for a in answers) / len(answers)
 
     def _report(self, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
         """What all of it brings and costs."""
@@ -296,6 +330,7 @@ class Tuning:
             self._verdicts = verdicts
             tests = [a.prompt_ids for a in answers if self._parts[a.id] == "test"]
             tests = tests[: options.speed_prompts]
+            self.figures["speed_prompts"] = len(tests)
             if tests:
                 with self._progress("timed runs", None) as advance:
                     self.figures["speed"], said = measure_speed(llm, tests, advance=advance)
@@ -345,12 +380,22 @@ class Tuning:
             "seed": options.seed,
         }
         file = self.work / "asked.json"
-        if file.is_file() and json.loads(file.read_text()) != asked:
+        before: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else dict(asked)
+        held_back = before.pop("held_back", sorted(options.held_back))
+        if before != asked:
             raise ConfigError(
                 f"--out: {self.work} holds answers to other prompts, or of another seed, "
                 "temperature or length; remove it, or name another folder",
                 param="out",
             )
+        if held_back != sorted(options.held_back) and set(options.parts) != set(PARTS):
+            raise ConfigError(
+                f"--hold-back: what is in {options.out} was made with "
+                f"{', '.join(held_back) or 'nothing'} held back; hold back the same, or do all "
+                "parts again",
+                param="held_back",
+            )
+        asked["held_back"] = sorted(options.held_back)
         file.write_text(json.dumps(asked))
 
     def _how(self) -> dict[str, Any]:

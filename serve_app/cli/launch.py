@@ -110,10 +110,13 @@ def _unverified() -> ssl.SSLContext:
     return context
 
 
-def find_models(config: QuadrigaConfig) -> None:
+def find_models(config: QuadrigaConfig) -> QuadrigaConfig:
     """Look for every model, fetching and converting what this machine does not have yet.
 
     And for the models that may be chosen in the first one's place.
+
+    Returns:
+        The configuration, without HELIOS where there is nothing to choose.
 
     Raises:
         ConfigError: One cannot be found, or cannot be served, or its exits are another's.
@@ -123,9 +126,12 @@ def find_models(config: QuadrigaConfig) -> None:
         read_checkpoint(p.model, cache_dir=cache_dir, heads=p.exits.folder) for p in config.pools
     ]
     if config.helios.enabled:
-        from quadriga.control.helios_setup import check_catalogue
+        from quadriga.control.helios_setup import check_catalogue, with_a_choice
 
-        check_catalogue(config, found[0])
+        config = with_a_choice(config)
+        if config.helios.enabled:
+            check_catalogue(config, found[0])
+    return config
 
 
 class LocalService:
@@ -162,7 +168,7 @@ class LocalService:
             ConfigError: The configuration cannot be served here, or a port is taken.
             Unavailable: Ray or Serve did not start, or the replicas were not ready in time.
         """
-        find_models(self.config)  # fails before Ray is started where one is not there
+        self.config = find_models(self.config)  # fails before Ray is started where one is not there
         self.addresses.check()
         check_admin(self.config.admin, self._keys)
         self._check_ports()

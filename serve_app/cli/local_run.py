@@ -69,7 +69,9 @@ def run_local(
     """
     with StopSignals() as signals:
         try:
-            find_models(config)  # a conversion shows its progress, which QuietOutput would hide
+            config = find_models(
+                config
+            )  # a conversion shows its progress, which QuietOutput would hide
             with StdioRedirect() as output:
                 console = Console(output.terminal)
                 service = LocalService(config, keys, addresses, progress=console.progress)

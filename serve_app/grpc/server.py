@@ -216,7 +216,7 @@ class GrpcServer:
         """Validate a request and begin it, or find it under its id; returns a reader of it."""
         caller = self._caller(context)
         message = wire.parse_request(pb.GenerateRequest, data, self._limits.max_body_bytes)
-        request = await self._validated(message)
+        request = await self._validated(caller, message)
         request.eta_in_chunks = message.include_eta
         request.traceparent = _traceparent(context)
         request = await self._begun(caller, message, request)
@@ -254,14 +254,14 @@ class GrpcServer:
             may_begin=may_resume and bool(message.resume_digest),
         )
 
-    async def _validated(self, message: Any) -> Request:
+    async def _validated(self, caller: ApiKey, message: Any) -> Request:
         # Fields that are far too long are refused before they become lists.
         _check_counts(message, largest_n(self._limits))
         models = self._engine_client.models
         model = models.find(message.model or AUTO_MODEL)
         check_length(len(message.prompt_token_ids.ids), model, "prompt")
         fields = wire.generation_fields(message)
-        common = self._name_and_time(message)
+        common = self._name_and_time(message) | {"caller": caller.name}
         if "messages" in fields:
             chat = parse_body(ChatBody, fields)
             return await chat_request(chat, model, self._limits, models, **common)

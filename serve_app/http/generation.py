@@ -37,7 +37,7 @@ SSE_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 MAX_WARNED_FIELDS = 8
-ReadBody = Callable[[Any], Awaitable[tuple[Request, AnswerFormat]]]
+ReadBody = Callable[[Any, ApiKey], Awaitable[tuple[Request, AnswerFormat]]]
 """From a body's JSON to the request, and how its answer is written."""
 
 
@@ -100,39 +100,41 @@ class HttpGeneration:
         """Read and validate a request and begin it, or find it under the idempotency key."""
         caller = self._engine_client.rate_limiter.http_caller(call.headers.get("authorization"))
         raw = await call.read_body(self._engine_client)
-        request, answer_format = await read(parse_json(raw))
+        request, answer_format = await read(parse_json(raw), caller)
         if tracing.is_on():
             request.traceparent = call.headers.get("traceparent")
         return await self._begun(call, caller, raw, request), answer_format
 
-    async def _completion(self, data: Any) -> tuple[Request, AnswerFormat]:
+    async def _completion(self, data: Any, caller: ApiKey) -> tuple[Request, AnswerFormat]:
         body = parse_body(CompletionBody, data)
         model = self._models.find(body.model)
         request = await completion_request(
-            body, model, self._limits, self._models, **self._name_and_time()
+            body, model, self._limits, self._models, caller=caller.name, **self._name_and_time()
         )
         return request, COMPLETION
 
-    async def _chat(self, data: Any) -> tuple[Request, AnswerFormat]:
-        return await self._chat_request(parse_body(ChatBody, data)), CHAT
+    async def _chat(self, data: Any, caller: ApiKey) -> tuple[Request, AnswerFormat]:
+        return await self._chat_request(parse_body(ChatBody, data), caller), CHAT
 
-    async def _response(self, data: Any) -> tuple[Request, AnswerFormat]:
+    async def _response(self, data: Any, caller: ApiKey) -> tuple[Request, AnswerFormat]:
         body = parse_body(ResponsesBody, data)
         try:
-            request = await self._chat_request(as_chat(body))
+            request = await self._chat_request(as_chat(body), caller)
         except InvalidRequest as exc:
             raise in_its_words(exc) from exc
         request.ignored_fields = ignored_fields(body)
         return request, ResponsesFormat(body)
 
-    async def _embedding(self, data: Any) -> tuple[Request, AnswerFormat]:
+    async def _embedding(self, data: Any, caller: ApiKey) -> tuple[Request, AnswerFormat]:
         body = parse_body(EmbeddingsBody, data)
         request = await embedding_request(body, self._limits, self._models, **self._name_and_time())
         return request, EmbeddingsFormat(body)
 
-    async def _chat_request(self, body: ChatBody) -> Request:
+    async def _chat_request(self, body: ChatBody, caller: ApiKey) -> Request:
         model = self._models.find(body.model)
-        return await chat_request(body, model, self._limits, self._models, **self._name_and_time())
+        return await chat_request(
+            body, model, self._limits, self._models, caller=caller.name, **self._name_and_time()
+        )
 
     @property
     def _models(self) -> ModelDirectory:

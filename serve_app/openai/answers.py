@@ -124,6 +124,11 @@ class QuadrigaUsage(BaseModel):
         description="`shallow`, `deep`: the replicas that the choices ended on, where sequences of "
         "either kind have their own.",
     )
+    expected_layers: float | None = Field(
+        None,
+        description="Layers a token that the choices were expected to run when they began; `exits` "
+        "says what came. Of tokens that may leave early.",
+    )
     predicted: list[PredictedTokensAnswer] | None = Field(
         None, description="Of each choice whose length was predicted."
     )

@@ -11,7 +11,7 @@ import select
 import subprocess
 import sys
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,8 +23,11 @@ from quadriga.text import TextTokenizer
 MAX_GRAMMAR_BYTES = 128 << 10
 COMPILE_LIMIT_S = 3.0
 START_LIMIT_S = 60.0
-MAX_WAITING = 64
-"""Grammars that wait for the process; one more is refused with 429."""
+MAX_WAITING = 16
+"""Grammars of one caller that wait for the process; one more is refused with 429."""
+MAX_WAITING_OF_ALL = 256
+WAIT_LIMIT_S = 30.0
+"""One that waits longer is refused with 429 as well."""
 MAX_KNOWN = 1024
 """Grammars whose outcome is remembered."""
 TRIED_AGAIN_S = 300.0
@@ -49,17 +52,19 @@ class GrammarChecker:
         self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()  # by digest
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._process: subprocess.Popen[bytes] | None = None
-        self._num_waiting = 0
+        self._is_busy = False
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by caller
 
-    async def check(self, grammar: Grammar, field: str) -> None:
+    async def check(self, grammar: Grammar, field: str, caller: str) -> None:
         """Let a grammar pass, or refuse it.
 
         Args:
             field: Where it is from, for the error.
+            caller: Who asks: callers whose grammars are new have the process in turn.
 
         Raises:
             InvalidRequest: It is too long, is none, or takes too much time or memory.
-            Overloaded: Too many wait to be tried.
+            Overloaded: Too many of this caller wait to be tried, or it waited too long.
             Unavailable: The process does not start.
         """
         if not self._checkpoint.eos_token_ids:
@@ -79,31 +84,84 @@ class GrammarChecker:
         digest = hashlib.sha256(f"{grammar.kind}:{grammar.text}".encode()).digest()
         error, until_s = self._known.get(digest, ("", 0.0))
         if time.monotonic() > until_s:
-            error, until_s = await self._try(grammar)
-            self._known[digest] = error, until_s
+            await self._turn(caller)
+            # Another caller's may have been the same.
+            error, until_s = self._known.get(digest, ("", 0.0))
+            if time.monotonic() > until_s:
+                error, until_s = await self._try(grammar)
+                self._known[digest] = error, until_s
+            else:
+                self._next_turn()
             while len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
         if error:
             raise InvalidRequest(f"{field}: {error}", param=field, code="invalid_grammar")
 
     def close(self) -> None:
-        """End the process; what waits for it ends in `Unavailable`."""
+        """End the process, and all that wait for it."""
+        for turn in [turn for queue in self._waiting.values() for turn in queue]:
+            turn.cancel()
+        self._waiting.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._kill()
 
-    async def _try(self, grammar: Grammar) -> tuple[str, float]:
-        """What is wrong with a grammar, or "", and until when that holds, monotonic."""
-        if self._num_waiting >= MAX_WAITING:
+    async def _turn(self, caller: str) -> None:
+        """Wait for the process; `_next_turn` gives it on.
+
+        Raises: Overloaded.
+        """
+        if not self._is_busy:
+            self._is_busy = True
+            return
+        queue = self._waiting.get(caller, deque())
+        num_waiting = sum(map(len, self._waiting.values()))
+        if len(queue) >= MAX_WAITING or num_waiting >= MAX_WAITING_OF_ALL:
             raise Overloaded(
-                f"{MAX_WAITING} other grammars wait to be compiled; retry shortly",
+                f"{len(queue)} other grammars of yours, {num_waiting} of all callers, wait to be "
+                "compiled; retry shortly",
                 retry_after_s=1.0,
             )
-        self._num_waiting += 1
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting[caller] = queue
+        queue.append(turn)
         try:
-            loop = asyncio.get_running_loop()
-            error = await loop.run_in_executor(self._thread, self._ask, grammar)
-        finally:
-            self._num_waiting -= 1
+            await asyncio.wait_for(asyncio.shield(turn), WAIT_LIMIT_S)
+        except TimeoutError as exc:
+            self._let_go(turn)
+            raise Overloaded(
+                f"the grammar waited {WAIT_LIMIT_S:.0f} s to be compiled; retry shortly",
+                retry_after_s=5.0,
+            ) from exc
+        except asyncio.CancelledError:
+            self._let_go(turn)
+            raise
+
+    def _let_go(self, turn: asyncio.Future[None]) -> None:
+        """Whoever waited for it has gone; if it has come meanwhile, it is another's."""
+        if turn.done():
+            self._next_turn()
+        turn.cancel()
+
+    def _next_turn(self) -> None:
+        """Let the caller go on whose last turn is longest ago."""
+        while self._waiting:
+            caller, queue = self._waiting.popitem(last=False)
+            turn = queue.popleft()
+            if queue:
+                self._waiting[caller] = queue  # behind all others
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._is_busy = False
+
+    async def _try(self, grammar: Grammar) -> tuple[str, float]:
+        """What is wrong with a grammar, or "", and until when that holds, monotonic.
+
+        The turn is over when the process is free, though the caller may be gone before.
+        """
+        work = asyncio.get_running_loop().run_in_executor(self._thread, self._ask, grammar)
+        work.add_done_callback(lambda _: self._next_turn())
+        error = await asyncio.shield(work)
         if error is None:
             return TOO_LONG, time.monotonic() + TRIED_AGAIN_S
         return error, math.inf

@@ -198,14 +198,16 @@ class ModelDirectory:
             len(token_ids), lambda: model.tokenizer.decode(token_ids, skip_special_tokens=False)
         )
 
-    async def check_grammar(self, model: ServedModel, grammar: Grammar, field: str) -> None:
+    async def check_grammar(
+        self, model: ServedModel, grammar: Grammar, field: str, caller: str
+    ) -> None:
         """See `GrammarChecker.check`."""
         name = model.checkpoint.id
         checker = self._checkers.get(name)
         if checker is None:
             checker = GrammarChecker(model.checkpoint, model.tokenizer)
             self._checkers[name] = checker
-        await checker.check(grammar, field)
+        await checker.check(grammar, field, caller)
 
     def close(self) -> None:
         """End the threads; texts and grammars that wait for them are not read."""

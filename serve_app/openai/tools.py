@@ -48,9 +48,16 @@ def read_tools(body: ChatBody, model: ServedModel) -> ChatTools:
         return NO_TOOLS
     told = tuple(_told(tool) for tool in tools)
     form = model.tokenizer.tool_format
+    if form is None:
+        raise InvalidRequest(
+            f"tools: the chat template of {model.tokenizer.model_id!r} writes calls in a form that "
+            "is not known here (docs/clients.md lists those that are); ask without tools, or give "
+            "the checkpoint a chat template of a known form",
+            param="tools",
+        )
     ids = model.tokenizer.special_ids(form.marks)
     marks = {token_id: text for text, token_id in ids.items()}
-    names = frozenset(tool.function.name for tool in tools)
+    parameters = {t.function.name: t.function.parameters or NO_PARAMETERS for t in tools}
     grammar = None
     if forced:
         is_named = isinstance(choice, NamedToolChoice)
@@ -71,7 +78,7 @@ def read_tools(body: ChatBody, model: ServedModel) -> ChatTools:
             for t in tools
         ]
         grammar = form.free_grammar(free, ids)
-    return ChatTools(told, ToolCalling(form, names, marks), grammar)
+    return ChatTools(told, ToolCalling(form, parameters, marks), grammar)
 
 
 def _check(tools: list[ToolBody]) -> None:

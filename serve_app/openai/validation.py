@@ -55,8 +55,12 @@ async def completion_request(
     *,
     request_id: str,
     now_unix_s: float,
+    caller: str = "",
 ) -> Request:
     """Build the request of a completion.
+
+    Args:
+        caller: At whose expense a new grammar is compiled.
 
     Raises: InvalidRequest, ContextTooLong.
     """
@@ -84,7 +88,7 @@ async def completion_request(
         num_prompt_logprobs=num_logprobs if echo else None,
     )
     check_context(longest, wanted, model, "prompt", "max_tokens")
-    sampling = await _with_grammar(sampling, body, model, models)
+    sampling = await _with_grammar(sampling, body, model, models, caller)
     return _request(body, model, limits, request_id, now_unix_s, prompts, texts, n, sampling, echo)
 
 
@@ -96,8 +100,12 @@ async def chat_request(
     *,
     request_id: str,
     now_unix_s: float,
+    caller: str = "",
 ) -> Request:
     """Build the request of a chat turn.
+
+    Args:
+        caller: As of `completion_request`.
 
     Raises: InvalidRequest, ContextTooLong.
     """
@@ -122,7 +130,7 @@ async def chat_request(
         wanted = max(1, model.max_model_len - len(token_ids))
     check_context(len(token_ids), wanted, model, "messages", field)
     sampling = _read_sampling(body, model, limits, max_tokens=wanted, num_logprobs=num_logprobs)
-    sampling = await _with_grammar(sampling, body, model, models, tools)
+    sampling = await _with_grammar(sampling, body, model, models, caller, tools)
     request = _request(
         body, model, limits, request_id, now_unix_s, [token_ids], [text], n, sampling, False
     )
@@ -135,6 +143,7 @@ async def _with_grammar(
     body: GenerationFields,
     model: ServedModel,
     models: ModelDirectory,
+    caller: str,
     tools: ChatTools = NO_TOOLS,
 ) -> SamplingParams:
     """Add the grammar that the body asks for, which was tried. Raises: InvalidRequest."""
@@ -142,7 +151,7 @@ async def _with_grammar(
     if found is None:
         return sampling
     grammar, field = found
-    await models.check_grammar(model, grammar, field)
+    await models.check_grammar(model, grammar, field, caller)
     return replace(sampling, grammar=grammar)
 
 

@@ -35,6 +35,8 @@ HOLDING_TIMEOUT_S = 5.0
 UNREACHABLE = "unreachable"
 """Code of an error: the connection broke; the process may live."""
 ENDED_PAUSE_S = 0.25
+LOST_S = 3.0
+"""After a replica was found to be gone the scheduler may still name it for so long."""
 
 
 class ClusterClient:
@@ -212,6 +214,7 @@ class ClusterStateCache:
         self._max_age_s = max_age_s
         self._taken_s = float("-inf")
         self._is_scheduler_away = False
+        self._lost: dict[str, float] = {}  # replica → when it was found to be gone
         self.view = ClusterView(0.0, [])
 
     async def refresh(self) -> None:
@@ -230,6 +233,9 @@ class ClusterStateCache:
 
     def forget(self, replica: str) -> None:
         """Remove a replica that is gone, until a newer view has it again."""
+        now_s = self._clock.now_s()
+        self._lost = {name: at_s for name, at_s in self._lost.items() if now_s - at_s < LOST_S}
+        self._lost[replica] = now_s
         self.view.snapshots = [s for s in self.view.snapshots if s.info.name != replica]
 
     def check_ready(self) -> None:
@@ -248,7 +254,12 @@ class ClusterStateCache:
         try:
             if self._is_scheduler_away and self.view.snapshots:
                 raise ReplicaDied("the scheduler did not answer lately")  # nor would it now
-            return await self._cluster.admit(request)
+            admission = await self._cluster.admit(request)
+            lost_s = self._lost.get(admission.prefill_replica)
+            if lost_s is not None and self._clock.now_s() - lost_s < LOST_S:
+                # Sent there it would be lost again, and again, before its replica is replaced.
+                raise Unavailable(f"{admission.prefill_replica} is gone", retry_after_s=1.0)
+            return admission
         except ReplicaError as exc:
             model = None if request.model == AUTO_MODEL else request.model
             serving = self._serving(Role.PREFILL, model)

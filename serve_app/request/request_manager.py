@@ -155,7 +155,7 @@ class RequestManager:
 
     def deliver(self, replica: str, outputs: list[EngineOutput]) -> None:
         now_s = self._clock.now_s()
-        woken: set[Request] = set()
+        woken: dict[Request, None] = {}  # in their order, and that of every run
         for output in outputs:
             held = self._live.get(output.sequence_id)
             if held is None:
@@ -168,7 +168,7 @@ class RequestManager:
             except Exception as exc:  # the tokens of other sequences are in the same reply
                 logger.exception("an output of %s could not be taken", replica)
                 self._fail(request, sequence, as_quadriga(exc))
-            woken.add(request)
+            woken[request] = None
         for request in woken:
             request.wake()
 

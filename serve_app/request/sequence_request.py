@@ -251,7 +251,10 @@ class SequenceRequest:
         return num_new
 
     def _follow(self, replica: str, output: EngineOutput) -> None:
-        """Note the state of a live migration; the source's tokens up to then are all here."""
+        """Note the state of a live migration.
+
+        The source's tokens up to then are all here, or kept until those before them are.
+        """
         is_old = output.epoch < self.state.epoch
         peer = output.moved_to or ""
         if output.move == "begun":
@@ -265,7 +268,8 @@ class SequenceRequest:
                 self.replica = peer
         elif not is_old:
             self.next_owners.pop(peer, None)
-            self._take_over(replica, output.epoch)
+            if output.first_index <= len(self.state.output_ids):
+                self._take_over(replica, output.epoch)
 
     def _take_over(self, replica: str, epoch: int) -> None:
         self.state.epoch = epoch
@@ -355,6 +359,7 @@ class SequenceRequest:
             num_pauses=before.num_pauses + said.num_pauses,
             num_breaches=before.num_breaches + said.num_breaches,
             expected=before.expected or said.expected,
+            expected_layers=before.expected_layers or said.expected_layers,
         )
         # What is begun anew is placed by what is known of it, and has spent what it has spent.
         self.state.prediction, self.state.predicted_at = said.remaining, said.predicted_at

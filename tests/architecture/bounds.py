@@ -15,14 +15,14 @@ class Bound(NamedTuple):
 BOUNDS = {
     # Of a running service; `tests/e2e/test_road.py`.
     "road_files": Bound(118, 50),
-    "road_lines": Bound(27_750, 10_000),
+    "road_lines": Bound(27_980, 10_000),
     "request_classes": Bound(12, 10),
-    "service_lines": Bound(46_100, 33_000),
+    "service_lines": Bound(46_680, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(98_050, 58_000),
-    "test_lines": Bound(74_150, 38_000),
-    "reliability_lines": Bound(5_010, 4_000),
-    "actors_lines": Bound(6_500, 6_500),
+    "product_lines": Bound(102_170, 58_000),
+    "test_lines": Bound(79_660, 38_000),
+    "reliability_lines": Bound(5_210, 4_000),
+    "actors_lines": Bound(6_552, 6_500),
     "llm_lines": Bound(250, 250),
     "readme_words": Bound(900, 900),
     "architecture_words": Bound(2_500, 2_500),

@@ -16,7 +16,7 @@ from actors.rpc.ray_rpc import NAMESPACE, call
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from quadriga.clock import ManualClock
 from quadriga.config.engine import TransportConfig
-from quadriga.core.kv import KVPart, ResumePoint, TransferOffer
+from quadriga.core.kv import Accepted, KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import KVCacheExhausted, QuadrigaError
@@ -96,9 +96,11 @@ class Peer(BatchedCalls):
 
     # The calls of a replica
 
-    async def reserve(self, offer: TransferOffer) -> ReplicaInfo:
+    async def reserve(self, offer: TransferOffer) -> Accepted:
         await self._receiver.reserve(offer)
-        return ReplicaInfo(self._name, Role.DECODE, DEPTH_CLASS, "node", "incarnation", NUM_ROWS, 0)
+        return Accepted(
+            ReplicaInfo(self._name, Role.DECODE, DEPTH_CLASS, "node", "incarnation", NUM_ROWS, 0)
+        )
 
     async def renew(self, transfer_id: str) -> bool:
         is_open = self._receiver.leases.renew(transfer_id, now_s=self._clock.now_s())
@@ -128,12 +130,12 @@ class Peer(BatchedCalls):
 
     # RowHost
 
-    async def reserve_row(self, offer: TransferOffer) -> int:
+    async def reserve_row(self, offer: TransferOffer) -> tuple[int, int]:
         free = set(range(NUM_ROWS)) - set(self._held.values())
         if not free:
             raise KVCacheExhausted("no row is free")
         self._held[offer.sequence_id] = min(free)
-        return self._held[offer.sequence_id]
+        return self._held[offer.sequence_id], 0
 
     async def release_row(self, sequence_id: str) -> None:
         del self._held[sequence_id]

@@ -31,7 +31,7 @@ _SERVICE_METRICS = tuple(
     f"quadriga.observability.{name}"
     for name in ("cluster_metrics", "load_history", "metric_table", "metrics")
 )
-_GPU_ONLY = ("quadriga.engine.cuda.triton_attention",)
+_GPU_ONLY = tuple(f"quadriga.engine.cuda.triton_{name}" for name in ("attention", "operations"))
 OF_EXTRA: dict[str, tuple[str, ...]] = {
     "client": _SDK,
     "loadgen": ("loadgen",),
@@ -50,6 +50,7 @@ GUARDED = {
     "quadriga.observability.tracing": {"opentelemetry"},
     "quadriga.catalogue.energy": {"pynvml"},
     "quadriga.engine.cuda.triton_attention": {"triton"},
+    "quadriga.engine.cuda.triton_operations": {"triton"},
     "quadriga.kv_transport.nccl_library": {"cupy"},
     "quadriga.tune.report": {"matplotlib"},
     "loadgen.event_loop": {"uvloop"},

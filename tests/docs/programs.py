@@ -39,7 +39,7 @@ MAINS = {
     "quadriga.training": "quadriga.training.cli",
     "quadriga.tune": "quadriga.tune.cli",
     "deploy.multinode": "deploy.multinode",
-    "loadgen.bench.gpu": "loadgen.bench.gpu",
+    "loadgen.bench.gpu_acceptance": "loadgen.bench.gpu_acceptance",
     "tests.architecture.report": "tests.architecture.report",
     "tests.architecture.mutants": "tests.architecture.mutants",
     "tests.simulation": "tests.simulation.__main__",

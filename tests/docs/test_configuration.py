@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic.fields import FieldInfo
 
-from actors.rpc.lifecycle import fingerprint
 from deploy import config_reference
 from deploy.config_reference import ENVIRONMENT, Row, rows, section
 from quadriga.checkpoint.folder import ASSETS
@@ -19,6 +18,7 @@ from quadriga.checkpoint.tuned import TUNE_FILE, weights_hash
 from quadriga.config.engine import PoolConfig
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.config.resolve import Hardware, resolve
+from quadriga.control.replica_names import fingerprint
 from quadriga.errors import ConfigError
 from tests.equivalence.models import build
 from tests.lora import write_adapter
@@ -100,7 +100,8 @@ def another(key: str) -> Any:
             return 2 if "number" in KEYS[key].kind else "x"
 
 
-ELSEWHERE = {name: {"engine.device": "cpu"} for name in ("engine.weights", "adapters")}
+ON_CPUS = ("engine.weights", "engine.tensor_parallel", "adapters")
+ELSEWHERE: dict[str, dict[str, Any]] = {name: {"engine.device": "cpu"} for name in ON_CPUS}
 ELSEWHERE["mixed_labels"] = {"mixed_replicas": 1}
 """Settings that are refused, or change nothing, on the hardware here, and where they are not."""
 

@@ -313,3 +313,42 @@ def test_a_model_that_agrees_rarely(
     got = run(loop, states(lambda i: LOSSLESS, 12, seed=seed))
     wanted = run(make_loop(stubborn), states(lambda i: FULL, 12, seed=seed))
     assert tokens_of(got) == tokens_of(wanted)
+
+
+@pytest.mark.parametrize("exits", [LOSSLESS, BOUNDED, FULL], ids=["lossless", "bounded", "full"])
+def test_turns_that_go_on_from_an_answer_say_what_whole_prompts_do(
+    agreeing: NativeRunner, exits: ExitParams
+) -> None:
+    """Answers' KV is taken over where all of it ran full depth, drafts included; to the bit."""
+    random = Random(3)
+    loops = [make_loop(agreeing, prefix_caching=cached) for cached in (False, True)]
+    cache = loops[1].prefill.prefixes
+    assert cache is not None
+    num_whole = num_short = 0
+    for talk in range(8):
+        tokens = [random.randrange(3, 130) for _ in range(random.randint(1, 20))]
+        num_asked, before = 0, [0]
+        for turn in range(3):
+            state = replace(
+                make_state(tokens),
+                sampling=SamplingParams(24, seed=talk, num_logprobs=1, ignore_eos=True),
+                exits=exits,
+                sequence_id=f"{talk}.{turn}",
+                output_ids=[],
+                exit_layers=[],
+            )
+            copy = replace(state, output_ids=[], exit_layers=[])
+            hits = cache.totals.hits
+            assert run(loops[1], [state]) == run(loops[0], [copy])
+            assert state.exit_layers == copy.exit_layers
+            hits = cache.totals.hits - hits
+            if turn:
+                end = next((i for i, d in enumerate(before[1:]) if d < before[0]), len(before) - 1)
+                full = (num_asked + end) // cache.block_tokens * cache.block_tokens
+                assert hits <= full, "a block behind an exit was shared"
+                num_whole += hits > num_asked
+                num_short += end < len(before) - 1
+            num_asked, before = len(tokens), list(state.exit_layers)
+            tokens = tokens + state.output_ids + [random.randrange(3, 130) for _ in range(5)]
+    assert num_whole > 0 or exits is BOUNDED, "some blocks reach into an answer"
+    assert (num_short > 0) is (exits is BOUNDED)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from quadriga.checkpoint.exits import ExitCounters, ExitParams, SkippedKV
 from quadriga.clock import SystemClock
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SequenceState
 from quadriga.engine.model_runner import NativeRunner
+from quadriga.errors import DeviceMemoryExhausted
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
@@ -121,6 +125,74 @@ def test_paused_at_any_moment(checkpoint: Path) -> None:
     for one, other in zip(undisturbed, paused, strict=True):
         assert one.output_ids == other.output_ids
         assert one.exit_layers == other.exit_layers
+
+
+class Faulty:
+    """A decoder whose every so many calls lack memory: before a pass, behind it, and in a head.
+
+    Only while the loop steps, as prompts are computed by another replica, and has several: it
+    cannot help one alone.
+    """
+
+    def __init__(self, loop: DecodeLoop, every: int, is_lone: bool = False) -> None:
+        self._every, self._calls, self._is_stepping, self.failures = every, 0, False, 0
+        self._is_lone = is_lone
+        runner = loop._runner
+        assert isinstance(runner, NativeRunner)
+        decoder: Any = runner._decoder
+        for name in ("run_layers", "candidates", "best"):
+            setattr(decoder, name, self._failing(getattr(decoder, name)))
+        self._step, self._batch = loop.step, loop.batch
+        loop.step = self.step  # type: ignore[method-assign]
+
+    def step(self) -> Any:
+        self._is_stepping = self._is_lone or self._batch.num_decoding > 1
+        try:
+            return self._step()
+        finally:
+            self._is_stepping = False
+
+    def _failing(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self._calls += self._is_stepping
+            fails = self._is_stepping and self._calls % self._every == 0
+            if fails and self.failures % 2 == 0:
+                work(*args)
+            if fails:
+                self._calls += 1
+                self.failures += 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+            return work(*args)
+
+        return run
+
+
+@pytest.mark.parametrize("every", [7, 10])
+@pytest.mark.parametrize("newest", [0, 2])
+@pytest.mark.parametrize("mode", ["project", "copy", "replay"])
+def test_a_pass_that_lacks_memory_pauses_a_sequence_and_is_run_again(
+    checkpoint: Path, mode: SkippedKV, newest: int, every: int
+) -> None:
+    if newest and mode != "project":
+        pytest.skip("only maps have newest positions to replay")
+    spec = make_spec(checkpoint, skipped_kv=mode, replay_newest=newest)
+    spec = replace(spec, exits=spec.checkpoint.exits)
+    undisturbed, disturbed = states(), states()
+    run(make_loop(spec, 8 * spec.row_capacity_tokens), undisturbed)
+    loop = make_loop(spec, 8 * spec.row_capacity_tokens)
+    faulty = Faulty(loop, every)
+    run(loop, disturbed)
+    assert faulty.failures > 10 and loop.preemption.num_pauses > 5
+    for one, other in zip(undisturbed, disturbed, strict=True):
+        assert one.output_ids == other.output_ids
+        assert one.exit_layers == other.exit_layers
+
+
+def test_a_pass_of_one_sequence_that_lacks_memory_says_what_to_lower(checkpoint: Path) -> None:
+    loop = make_loop(make_spec(checkpoint), 8 * 96)
+    Faulty(loop, 1, is_lone=True)
+    with pytest.raises(DeviceMemoryExhausted, match=r"1 GiB; lower decode\.max_slots"):
+        run(loop, states()[:1])
 
 
 def test_the_important_keep_running(checkpoint: Path) -> None:

@@ -1,12 +1,14 @@
 """Where the GPU's tests run. Marked `gpu`, and skipped where there is none.
 
-`QUADRIGA_GPU_TESTS_ON_CPU=1` rehearses on a CPU those that need no stream and no graph: it checks
-the tests, not the GPU.
+`QUADRIGA_GPU_TESTS_ON_CPU=1` rehearses them on a CPU (`make test-gpu`): it checks the tests, not a
+GPU. Plain torch stands for Triton's attention and a tape for CUDA graphs; those marked `gpu_itself`
+are about streams and memory, for which nothing can stand.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from quadriga.engine.cuda.graphs import GraphRecorder
 from quadriga.engine.cuda.pages import PAGE_TOKENS
 from quadriga.engine.model_runner import NativeRunner
 from tests.equivalence.paged import load_on_pages
+from tests.equivalence.recording import TapeRecorder
 
 HAS_GPU = torch.cuda.is_available()
 IS_REHEARSAL = not HAS_GPU and os.environ.get("QUADRIGA_GPU_TESTS_ON_CPU") == "1"
@@ -39,8 +42,12 @@ def load_on_gpu(spec: EngineSpec, recorder: GraphRecorder | None = None) -> Nati
 
     Skips where the attention's library is not installed.
     """
-    if IS_REHEARSAL and spec.attention != "torch":
-        pytest.skip("a rehearsal has torch attention only")
+    if IS_REHEARSAL:
+        if spec.attention != "triton":
+            pytest.skip("one attention is rehearsed")
+        if recorder is None and spec.compile != "off":
+            recorder = TapeRecorder()
+        spec = replace(spec, attention="torch", compile="off")  # recorded when first needed
     if spec.attention == "flash":
         pytest.importorskip("flash_attn", reason="flash-attn is not installed")
     if spec.attention == "triton":

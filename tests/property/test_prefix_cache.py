@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,13 +18,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.engine.model_runner import NativeRunner
+from quadriga.errors import KVCacheExhausted
 from quadriga.scheduling.colocated import ColocatedLoop
+from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.prefixes.cache import PrefixCache
-from tests.equivalence.models import GATED, make_spec, make_state, randomise, save
+from quadriga.scheduling.sequence import append_token
+from quadriga.scheduling.slots import SlotTable
+from quadriga.scheduling.transfer.handoff import LeaseTable
+from tests.crowded_replica import output_of
+from tests.equivalence.models import (
+    GATED,
+    make_spec,
+    make_state,
+    randomise,
+    save,
+    whole_prompt,
+)
+from tests.equivalence.moving import move
 from tests.equivalence.paged import assert_no_page_is_held, cache_of, load_on_pages
+from tests.simulation.stand_ins import TensorRunner
 
 LENGTH, ROWS, CHUNK = 512, 4, 100
 KINDS = ("rows", "compiled rows", "pages")
@@ -145,6 +162,49 @@ def test_answers_are_those_of_whole_prompts(
         assert_no_page_is_held(runner)
 
 
+TURNS = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(1, 70), st.integers(1, 120)), min_size=2, max_size=8
+)
+"""Each goes on from what an earlier one ended with: (which, tokens asked, tokens answered)."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=10)
+@given(turns=TURNS, capacity=st.integers(520, ROWS * LENGTH))
+def test_turns_go_on_from_answers_as_if_all_was_computed(
+    kind: str, folder: Path, turns: list[tuple[int, int, int]], capacity: int
+) -> None:
+    runner = load(kind, folder)
+    plain = loop_over(runner, ROWS * LENGTH, caching=False)
+    loop = loop_over(runner, capacity, caching=True)
+    cache = loop.prefill.prefixes
+    assert cache is not None
+    rng, talks = random.Random(11), [list[int]()]
+    for i, (which, asked, answered) in enumerate(turns):
+        before = talks[which % len(talks)][: LENGTH - asked - answered]
+        prompt = before + [rng.randrange(3, 130) for _ in range(asked)]
+        state = replace(
+            make_state(prompt), sequence_id=str(i), sampling=replace(ANSWER, max_tokens=answered)
+        )
+        wanted = answers(plain, [_fresh(state)])[str(i)]
+        hits = cache.totals.hits
+        said = answers(loop, [state])[str(i)]
+        assert said.tokens == wanted.tokens
+        if kind == "compiled rows":
+            assert said == wanted
+        assert said.logprobs == pytest.approx(wanted.logprobs, abs=1e-3)
+        if capacity == ROWS * LENGTH:
+            size = cache.block_tokens
+            there = max(0, len(before) - 1) // size * size  # its last token was never computed
+            assert cache.totals.hits - hits >= min(there, (len(prompt) - 1) // size * size)
+        talks.append(prompt + list(said.tokens))
+    if kind == "pages":
+        cache_of(runner).pages.check()
+    cache.clear()
+    if kind == "pages":
+        assert_no_page_is_held(runner)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_prompts_that_come_together_are_computed_once(kind: str, folder: Path) -> None:
     runner = load(kind, folder)
@@ -161,6 +221,160 @@ def test_equal_prompts_that_come_together_are_computed_once(kind: str, folder: P
     totals = loop.prefill.prefixes.totals
     assert (totals.queries, totals.hits) == (4 * 300, 3 * (300 - 300 % size))
     loop.prefill.prefixes.clear()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decode_replica_is_sent_what_it_lacks_of_a_conversation(kind: str, folder: Path) -> None:
+    """What it kept of the turn before, answer included, is as if it came with the hand-off."""
+    runner = load(kind, folder)
+    slots = SlotTable(num_rows=2, row_capacity_tokens=LENGTH, kv_capacity_tokens=2 * LENGTH)
+    prefixes = PrefixCache(runner, slots, "m")
+    decode = DecodeLoop(
+        runner=runner, slots=slots, eos_token_ids=(), clock=ManualClock(), prefixes=prefixes
+    )
+    plain = loop_over(runner, ROWS * LENGTH, caching=False)
+    rng, tokens, sent = random.Random(5), list[int](), list[int]()
+    for turn in range(4):
+        tokens = tokens + [rng.randrange(3, 130) for _ in range(30)]
+        state = replace(
+            make_state(tokens), sequence_id=str(turn), sampling=replace(ANSWER, max_tokens=60)
+        )
+        wanted = answers(plain, [_fresh(state)])[str(turn)]
+        # As a prefill replica, in a row that no slot is for.
+        runner.attach(ROWS - 1, state)
+        first = runner.prefill([whole_prompt(ROWS - 1, state)])[0]
+        assert first is not None
+        keys = prefixes.keys(state)
+        slot = decode.reserve(str(turn), state.max_total_tokens, len(tokens), block_keys=keys)
+        held = decode.fill(slot.row, keys)
+        kv = runner.read_kv(ROWS - 1, 0, runner.num_layers, held, len(tokens))
+        runner.detach(ROWS - 1)
+        if held < len(tokens):
+            runner.write_kv(slot.row, 0, held, kv)
+        sent.append(len(tokens) - held)
+        append_token(state, first)
+        decode.join(state)
+        while decode.has_work:
+            decode.step()
+        assert tuple(state.output_ids) == wanted.tokens
+        logprobs = [p.logprob for p in state.logprobs]
+        assert logprobs == pytest.approx(wanted.logprobs[1:], abs=1e-3)
+        if kind == "compiled rows":
+            assert tuple(logprobs) == wanted.logprobs[1:]
+        tokens = tokens + state.output_ids
+    size = prefixes.block_tokens
+    lengths = [30 + 90 * turn for turn in range(4)]
+    assert sent == [30, *(n - (n - 31) // size * size for n in lengths[1:])]
+    prefixes.clear()
+    if kind == "pages":
+        assert_no_page_is_held(runner)
+
+
+class Place:
+    """A mixed replica without its process: loops over a runner whose KV tells its tokens."""
+
+    def __init__(self, capacity: int) -> None:
+        checkpoint = read_checkpoint("quadriga-s")
+        spec = make_spec(checkpoint.path, num_rows=4, row_capacity_tokens=256)
+        self.runner: Any = TensorRunner(spec)
+        self.loops = ColocatedLoop(
+            self.runner,
+            spec,
+            clock=ManualClock(),
+            chunk_tokens=32,
+            kv_capacity_tokens=capacity,
+            reservation="used",
+            prefix_caching=True,
+        )
+        self.loop = self.loops.decode
+        self.table = LeaseTable(spec.depth_class, max_live=99)
+
+    @property
+    def states(self) -> list[SequenceState]:
+        return self.loops.prefill.states + self.loop.running
+
+    def end(self) -> None:
+        """Verify that blocks are all that it still holds, and that they can go."""
+        cache = self.loops.prefill.prefixes
+        assert cache is not None and not self.loop.slots.num_held
+        assert cache.held_tokens == self.runner.num_kept * self.runner.share_tokens
+        cache.clear()
+        assert self.runner.num_kept == 0
+
+
+FAULTS = st.lists(
+    st.tuples(st.sampled_from(["pause", "move", "rebuild", "die", "step", "step"]), st.integers(0)),
+    max_size=40,
+)
+
+
+@settings(max_examples=40)
+@given(tree=TREES, faults=FAULTS, capacity=st.integers(320, 1024))
+def test_answers_outlive_moves_pauses_rebuilds_and_deaths(
+    tree: list[tuple[int, int, int]], faults: list[tuple[str, int]], capacity: int
+) -> None:
+    """Whatever becomes of those that share, everyone gets the tokens that follow from its own."""
+    places = [Place(capacity), Place(capacity)]
+    waiting, said = [], dict[str, list[int]]()
+    for i, prompt in enumerate(prompts_of(tree)):
+        params = SamplingParams(1 + 7 * i, temperature=0.0, ignore_eos=True)
+        state = replace(make_state(prompt[:180]), sequence_id=str(i), sampling=params)
+        waiting.append(state)
+        said[str(i)] = []
+    wanted = {s.sequence_id: output_of(s.prompt_ids, s.sampling.max_tokens) for s in waiting}
+    for i, state in enumerate(waiting):
+        places[i % 2].loops.submit(state)
+    ended = set[str]()
+    orders = iter(faults)
+    for _ in range(5000):
+        kind, pick = next(orders, ("step", 0))
+        place, other = places[pick % 2], places[1 - pick % 2]
+        states = place.states
+        if kind == "die":
+            places[pick % 2] = Place(capacity)
+            for state in states:
+                other.loops.submit(_rebuilt(state))
+        elif states and kind == "rebuild":
+            state = states[pick % len(states)]
+            place.loops.release(state.sequence_id)
+            other.loops.submit(_rebuilt(state))
+        elif place.loop.running and kind in ("pause", "move"):
+            running = place.loop.running
+            name = running[pick % len(running)].sequence_id
+            if kind == "pause":
+                place.loop.pause(name)
+            elif not place.loop.is_paused(name):
+                with suppress(KVCacheExhausted):
+                    move(place, other, name)
+        for one in places:
+            for output in one.loops.step() if one.loops.has_work else ():
+                assert output.error is None
+                tokens = said[output.sequence_id]
+                assert output.first_index == len(tokens)
+                tokens += output.token_ids
+                if output.finish is not None:
+                    ended.add(output.sequence_id)
+            one.loops.prefill.retry()
+            one.loops.check()
+        if len(ended) == len(wanted):
+            break
+    assert said == wanted
+    for one in places:
+        one.end()
+
+
+def _fresh(state: SequenceState) -> SequenceState:
+    return replace(state, output_ids=[], exit_layers=[], logprobs=[])
+
+
+def _rebuilt(state: SequenceState) -> SequenceState:
+    return replace(
+        state,
+        epoch=state.epoch + 1,
+        output_ids=list(state.output_ids),
+        exit_layers=list(state.exit_layers),
+        logprobs=list(state.logprobs),
+    )
 
 
 def test_other_salts_and_scored_prompts_share_nothing(folder: Path) -> None:
@@ -191,6 +405,25 @@ def test_keys_differ_by_model_layers_and_salt() -> None:
         cache = PrefixCache(runner, slots, model)
         keys.add(tuple(cache.keys(replace(state, cache_salt=salt))))
     assert len(keys) == 5 and len({key[0] for key in keys}) == 5
+
+
+def test_memory_is_touched_ahead_only_where_nothing_was_promised(folder: Path) -> None:
+    runner = load("rows", folder)
+    loop = loop_over(runner, 600, caching=True)
+    cache, slots = loop.prefill.prefixes, loop.decode.slots
+    assert cache is not None
+    for _ in range(20):
+        cache.prepare()
+    assert len(cache._blank) == 600 // 64
+    held = slots.reserve("a", 300, 300)
+    assert held.reserved_tokens >= 300
+    assert len(cache._blank) * 64 <= 600 - held.reserved_tokens - 64
+    slots.release("a")
+    blank = {id(block) for block in cache._blank}
+    answers(loop, [replace(make_state(prompts_of([(0, 0, 130)])[0]), sampling=ANSWER)])
+    assert {id(block) for block in cache._blocks.values()} <= blank, "kept where it was touched"
+    cache.clear()
+    assert not cache._blank
 
 
 def test_blocks_go_for_promises_the_end_of_a_prefix_first(folder: Path) -> None:

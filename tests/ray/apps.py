@@ -99,10 +99,13 @@ class App:
             for s in self.snapshots()
         ]
 
+    def page(self) -> dict[str, float]:
+        """All metrics as the controller's page has them: series → value."""
+        return parse_exposition(call(controller_name(self.name), "metrics").decode())
+
     def metric(self, name: str) -> float:
-        """A metric as the controller's page has it, its series added up."""
-        values = parse_exposition(call(controller_name(self.name), "metrics").decode())
-        return sum(value for key, value in values.items() if key.split("{")[0] == name)
+        """A metric of the page, its series added up."""
+        return sum(value for key, value in self.page().items() if key.split("{")[0] == name)
 
     def until_idle(self, timeout_s: float = IDLE_S) -> None:
         """Wait until no replica holds anything: the base line."""

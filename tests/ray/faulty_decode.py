@@ -16,7 +16,7 @@ from actors.kv_transfer.transport_hub import TransportHub
 from actors.rpc.lookup import NAMESPACE, scheduler_name
 from actors.rpc.rpc_batcher import BatchedCalls
 from quadriga.clock import SystemClock
-from quadriga.core.kv import KVPart, ResumePoint, TransferOffer
+from quadriga.core.kv import Accepted, KVPart, ResumePoint, TransferOffer
 from quadriga.core.output import PollReply
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import SequenceState
@@ -71,7 +71,7 @@ class FaultyDecode(BatchedCalls):
         while not self.calls[method]:  # noqa: ASYNC110 - a test's wait, bounded by its caller
             await asyncio.sleep(0.005)
 
-    async def reserve(self, offer: TransferOffer) -> ReplicaInfo:
+    async def reserve(self, offer: TransferOffer) -> Accepted:
         self.calls["reserve"] += 1
         if self.fault == "reserve_refused":
             raise KVCacheExhausted("no room")
@@ -80,7 +80,7 @@ class FaultyDecode(BatchedCalls):
         if self.fault == "reserve_hangs":
             await asyncio.Event().wait()
         await self._receiver.reserve(offer)
-        return self._info
+        return Accepted(self._info)
 
     async def renew(self, transfer_id: str) -> bool:
         return self._receiver.leases.renew(transfer_id, now_s=SystemClock().now_s())
@@ -126,8 +126,8 @@ class FaultyDecode(BatchedCalls):
 
     # RowHost
 
-    async def reserve_row(self, offer: TransferOffer) -> int:
-        return 0
+    async def reserve_row(self, offer: TransferOffer) -> tuple[int, int]:
+        return 0, 0
 
     async def release_row(self, sequence_id: str) -> None:
         self.calls["released"] += 1

@@ -7,14 +7,18 @@ import time
 from typing import Any
 
 import pytest
+import ray
 
-from actors.rpc.lookup import scheduler_name
+from actors.rpc.lookup import get_actor, scheduler_name
 from quadriga.core.request import FinishReason
 from quadriga.core.routing import AdmitRequest, ClusterView
 from quadriga.errors import DeadlineExceeded, Overloaded, UnknownModel
 from tests.ray.apps import App
 from tests.ray.ingress import Stream, call
+from tests.ray.moves import held
 
+PREFILL_STEP_S = 0.6
+"""Of each chunk of a prompt, at least, where its parts are looked at."""
 NUM_LONG = 1_900
 """Tokens of a stream that does not end by itself while a test lasts: 28 s at `steady-15ms`."""
 
@@ -62,6 +66,39 @@ def test_greedy_tokens_equal_transformers(app: App, reference: object) -> None:
         assert stream.token_ids == reference(stream.state.prompt_ids, 24)
         assert set(stream.epochs) == {0, 1}, "the prefill replica's, then the decode replica's"
     assert {s.replica for s in streams} == set(app.replicas("decode")), "both were used"
+    app.until_idle()
+
+
+def test_kv_is_on_its_way_before_the_first_token(app: App) -> None:
+    """Placement by forecast does not wait for the end of the prompt."""
+    view: dict[str, Any] = call(scheduler_name(app.name), "operators_view", timeout_s=10.0)
+    assert view["placement"] == "ares"
+
+    def watch(actor: Any) -> None:
+        store, actor.parts_s = actor.receiver.store, []
+
+        def noted(*args: Any) -> None:
+            actor.parts_s.append(time.monotonic())
+            store(*args)
+
+        actor.receiver.store = noted
+
+    def forget(actor: Any) -> list[float]:
+        del actor.receiver.store
+        return list(actor.parts_s)
+
+    decodes = [get_actor(name) for name in app.replicas("decode")]
+    ray.get([actor.__ray_call__.remote(watch) for actor in decodes], timeout=30)
+    ingress = app.ingress()
+    try:
+        with held(app.replicas("prefill"), PREFILL_STEP_S):
+            stream = ingress.submit([5 + i % 400 for i in range(1_200)], 12)
+            ingress.finish(stream)
+    finally:
+        found = ray.get([actor.__ray_call__.remote(forget) for actor in decodes], timeout=30)
+    assert stream.error is None and stream.first_token_s is not None
+    first_part_s = min(at_s for parts in found for at_s in parts)
+    assert first_part_s < stream.first_token_s - PREFILL_STEP_S / 2.0
     app.until_idle()
 
 

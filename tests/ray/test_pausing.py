@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import yaml
 
 from actors.rpc.lookup import get_actor
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.request import FinishReason
 from quadriga.policies.baselines.exits import LazyExits
+from tests.promql import evaluate
 from tests.ray.apps import App, wait_until
 from tests.ray.ingress import Stream
 from tests.ray.moves import held, set_pace
 
+ALERTS = Path(__file__).parents[2] / "deploy" / "alerts" / "quadriga.yaml"
 MAX_LEN = 256
 TOKEN_BYTES = 8 * 2 * 2 * 32 * 4  # quadriga-s in float32
 CAPACITY_TOKENS = 2 * MAX_LEN
@@ -86,6 +90,37 @@ def test_paused_sequences_say_what_they_say_alone(crowded: App) -> None:
     assert_whole(alone)
     assert [s.token_ids for s in crowd] == [s.token_ids for s in alone]
     wait_until(lambda: crowded.metric("quadriga_pauses_total") == num_pauses, 60.0)
+
+
+@pytest.mark.timeout(180)
+def test_the_alert_names_the_replica_whose_memory_runs_out(crowded: App) -> None:
+    """By its own rule, on the page that is scraped; it is silent before and afterwards."""
+    rules = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))
+    groups = rules.get("spec", rules)["groups"]
+    (rule,) = (
+        rule
+        for group in groups
+        for rule in group["rules"]
+        if rule.get("alert") == "QuadrigaOutOfMemorySoon"
+    )
+
+    def firing() -> list[dict[str, str]]:
+        return [dict(labels) for labels in evaluate(rule["expr"], crowded.page())]
+
+    (decode,) = crowded.replicas("decode")
+    wait_until(lambda: firing() == [], 30.0, firing)
+    ingress = crowded.ingress()
+    with held([decode], 0.05):  # it stays full for a while, whatever the machine does
+        crowd = [
+            ingress.submit(p, NUM_OUTPUT, deadline_s=150.0, **UNKNOWN)
+            for p in prompts(NUM_SEQUENCES, seed=9)
+        ]
+        ingress.until(lambda: firing() == [{"replica": decode}], 60.0)
+        set_pace(decode, None)
+    ingress.finish(*crowd, timeout_s=100.0)
+    assert_whole(crowd)
+    crowded.until_idle()
+    wait_until(lambda: firing() == [], 30.0, firing)
 
 
 @pytest.mark.timeout(300)

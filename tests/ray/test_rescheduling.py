@@ -190,3 +190,32 @@ def test_of_fewer_replicas_the_one_with_the_least_work_goes(growing: App) -> Non
     assert [s.error for s in left] == [None] * len(left)
     assert {s.replica for s in left} == {last}, "nothing had to move"
     growing.until_idle()
+
+
+@pytest.mark.timeout(240)
+def test_a_busy_replica_that_goes_hands_over_what_it_runs(growing: App) -> None:
+    """No stream ends or loses a token; what moved them is known with its reason."""
+    growing.ensure(**{"decode_replicas": 2, "scheduler.ares.mode": "off"})
+    ingress = growing.ingress()
+    streams = [ingress.submit([9 + i] * 10, 1_000, deadline_s=200.0) for i in range(6)]
+    ingress.until(lambda: all(len(s.tokens) > 2 for s in streams))
+    here = {s.replica for s in streams}
+    assert len(here) == 2, "both are busy"
+    growing.config |= {"decode_replicas": 1}
+    ensure_cluster(growing.config)
+    ingress.until(lambda: len({s.replica for s in streams if not s.finish}) == 1, 60.0)
+    (left,) = {s.replica for s in streams if not s.finish}
+    (gone,) = here - {left}
+    set_pace(left, None)
+    ingress.finish(*streams, timeout_s=150.0)
+    assert [s.error for s in streams] == [None] * len(streams)
+    assert all(len(s.token_ids) == 1_000 for s in streams)
+
+    def drained() -> list[dict[str, Any]]:
+        recent = view(growing)["recent"]
+        return [d for d in recent if d["cause"] == "drain" and outcome(d) == "moved"]
+
+    wait_until(lambda: bool(drained()), 20.0, drained)
+    assert {(d["source"], d["destination"]) for d in drained()} == {(gone, left)}
+    assert all(d["explanation"]["by"] == "controller" for d in drained())
+    growing.until_idle()

@@ -6,18 +6,19 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
-from actors.rpc.lookup import controller_name, get_actor
+from actors.rpc.lookup import controller_name, get_actor, scheduler_name
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.replica import ResizeReport
 from quadriga.core.request import FinishReason
 from tests.random_drafter import draft_as_it_pays, draft_at_random
 from tests.ray.apps import App, pids, wait_until
 from tests.ray.ingress import Ingress, Stream, call
-from tests.ray.moves import held, order
+from tests.ray.moves import free_memory, held, order, pause
 
 NUM_RESIZES = 42
 """Of the decode replica and of the prefill replica, together at least."""
@@ -342,3 +343,36 @@ def test_what_is_refused(resizing: App) -> None:
     assert resize(first, 3).outcome == "refused"
     assert resize(first, 99).outcome == "refused"
     wait_until(lambda: resizing.metric("quadriga_resizes_total") >= 2, 10.0)
+
+
+@pytest.mark.timeout(200)
+def test_rescue_goes_on_while_a_replica_has_fewer_layers_and_scouts_get_nothing(
+    resizing: App,
+) -> None:
+    """The class is split in two of one replica each, and a paused sequence has its only room in the
+    other one; a scout of its own depth would have some, too."""
+    app = resizing
+    app.ensure(**{"scheduler.ares.mode": "ares", "scheduler.ares.interval_s": 0.5})
+    (source, other), _ = serving(app)
+    scouts = set(app.replicas("decode")) - {source, other}
+    assert scouts
+    ingress = app.ingress()
+    with held((source, other), 0.1):
+        streams = [submit(ingress, LIMITED, seed, 250) for seed in range(6)]
+        ingress.until(lambda: all(len(s.tokens) > 2 for s in streams), 60.0)
+        assert resize(other, 4).depth == 4
+        standing = next(s for s in streams if s.replica == source)
+        assert pause(source, standing.state.sequence_id)
+        ingress.until(lambda: standing.replica == other, 60.0)
+        free_memory(source)
+    assert resize(other, 8).depth == 8
+    ingress.finish(*streams, timeout_s=100.0)
+    assert [s.error for s in streams] == [None] * len(streams)
+    assert all(len(s.token_ids) == 250 for s in streams)
+    view: dict[str, Any] = call(scheduler_name(app.name), "operators_view", timeout_s=10.0)
+    orders = view["recent"]
+    (rescue, *_) = [d for d in orders if d["sequence_id"] == standing.state.sequence_id]
+    assert (rescue["cause"], rescue["destination"]) == ("memory", other)
+    assert not scouts & {d[end] for d in orders for end in ("source", "destination")}
+    app.ensure(**{"scheduler.ares.mode": "off"})
+    app.until_idle()

@@ -4,8 +4,9 @@ Two loads run side by side. Requests to one model by name ask for the whole mode
 by an exit where that is faster; they must be those of the undisturbed run, whatever is moved,
 resized, paused or killed meanwhile. Requests that leave the choice of the model to HELIOS let
 tokens leave early, with a quality budget and gaps that cannot be kept, so that it is spent; their
-thresholds are low and high in turns, so that HELIOS changes depths; and some ask for an answer of
-a given form. Prompts begin alike.
+thresholds are low and high in turns, so that HELIOS changes depths; some ask for an answer of a
+given form, and some are strict: none of their tokens may be below its threshold. Prompts begin
+alike.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from loadgen.comparison.pairs import PairedRatio, paired_ratio
 from loadgen.load.workload import RequestSpec
 from loadgen.runner import now_s
 from loadgen.wire.client_http import HttpClient
@@ -57,6 +59,13 @@ EASY, HARD = 0.3, 0.999
 """Thresholds. With the first HELIOS loads a model in part, with the second most tokens are below
 their threshold there, and it loads the rest."""
 EASY_TURNS, HARD_TURNS = 2, 1
+LOOK_EVERY_S = 1.0
+COUNTED = {
+    "moves": ("quadriga_migrations_total", 'outcome="moved"'),
+    "resizes": ("quadriga_resizes_total", 'outcome="resized"'),
+    "lowered": ("quadriga_lowered_tokens_total",),
+}
+"""Of the last line, and by which metric it is counted."""
 BUDGET: dict[str, Any] = {
     "exit_policy": "bounded",
     "exit_threshold": HARD,
@@ -86,8 +95,10 @@ def exact_streams(count: int, *, max_tokens: int, seed: int) -> list[RequestSpec
 def free_streams(
     count: int, *, max_tokens: int, seed: int, threshold: float = HARD
 ) -> list[RequestSpec]:
-    """Tokens leave early and below their thresholds; every fourth answer has a form."""
+    """Tokens leave early and below their thresholds; every fourth answer has a form, and every
+    fourth is strict."""
     asked = BUDGET | {"exit_threshold": threshold}
+    strict = {"exit_policy": "strict", "exit_threshold": threshold}
     rng = random.Random(seed)
     return [
         RequestSpec(
@@ -98,7 +109,9 @@ def free_streams(
             ignore_eos=index % 4 != 3,
             temperature=0.9,
             seed=rng.randrange(1 << 30),
-            extra=asked | ({"structured_outputs": FORM} if index % 4 == 3 else {}),
+            extra=strict
+            if index % 4 == 1
+            else asked | ({"structured_outputs": FORM} if index % 4 == 3 else {}),
         )
         for index in range(count)
     ]
@@ -106,43 +119,55 @@ def free_streams(
 
 @dataclass(slots=True)
 class ReschedulingTurns:
-    """Rescheduling on and off in turns, and the tokens that came in each.
+    """ARES on and off in turns, and the tokens/s of each.
+
+    A turn in which the scheduler dies is taken again: its successor is as configured.
 
     Attributes:
-        tokens, seconds: By whether it was on.
+        pairs: Tokens/s with it and without it, of turns side by side.
     """
 
-    tokens: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
-    seconds: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
+    pairs: list[tuple[float, float]] = field(default_factory=list)
 
     async def run(
         self, control: ClusterControl, num_tokens: Callable[[], int], turn_s: float
     ) -> None:
-        """Take turns, for ever; afterwards it is on."""
-        is_on = False
+        """Take turns, for ever, each way first in every second pair; afterwards it is on."""
+        is_first = True
         try:
             while True:
-                is_on = not is_on
-                if not await _switched(control, is_on):
-                    is_on = not is_on  # the scheduler died meanwhile; its successor is asked
-                    await asyncio.sleep(1.0)
-                    continue
-                before, began_s = num_tokens(), now_s()
-                try:
-                    await asyncio.sleep(turn_s)
-                finally:
-                    self.tokens[is_on] += num_tokens() - before
-                    self.seconds[is_on] += now_s() - began_s
+                rates = {}
+                for is_on in (is_first, not is_first):
+                    rates[is_on] = await self._turn(control, is_on, num_tokens, turn_s)
+                self.pairs.append((rates[True], rates[False]))
+                is_first = not is_first
         finally:
             await _switched(control, True)
 
+    async def _turn(
+        self,
+        control: ClusterControl,
+        is_on: bool,
+        num_tokens: Callable[[], int],
+        turn_s: float,
+    ) -> float:
+        """Tokens/s of a turn that one scheduler lived through."""
+        while True:
+            scheduler = control.pids("scheduler")
+            if await _switched(control, is_on):
+                before, began_s = num_tokens(), now_s()
+                while (took_s := now_s() - began_s) < turn_s:
+                    await asyncio.sleep(min(LOOK_EVERY_S, turn_s - took_s))
+                    if control.pids("scheduler") != scheduler:
+                        break
+                else:
+                    return (num_tokens() - before) / took_s
+            await asyncio.sleep(min(LOOK_EVERY_S, turn_s))
+
     @property
-    def ratio(self) -> float | None:
-        """Tokens/s with rescheduling over those without it; None before both had a turn."""
-        if not all(self.tokens.values()):
-            return None
-        on, off = (self.tokens[way] / self.seconds[way] for way in (True, False))
-        return round(on / off, 3)
+    def ratio(self) -> PairedRatio | None:
+        """Tokens/s with ARES over those without it; None before the first pair."""
+        return paired_ratio(self.pairs)
 
 
 async def take_turns(
@@ -159,6 +184,7 @@ async def take_turns(
 
 
 async def _switched(control: ClusterControl, is_on: bool) -> bool:
+    """Have the scheduler place and move by forecast, or place by least work and move nothing."""
     try:
         await control.agent.call("reschedule", is_on)
     except (AgentError, TimeoutError):
@@ -167,17 +193,14 @@ async def _switched(control: ClusterControl, is_on: bool) -> bool:
 
 
 async def counted(http: HttpClient) -> dict[str, float]:
-    """What the service counted so far: moves, resizes, and tokens below their thresholds.
+    """What the service counted so far: moves, resizes, and tokens below their thresholds. Moves and
+    resizes that were done to it are among them.
 
     Raises: ConnectionError.
     """
     _, page = await http.fetch_text("/metrics")
     values = parse_exposition(page)
-    return {
-        "moves": _total(values, "quadriga_migrations_total", 'outcome="moved"'),
-        "resizes": _total(values, "quadriga_resizes_total", 'outcome="resized"'),
-        "lowered": _total(values, "quadriga_lowered_tokens_total"),
-    }
+    return {name: _total(values, *series) for name, series in COUNTED.items()}
 
 
 def _total(values: Mapping[str, float], name: str, label: str = "") -> float:

@@ -17,7 +17,6 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
+from loadgen.comparison.pairs import LEAST_RATIO
 from loadgen.options import add_setting_argument, check_service, number, whole
 from loadgen.report.experiment import drawn, print_line, table_of
 from loadgen.report.output import add_out_argument
@@ -165,6 +165,7 @@ class Soak:
                 self._troubles.append(f"no base line: {trouble or before.held}")
                 return
             self._say(f"base line: {before}")
+            counted = await all_on.counted(clients.http)
             self._load = load(args.seed + 1)
             self._harm = RandomFaults(
                 control,
@@ -187,8 +188,8 @@ class Soak:
                 sampling.cancel()
                 await asyncio.gather(sampling, return_exceptions=True)
             await self._compare(control, before, clients.http)
-            if args.all_on:
-                self._counted = await all_on.counted(clients.http)
+            after = await all_on.counted(clients.http)
+            self._counted = {name: count - counted[name] for name, count in after.items()}
 
     async def _free_load(self, clients: StreamClients, places: int) -> MixedLoad:
         """The load whose answers need not be those of the undisturbed run."""
@@ -289,6 +290,9 @@ class Soak:
             found.append("answers failed" if self._load is not None else "the run did not begin")
         if self._free is not None and not self._free.tally.is_ok:
             found.append(f"answers of {all_on.FREE_MODEL} failed")
+        ratio = self._turns.ratio
+        if ratio is not None and ratio.is_surely_below(LEAST_RATIO):
+            found.append(f"tokens/s with rescheduling over without is {ratio}, below {LEAST_RATIO}")
         if self._harm is not None:
             found += self._harm.failures
             found += [f"no {kind} succeeded" for kind in self._harm.never_done()]
@@ -366,17 +370,14 @@ class Soak:
     def _summary_of_all(self, exact: Tally) -> dict[str, Any]:
         """What is asked of every soak first."""
         tallies = [exact] + ([self._free.tally] if self._free is not None else [])
-        done = self._harm.done if self._harm is not None else Counter[str]()
-        counted = self._counted
+        counted, ratio = self._counted, self._turns.ratio
         return {
             "failed": sum(tally.failed for tally in tallies),
             "differing": exact.differing,
             "duplicated": sum(tally.duplicated for tally in tallies),
             "leaked": len(self._troubles),
-            "moves": int(done["migrate"] + counted.get("moves", 0)),
-            "resizes": int(done["resize"] + counted.get("resizes", 0)),
-            "lowered": int(counted.get("lowered", 0)),
-            "rescheduling_on_over_off": self._turns.ratio,
+            **{name: int(counted.get(name, 0)) for name in all_on.COUNTED},
+            "rescheduling_on_over_off": None if ratio is None else ratio.as_dict(),
         }
 
     def _note(self, what: str) -> None:

@@ -1,6 +1,7 @@
 """`python -m tests.simulation FIRST-LAST`: run the seeds of a range, and shrink what fails.
 
-Every seed is a run of a whole cluster with at least 30 requests and 5 faults; see `cluster`. The
+Every seed is a run of a whole cluster with at least 30 requests and 5 faults; see `cluster`. With
+`--log FILE` every run is a line of it, and what the file has of this commit is not run again. The
 last line is one JSON object. `--history SEED` prints what happened in one.
 """
 
@@ -10,125 +11,66 @@ import argparse
 import json
 import os
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from pathlib import Path
 
 HASH_SEED = "0"
 """Sets of texts are walked in an order that depends on it."""
-CHUNK = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """What one seed came to.
-
-    Attributes:
-        cpu_s: Processor time.
-    """
-
-    seed: int
-    failures: tuple[str, ...]
-    digest: str
-    num_calls: int
-    virtual_s: float
-    cpu_s: float
-
-
-def run_seed(seed: int) -> Ran:
-    """Run one seed."""
-    from tests.simulation.cluster import plan, run
-
-    began_s = time.process_time()
-    result = run(plan(seed))
-    return Ran(
-        seed,
-        tuple(result.failures),
-        result.digest,
-        result.num_calls,
-        result.virtual_s,
-        time.process_time() - began_s,
-    )
-
-
-def _run_seeds(seeds: Iterable[int]) -> list[Ran]:
-    return [run_seed(seed) for seed in seeds]
-
-
-def run_seeds(first: int, last: int, num_workers: int) -> Iterator[Ran]:
-    """Run all seeds from `first` to `last`, in order, on so many processes."""
-    seeds = range(first, last + 1)
-    if num_workers == 1:
-        for seed in seeds:
-            yield run_seed(seed)
-        return
-    chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
-    with ProcessPoolExecutor(num_workers) as pool:
-        for ran in pool.map(_run_seeds, chunks):
-            yield from ran
-
-
-def shrink(seed: int) -> list[str]:
-    """Return the history of a failing seed with as few faults and requests as still fail."""
-    from tests.simulation.cluster import plan, run
-
-    smallest = plan(seed)
-    for what in ("faults", "requests"):
-        kept = list(getattr(smallest, what))
-        for one in list(kept):
-            fewer = [k for k in kept if k is not one]
-            shorter = replace(smallest, **{what: tuple(fewer)})
-            if run(shorter).failures:
-                kept, smallest = fewer, shorter
-    result = run(smallest)
-    return [*map(str, smallest.faults), *result.history]
+MAX_SHRUNK = 3
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the seeds."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("seeds", help="one seed, or FIRST-LAST")
+    parser.add_argument("seeds", help="one seed, or FIRST-LAST, or the file of a plan")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--history", action="store_true", help="print what happened")
+    parser.add_argument("--log", type=Path, help="append every run to this file, and go on there")
+    parser.add_argument("--plans", type=Path, help="folder for the shrunk plans of what fails")
+    parser.add_argument("--planted", metavar="NAME", help="one of the faults of `planted`")
     options = parser.parse_args(argv)
     if os.environ.get("PYTHONHASHSEED") != HASH_SEED:
         os.environ["PYTHONHASHSEED"] = HASH_SEED
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.execv(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]])
-    first, _, last = options.seeds.partition("-")
-    if options.history:
-        from tests.simulation.cluster import plan, run
+    from tests.simulation.campaign import Log, run_seeds, shrink, summary
+    from tests.simulation.cluster import run
+    from tests.simulation.plans import Plan, plan
+    from tests.simulation.planted import planted
 
-        print("\n".join(run(plan(int(first))).history))
-        return
+    if options.history or options.seeds.endswith(".json"):
+        path = Path(options.seeds)
+        chosen = Plan.from_json(path.read_text()) if path.suffix else plan(int(options.seeds))
+        with planted(options.planted):
+            result = run(chosen)
+        print("\n".join([*map(str, chosen.faults), *result.history]))
+        sys.exit(1 if result.failures else 0)
     from tqdm import tqdm
 
-    seeds = int(first), int(last or first)
-    failed: list[Ran] = []
-    cpu_s, num_calls, num_runs = 0.0, 0, 0
-    for ran in tqdm(
-        run_seeds(*seeds, options.workers), total=seeds[1] - seeds[0] + 1, unit="run", disable=None
-    ):
-        num_runs += 1
-        cpu_s += ran.cpu_s
-        num_calls += ran.num_calls
+    first, _, last = options.seeds.partition("-")
+    seeds = range(int(first), int(last or first) + 1)
+    log = Log(options.log) if options.log is not None else None
+    known = {} if log is None else log.ran()
+    done = [known[seed] for seed in seeds if seed in known]
+    due = [seed for seed in seeds if seed not in known]
+    runs = run_seeds(due, options.workers, options.planted)
+    for ran in tqdm(runs, total=len(due), unit="run", disable=None):
+        done.append(ran)
+        if log is not None:
+            log.add(ran)
         if ran.failures:
-            failed.append(ran)
             tqdm.write(f"seed {ran.seed}: {ran.failures[0]}")
-    for ran in failed[:3]:
-        print(f"\nseed {ran.seed}, shrunk:")
-        print("\n".join(shrink(ran.seed)))
-    print(
-        json.dumps(
-            {
-                "runs": num_runs,
-                "failed": [ran.seed for ran in failed],
-                "runs_a_minute_a_core": round(60 * num_runs / cpu_s, 1),
-                "calls": num_calls,
-            }
-        )
-    )
+    failed = [ran for ran in done if ran.failures]
+    for ran in failed[:MAX_SHRUNK]:
+        with planted(options.planted):
+            smallest = shrink(plan(ran.seed), ran.failures[0])
+            result = run(smallest)
+        print(f"\nseed {ran.seed}, shrunk to {len(smallest.requests)} requests:")
+        print("\n".join([*map(str, smallest.faults), *result.history]))
+        if options.plans is not None:
+            options.plans.mkdir(parents=True, exist_ok=True)
+            (options.plans / f"{ran.seed}.json").write_text(smallest.to_json())
+    print(json.dumps(summary(done)))
     sys.exit(1 if failed else 0)
 
 

@@ -52,6 +52,9 @@ FIRST_TOKEN = 8
 SEQUENCE = "s"
 PREFILL = "p"
 DECODES = ("a", "b")
+KEYS = [b"5", b"6"]
+KEPT = {"a": {b"5"}, "b": {b"5", b"6"}}
+"""Blocks of the prompt that the decode replicas have: half of what is fed first, and all of it."""
 CONFIG = load_config({"transport": {"deadline_s": 4.0, "lease_s": 3.0}})
 DEADLINE_S = 60.0
 """Of the request."""
@@ -75,7 +78,8 @@ class Rows:
         InvariantViolation: As the loop would, which ends a real replica.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: set[bytes]) -> None:
+        self.kept = kept
         self.running: list[SequenceState] = []
         self.promised: set[str] = set()
         self.written: dict[tuple[int, int], torch.Tensor] = {}
@@ -86,6 +90,13 @@ class Rows:
         self.promised.add(sequence_id)
         self.written.clear()
         return SimpleNamespace(row=0)
+
+    def fill(self, row: int, block_keys: Sequence[bytes]) -> int:
+        """As if each key was of one position."""
+        num_held = len(set(block_keys) & self.kept)
+        if num_held:
+            self.write_kv(row, 0, 0, some_kv(KVRange(0, 2, 0, num_held)))
+        return num_held
 
     def join(self, state: SequenceState, resume: object, depth: int) -> None:
         if state.sequence_id not in self.promised:
@@ -162,7 +173,7 @@ class Decode(DecodeReplica):
 
     def __init__(self, world: World, name: str) -> None:
         outfit(self, world, name, Role.DECODE)
-        self.rows = Rows()
+        self.rows = Rows(KEPT[name])
         self.engine = Engine(DecodeCore(self.rows, self.rows))  # type: ignore[assignment]
         self.migrations = SimpleNamespace(  # type: ignore[assignment]
             under_way=(), came_back=lambda sequence_id: None, forward=lambda ids, ingress_id: None
@@ -235,7 +246,7 @@ class World(Network):
             SEQUENCE, "r", "m", list(PROMPT), SamplingParams(max_tokens=4), "i",
             clock.unix_s(), clock.unix_s() + DEADLINE_S,
         )  # fmt: skip
-        sequence = RunningSequence(state)
+        sequence = RunningSequence(state, block_keys=list(KEYS))
         sequence.feed = KVFeed(StagingBudget(), 2, 1)
         self.prefill.sequences[SEQUENCE] = sequence
         self.prefill._start_handoff(sequence)

@@ -11,22 +11,32 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from actors.controller import placement_groups
 from actors.controller.controller import Controller
 from actors.controller.replica_manager import ReplicaManager
 from actors.kv_transfer.handoff_sender import OutgoingTransfer
 from actors.kv_transfer.migration import Migration
+from actors.metrics.metrics_page import MetricsPage
 from actors.replica.decode import DecodeReplica
 from actors.replica.prefill import PrefillReplica
 from actors.replica.replica import Replica
 from actors.rpc import rpc_batcher
+from actors.scheduler.scheduler import Scheduler
+from quadriga.client.base import Deadline
 from quadriga.errors import QuadrigaError
+from quadriga.policies import inflight_tracker
+from quadriga.policies.ares.orders import MoveTracker
+from quadriga.policies.inflight_tracker import InflightTracker
+from quadriga.policies.retry_reservations import RetryReservations
 from quadriga.replica import handoff_receiver
 from quadriga.replica.handoff_receiver import HandoffReceiver
+from quadriga.scheduling import preemption
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
 from quadriga.scheduling.transfer.handoff import LeaseState, LeaseTable
 from quadriga.scheduling.transfer.placement_turns import PlacementTurns
+from serve_app.auth.rate_limiter import RateLimiter
 from serve_app.grpc import server
-from serve_app.request import output_poller, request_manager
+from serve_app.request import cluster_client, output_poller, request_manager
 from serve_app.request.engine_client import EngineClient
 from serve_app.request.request_manager import RequestManager
 from serve_app.request.sequence_request import SequenceRequest
@@ -123,6 +133,26 @@ async def _adopts_nothing(self: Controller) -> None:
     pass
 
 
+async def _goes_on_beside(self: Migration, state: Any, transfer: Any) -> None:
+    await self._go_on(state, transfer, None)
+    self._conclude("moved", "")
+
+
+def _collects_all(self: OutputDispatcher, ingress_id: str, ack: int) -> Any:
+    return _collect(self, ingress_id, 0)
+
+
+_ask = RetryReservations.ask
+
+
+def _knows_nobody(self: RetryReservations, visitor: str, *args: Any, **options: Any) -> Any:
+    return _ask(self, "", *args, **options)
+
+
+async def _restores_nothing(self: MetricsPage) -> None:
+    self.is_restored.set()
+
+
 def _never(self: ReplicaManager, key: Any) -> bool:
     return not self.num_respawns
 
@@ -174,6 +204,29 @@ PLANTED: dict[str, tuple[tuple[Any, str, Any], ...]] = {
         (output_poller.OutputPoller, "_give_up", _nothing),
     ),
     "a request nobody reads is kept": ((EngineClient, "leave", _nothing),),
+    "the source of a move goes on beside its destination": (
+        (Migration, "_let_go", _goes_on_beside),
+    ),
+    "the scheduler counts what is over as on its way": (
+        (InflightTracker, "finished", _nothing),
+        (InflightTracker, "reported", _nothing),
+        (inflight_tracker, "UNSEEN_MAX_S", 1e9),
+    ),
+    "an order to move that is over is kept": ((MoveTracker, "ended", _nothing),),
+    "acknowledged outputs are kept": ((OutputDispatcher, "collect", _collects_all),),
+    "a request's place under its key is kept": ((RateLimiter, "end", _nothing),),
+    "placement groups of dead replicas are kept": ((placement_groups, "groups", list),),
+    "the SDK does not keep deadlines": (
+        (Deadline, "left_s", lambda self: 60.0),
+        (Deadline, "allows", lambda self, pause_s: True),
+    ),
+    "a paused sequence does not come back": ((preemption, "choose_return", lambda *_: None),),
+    "no place is kept for who is told to come back": ((RetryReservations, "ask", _knows_nobody),),
+    "a new controller's counters begin at zero": ((MetricsPage, "restore", _restores_nothing),),
+    "requests are sent to a replica whose engine has failed": (
+        (Scheduler, "replica_died", _no_task),
+        (cluster_client, "LOST_S", -1.0),
+    ),
 }
 """What is wrong, and what is put where: (owner, name, instead)."""
 
@@ -181,21 +234,22 @@ MAX_SEEDS = 5000
 
 
 @contextmanager
-def planted(name: str) -> Iterator[None]:
-    """Run the product with one of `PLANTED`."""
+def planted(name: str | None) -> Iterator[None]:
+    """Run the product with one of `PLANTED`; None: as it is."""
     with ExitStack() as stack:
-        for where, attribute, instead in PLANTED[name]:
+        for where, attribute, instead in PLANTED[name] if name is not None else ():
             stack.enter_context(patch.object(where, attribute, instead))
         yield
 
 
 def seeds_until_found(name: str, most: int = MAX_SEEDS) -> tuple[int, str] | None:
     """(number of seeds run until one failed, what broke); None where none did."""
-    from tests.simulation.cluster import plan, run
+    from tests.simulation.cluster import run
+    from tests.simulation.plans import plan
 
     with planted(name):
         for seed in range(most):
-            failures = run(plan(seed)).failures
+            failures = run(plan(seed), lambda _: True).failures
             if failures:
                 return seed + 1, failures[0]
     return None

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
-from tests.simulation.virtual_time import VirtualLoop
+from tests.simulation.virtual_time import VirtualHandle, VirtualLoop
 
 CURRENT: ContextVar[Process | None] = ContextVar("process", default=None)
 """Whose code runs; None: the world's own."""
@@ -38,6 +38,8 @@ class Process:
     Attributes:
         is_dead: It was ended; for good, as another incarnation is another `Process`.
         skew_s: What its wall clock is ahead of the others'.
+        drift: What it gains on them a second, from `drifts_from_s` on.
+        is_full: It gets no more memory.
         handles: Its cache of Ray's actor handles, by name.
         at_death: Called when it dies, by the world.
         asked_to_go: What it does at SIGTERM; None: it dies.
@@ -46,13 +48,14 @@ class Process:
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_dead = False
-        self.skew_s = 0.0
+        self.skew_s = self.drift = self.drifts_from_s = 0.0
+        self.is_full = False
         self.handles: dict[Any, Any] = {}
         self.look_ups: dict[Any, Any] = {}
         self.at_death: list[Callable[[], None]] = []
         self.asked_to_go: Callable[[], None] | None = None
         self._is_still = False
-        self._due: list[asyncio.Handle] = []
+        self._due: list[VirtualHandle] = []
         context = copy_context()
         context.run(CURRENT.set, self)
         self._context = context
@@ -84,31 +87,16 @@ class Process:
         self._is_still = False
         due, self._due = self._due, []
         loop: Any = asyncio.get_running_loop()
-        loop._ready.extend(handle for handle in due if not handle.cancelled())
+        loop.run_again(due)
 
-    def takes(self, handle: asyncio.Handle | None) -> bool:
+    def takes(self, handle: VirtualHandle) -> bool:
         """Whether something due may run now; kept for later where the process stands still."""
         if self.is_dead:
             return False
-        if self._is_still and handle is not None:
+        if self._is_still:
             self._due.append(handle)
             return False
         return True
-
-
-class _Guarded:
-    """A callback of a process."""
-
-    __slots__ = ("args", "callback", "handle", "loop", "process")
-
-    def __init__(self, loop: ProcessLoop, process: Process, callback: Any, args: Any) -> None:
-        self.loop, self.process = loop, process
-        self.callback, self.args = callback, args
-        self.handle: asyncio.Handle | None = None
-
-    def __call__(self) -> None:
-        if self.loop.is_over or self.process.takes(self.handle):
-            self.callback(*self.args)
 
 
 class ProcessLoop(VirtualLoop):
@@ -122,30 +110,20 @@ class ProcessLoop(VirtualLoop):
         self.is_over = False
         super().__init__()
 
-    def call_soon(  # type: ignore[override]
-        self, callback: Any, *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
-        guarded = self._guarded(callback, args, context)
-        if guarded is None:
-            return super().call_soon(callback, *args, context=context)
-        guarded.handle = super().call_soon(guarded, context=context)
-        return guarded.handle
+    def _handle(
+        self, callback: Any, args: Any, context: Context | None, at_s: float
+    ) -> VirtualHandle:
+        if context is None:
+            context = copy_context()
+        return VirtualHandle(callback, args, context, at_s, context.get(CURRENT))
 
-    def call_at(  # type: ignore[override]
-        self, when: float, callback: Any, *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        guarded = self._guarded(callback, args, context)
-        if guarded is None:
-            return super().call_at(when, callback, *args, context=context)
-        handle = super().call_at(when, guarded, context=context)
-        guarded.handle = handle
-        return handle
+    def _may_run(self, handle: VirtualHandle) -> bool:
+        process = handle.process
+        return process is None or self.is_over or process.takes(handle)
 
-    call_soon_threadsafe = call_soon  # type: ignore[assignment]  # there is one thread
-
-    def _guarded(self, callback: Any, args: Any, context: Context | None) -> _Guarded | None:
-        process = CURRENT.get() if context is None else context.get(CURRENT)
-        return None if process is None else _Guarded(self, process, callback, args)
+    def run_again(self, handles: Iterable[VirtualHandle]) -> None:
+        """What came due while its process stood still is due now."""
+        self._due.extend(handles)
 
 
 class PerProcess(dict[Any, Any]):

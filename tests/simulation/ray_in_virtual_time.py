@@ -17,8 +17,12 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from quadriga.errors import QuadrigaError
 from tests.simulation.processes import CURRENT, WORLD, Process, ProcessEnded, Wires, outside
 
+HEAD, NODES = "head", ("node-1", "node-2")
+"""Where named actors and ingresses run; where replicas do."""
 START_S = (0.2, 1.5)
 """From the wish for a process until it runs."""
+REPLICA_COLONS = 3
+"""In the name of a replica, and of nobody else."""
 NOTICED_S = (0.05, 0.6)
 """From the death of a process until those who wait for it know."""
 BROKEN_S = (1.0, 8.0)
@@ -40,7 +44,7 @@ class Actor:
         self.process: Process | None = None
         self.instance: Any = None
         self.is_over = False
-        self.waiting: set[asyncio.Future[Any]] = set()
+        self.waiting: dict[asyncio.Future[Any], None] = {}
         self.started: asyncio.Future[None] | None = None
 
 
@@ -101,7 +105,7 @@ class VirtualRay:
         actors: Those that live or will, by name.
         store: The key-value store.
         groups: States of placement groups by name.
-        store_is_away_until_s: The control store answers nothing before.
+        leaving: Nodes that will go, and when.
     """
 
     def __init__(self, rng: random.Random, wires: Wires, note: Callable[[str], None]) -> None:
@@ -109,6 +113,7 @@ class VirtualRay:
         self.actors: dict[str, Actor] = {}
         self.store: dict[bytes, bytes] = {}
         self.groups: dict[str, str] = {}
+        self.leaving: dict[str, float] = {}
         self.num_calls = 0
         self.util = self
 
@@ -116,7 +121,9 @@ class VirtualRay:
 
     def create(self, name: str, cls: type, args: Any, *, restarts: bool = False) -> Handle:
         """Start an actor; returns before it runs."""
-        actor = Actor(name, cls, pickle.dumps(args), restarts=restarts, node="node")
+        staying = [node for node in NODES if node not in self.leaving]
+        node = self._rng.choice(staying) if name.count(":") == REPLICA_COLONS else HEAD
+        actor = Actor(name, cls, pickle.dumps(args), restarts=restarts, node=node)
         self.actors[name] = actor
         outside(lambda: self._start(actor))
         return Handle(self, actor)
@@ -150,7 +157,7 @@ class VirtualRay:
             return
         self._note(f"{actor.name} died")
         actor.process, actor.instance = None, None
-        waiting, actor.waiting = actor.waiting, set()
+        waiting, actor.waiting = actor.waiting, {}
         if not actor.restarts:
             actor.is_over = True
         loop = asyncio.get_running_loop()
@@ -182,34 +189,45 @@ class VirtualRay:
         elif for_good and self.actors.get(actor.name) is actor:
             del self.actors[actor.name]
 
+    def take_node(self, node: str) -> None:
+        """A node goes, with all that runs there; another one comes under its name."""
+        del self.leaving[node]
+        for actor in list(self.actors.values()):
+            if actor.node == node:
+                self.end(actor, for_good=True)
+
     # Calls
 
     def call(self, actor: Actor, method: str, args: Any) -> asyncio.Future[Any]:
         """Make a call in the name of the process that runs."""
         caller = CURRENT.get()
         source = "world" if caller is None else caller.name
-        data = pickle.dumps(args)
+        data, what = pickle.dumps(args), args[0] if method == "call_many" else method
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.num_calls += 1
-        outside(lambda: self._send(source, actor, method, data, future))
+        outside(lambda: self._send(source, actor, method, what, data, future))
         return future
 
     def _send(
-        self, source: str, actor: Actor, method: str, data: bytes, future: asyncio.Future[Any]
+        self,
+        source: str,
+        actor: Actor,
+        method: str,
+        what: str,
+        data: bytes,
+        future: asyncio.Future[Any],
     ) -> None:
         loop = asyncio.get_running_loop()
         if actor.process is None:
             error = self.gone(actor)
             loop.call_later(0.001, _fail, future, error)
             return
-        what = called(method, data)
         delay_s = self.wires.delay_s(source, actor.name, what)
         if delay_s is None:
             self._lost(actor, future)
             return
-        actor.waiting.add(future)
-        future.add_done_callback(actor.waiting.discard)
-        loop.call_later(delay_s, self._arrive, source, actor, method, data, future)
+        actor.waiting[future] = None
+        loop.call_later(delay_s, self._arrive, source, actor, method, what, data, future)
 
     def _lost(self, actor: Actor, future: asyncio.Future[Any]) -> None:
         """A message was lost: the caller is told late, or waits as long as it likes."""
@@ -220,7 +238,13 @@ class VirtualRay:
             )
 
     def _arrive(
-        self, source: str, actor: Actor, method: str, data: bytes, future: asyncio.Future[Any]
+        self,
+        source: str,
+        actor: Actor,
+        method: str,
+        what: str,
+        data: bytes,
+        future: asyncio.Future[Any],
     ) -> None:
         process = actor.process
         if process is None:
@@ -234,11 +258,12 @@ class VirtualRay:
         task = process.spawn(carry_out())
 
         def answered(task: asyncio.Task[Any]) -> None:
+            actor.waiting.pop(future, None)
             if task.cancelled():
                 return
             error = task.exception()
             outcome = None if error is not None else pickle.dumps(task.result())
-            delay_s = self.wires.delay_s(actor.name, source, called(method, data), is_answer=True)
+            delay_s = self.wires.delay_s(actor.name, source, what, is_answer=True)
             if delay_s is None:
                 self._lost(actor, future)
                 return
@@ -307,7 +332,8 @@ class VirtualRay:
         return [{"name": name, "namespace": "quadriga"} for name in self.actors]
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"NodeID": "node", "Alive": True, "Resources": {"CPU": 64.0, "memory": 1 << 36}}]
+        resources = {"CPU": 64.0, "memory": 1 << 36}
+        return [{"NodeID": n, "Alive": True, "Resources": resources} for n in (HEAD, *NODES)]
 
     def cluster_resources(self) -> dict[str, float]:
         return {"CPU": 64.0}
@@ -323,11 +349,6 @@ class _RuntimeContext:
 
     def get_actor_name(self) -> str:
         return self._actor.name
-
-
-def called(method: str, data: bytes) -> str:
-    """The method of a call, or of the calls of a batch."""
-    return str(pickle.loads(data)[0]) if method == "call_many" else method
 
 
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:

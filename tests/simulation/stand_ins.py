@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import queue
 import random
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
@@ -21,14 +22,23 @@ from unittest.mock import patch
 import torch
 
 from actors.controller import controller as controller_module
-from actors.controller import controller_store, drain, node_reports, placement_groups, watchdogs
+from actors.controller import (
+    controller_store,
+    drain,
+    node_reports,
+    placement_groups,
+    replica_manager,
+    watchdogs,
+)
 from actors.kv_transfer import transport_hub
 from actors.metrics import metrics_page, push
 from actors.replica import decode, prefill, replica
 from actors.rpc import lifecycle, ray_rpc, signals
 from actors.scheduler import scheduler as scheduler_module
 from quadriga.core.kv import KVPart
+from quadriga.core.request import SampledToken
 from quadriga.errors import InvariantViolation, KVTransportError, QuadrigaError, ReplicaError
+from quadriga.interfaces import LayersDone, PrefillChunk
 from quadriga.kv_transport.counts import TransportCounts
 from quadriga.replica import forecasting
 from quadriga.replica.engine_thread import IDLE_STEP_S, EngineThread
@@ -38,6 +48,7 @@ from quadriga.scheduling.forecasts import StepShape
 from quadriga.scheduling.transfer import kv_feed
 from serve_app.request import cluster_client, engine_client
 from tests.fake_runner import FakeRunner
+from tests.simulation.plans import answer_token
 from tests.simulation.processes import CURRENT, PerProcess, Process, ProcessEnded, Wires
 from tests.simulation.ray_in_virtual_time import VirtualRay
 from tests.simulation.virtual_time import UNIX_EPOCH_S, in_line
@@ -53,7 +64,7 @@ class TensorRunner(FakeRunner):
 
     numerics = "none"
 
-    def __init__(self, spec: Any) -> None:
+    def __init__(self, spec: Any, ranks: object = None) -> None:
         super().__init__(spec.num_rows, spec.row_capacity_tokens)
         self.spec = spec
         self.num_layers = spec.depth
@@ -64,6 +75,24 @@ class TensorRunner(FakeRunner):
     ) -> torch.Tensor:
         tokens = torch.tensor(self.kv[row][start:stop], dtype=torch.float32)
         return tokens[None, None, None, :, None].repeat(num_layers, 2, 1, 1, 1)
+
+    def prefill(
+        self, chunks: Sequence[PrefillChunk], on_layers: LayersDone | None = None
+    ) -> list[SampledToken | None]:
+        sampled = super().prefill(chunks, on_layers)
+        return [
+            None if token is None else self._token(chunk.row, self.kv[chunk.row])
+            for chunk, token in zip(chunks, sampled, strict=True)
+        ]
+
+    def decode(self, rows: Sequence[int]) -> list[SampledToken]:
+        super().decode(rows)
+        return [self._token(row, self.kv[row]) for row in rows]
+
+    def _token(self, row: int, known: Sequence[int]) -> SampledToken:
+        sampling = self.attached[row].sampling
+        seed = sampling.seed if sampling.temperature else None
+        return SampledToken(answer_token(known, seed), self.num_layers)
 
     def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:
         super().write_kv(row, first_layer, start, [int(t) for t in kv[0, 0, 0, :, 0]])
@@ -121,7 +150,10 @@ class VirtualEngineThread(EngineThread[Any]):
             await asyncio.sleep(self.rng.uniform(*LOAD_S))
             self.core = core
             core.publish()
+            process = CURRENT.get()
             while not self._is_stopping:
+                if process is not None and process.is_full:
+                    raise MemoryError
                 if core.has_work:
                     await asyncio.sleep(self.pace_s)
                 elif inbox.empty():
@@ -133,6 +165,8 @@ class VirtualEngineThread(EngineThread[Any]):
                         pass
                 self._serve_inbox(core)
                 core.publish()
+        except MemoryError as exc:
+            self._fail(ReplicaError(f"the engine failed: {exc!r}"))
         except QuadrigaError as exc:
             self.broken.append(repr(exc))
             self._fail(exc)
@@ -194,6 +228,8 @@ class VirtualTransport:
                 outcome: Exception | None = None
             except KVTransportError as exc:
                 outcome = exc
+            except QuadrigaError as exc:  # the peer's engine is over
+                outcome = KVTransportError(exc.message)
             back_s = self.wires.delay_s(peer, me)
             if back_s is not None:
                 loop.call_later(back_s, _answer, answer, outcome)
@@ -269,13 +305,24 @@ class Store:
 
 @contextmanager
 def in_virtual_time(
-    loop: asyncio.AbstractEventLoop, ray: VirtualRay, rng: random.Random
+    loop: asyncio.AbstractEventLoop, ray: VirtualRay, rng: random.Random, *, pushes: bool
 ) -> Iterator[None]:
-    """Have the modules of the cluster run on `loop` and `ray`."""
+    """Have the modules of the cluster run on `loop` and `ray`.
+
+    Args:
+        pushes: Metrics go to the controller; else none are pushed, which takes a third less time.
+    """
 
     def unix_s() -> float:
         process = CURRENT.get()
-        return UNIX_EPOCH_S + loop.time() + (0.0 if process is None else process.skew_s)
+        now_s = loop.time()
+        if process is None:
+            return UNIX_EPOCH_S + now_s
+        ahead_s = process.skew_s + process.drift * (now_s - process.drifts_from_s)
+        return UNIX_EPOCH_S + now_s + ahead_s
+
+    def draining_nodes() -> dict[str, float]:
+        return {node: UNIX_EPOCH_S + at_s for node, at_s in ray.leaving.items()}
 
     def unique() -> uuid.UUID:
         return uuid.UUID(int=rng.getrandbits(128), version=4)
@@ -293,6 +340,7 @@ def in_virtual_time(
         put(time, "monotonic", loop.time)
         put(time, "perf_counter", loop.time)
         put(time, "time", unix_s)
+        put(time, "time_ns", lambda: int(unix_s() * 1e9))
         put(uuid, "uuid4", unique)
         put(asyncio, "to_thread", in_line)
         put(os, "_exit", _exit)
@@ -300,6 +348,8 @@ def in_virtual_time(
             put(module, "ray", ray)
         for module in (lifecycle, placement_groups):
             put(module, "actor_class", ray.remote)
+        for module in (replica, controller_module, replica_manager):
+            put(module, "fingerprint", _fingerprint)
         put(ray_rpc, "_handles", PerProcess("handles"))
         put(ray_rpc, "_look_ups", PerProcess("look_ups"))
         put(ray_rpc, "_looking", InlineExecutor())
@@ -307,15 +357,16 @@ def in_virtual_time(
         put(placement_groups, "PlacementGroupSchedulingStrategy", lambda *_: None)
         put(placement_groups, "has_compiler", lambda: True)
         put(controller_store, "internal_kv", Store(ray))
-        put(drain, "draining_nodes", dict)
-        put(drain.LeavingNodes, "look", _none)
+        put(drain.LeavingNodes.__init__, "__defaults__", (draining_nodes, unix_s))
         put(node_reports.NodeReports, "while_pending", _none)
-        put(metrics_page.MetricsPage, "keep", _none)
         put(metrics_page.MetricsPage, "sample_forever", _none)
-        put(push, "push_metrics", _none)
+        if not pushes:
+            put(metrics_page.MetricsPage, "keep", _none)
+            put(push, "push_metrics", _none)
+            put(engine_client.EngineClient, "_push_metrics", _none)
         put(ReplicaMetrics, "gauges", _nothing)
+        put(ReplicaMetrics, "forecast", _nothing)
         put(ReplicaMetrics, "sent", _nothing)
-        put(engine_client.EngineClient, "_push_metrics", _none)
         put(cluster_client, "own_actor", _own_name)
         for module in (replica, controller_module, scheduler_module):
             put(module, "configure_logging", _nothing)
@@ -333,6 +384,19 @@ def in_virtual_time(
         put(forecasting, "measure_shape", lambda runner, *_, **__: _shape(runner))
         put(kv_feed, "MIN_PART_BYTES", 4096)
         yield
+
+
+_FINGERPRINTS: dict[bytes, str] = {}
+_PRODUCTS_FINGERPRINT = replica.fingerprint
+
+
+def _fingerprint(spec: Any, config: dict[str, Any]) -> str:
+    """As the product's, which takes a twentieth of a run to compute the same few."""
+    key = pickle.dumps((spec, config))
+    found = _FINGERPRINTS.get(key)
+    if found is None:
+        found = _FINGERPRINTS[key] = _PRODUCTS_FINGERPRINT(spec, config)
+    return found
 
 
 def _noted(original: Callable[..., None]) -> Callable[..., None]:

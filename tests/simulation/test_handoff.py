@@ -15,6 +15,7 @@ import pytest
 from actors.kv_transfer.handoff_sender import OutgoingTransfer
 from actors.kv_transfer.sequence_handoff import PrefillHandoff
 from actors.rpc import rpc_batcher
+from quadriga.core.kv import TransferOffer
 from quadriga.errors import QuadrigaError
 from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.scheduling.transfer.handoff import LeaseState, LeaseTable
@@ -70,6 +71,13 @@ async def _aborts_and_forgets(self: PrefillHandoff, transfer: OutgoingTransfer) 
     await transfer.abort()
 
 
+async def _claims_all(self: HandoffReceiver, offer: TransferOffer) -> int:
+    """The source is told that positions are there which are not."""
+    await _opened(self, offer)
+    return len(offer.block_keys)
+
+
+_opened = HandoffReceiver._open
 PLANTED: dict[str, tuple[object, str, Callable[..., Any] | int]] = {
     "silence is taken for an abort": (OutgoingTransfer, "abort", _settles_blindly),
     "an abort keeps the row": (HandoffReceiver, "abort", _aborts_without_waiting),
@@ -79,6 +87,7 @@ PLANTED: dict[str, tuple[object, str, Callable[..., Any] | int]] = {
         PrefillHandoff, "_abort_and_cancel", _aborts_and_forgets,
     ),
     "a cancellation is told once": (rpc_batcher, "TELL_TRIES", 1),
+    "an offer is answered with more than is there": (HandoffReceiver, "_open", _claims_all),
     "a row is not released when the hand-off ends": (
         LeaseTable, "freed", lambda self, lease: None,
     ),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from contextvars import Context, copy_context
+from heapq import heappop, heappush
 from typing import Any
 from unittest.mock import patch
 
@@ -18,22 +20,37 @@ MAX_S = 3600.0
 """A run that takes longer waits for something that will not come."""
 
 
-class _Selector(selectors.SelectSelector):
-    """Waits by moving the loop's time forward."""
+class VirtualHandle:
+    """Something that is due, as `asyncio.Handle`.
 
-    loop: VirtualLoop
+    Attributes:
+        process: Whose it is, where the loop knows processes.
+    """
 
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise RuntimeError("the run waits for something that no timer will bring")
-        self.loop.now_s += timeout
-        if self.loop.now_s > MAX_S:
-            raise RuntimeError(f"the run is not over after {MAX_S:.0f} virtual seconds")
-        return []
+    __slots__ = ("_cancelled", "args", "at_s", "callback", "context", "process")
+
+    def __init__(
+        self, callback: Any, args: Any, context: Context, at_s: float, process: Any = None
+    ) -> None:
+        self.callback, self.args, self.context = callback, args, context
+        self.at_s, self.process = at_s, process
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self.callback = self.args = None
+
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def when(self) -> float:
+        return self.at_s
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Runs callbacks in the order of asyncio's own loop; waiting costs no real time.
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Runs callbacks in their order; waiting costs no real time, and there is nothing to select.
+
+    What is due at one moment runs in the order in which it was asked for.
 
     Attributes:
         now_s: Virtual seconds since the loop was made.
@@ -41,15 +58,74 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.now_s = 0.0
         self.failures: list[BaseException] = []
-        selector = _Selector()
-        selector.loop = self
-        super().__init__(selector)
+        self.num_callbacks = 0
+        self._due: deque[VirtualHandle] = deque()
+        self._later: list[tuple[float, int, VirtualHandle]] = []
+        self._number = 0
         self.set_exception_handler(self._note)
 
     def time(self) -> float:
         return self.now_s
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Context | None = None
+    ) -> VirtualHandle:
+        handle = self._handle(callback, args, context, self.now_s)
+        self._due.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]  # there is one thread
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> VirtualHandle:
+        handle = self._handle(callback, args, context, when)
+        self._number += 1
+        heappush(self._later, (when, self._number, handle))
+        return handle
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> VirtualHandle:
+        return self.call_at(self.now_s + delay, callback, *args, context=context)
+
+    def _handle(
+        self, callback: Any, args: Any, context: Context | None, at_s: float
+    ) -> VirtualHandle:
+        return VirtualHandle(callback, args, copy_context() if context is None else context, at_s)
+
+    def _may_run(self, handle: VirtualHandle) -> bool:
+        return True
+
+    def _run_once(self) -> None:
+        due, later = self._due, self._later
+        if not due:
+            while later and later[0][2]._cancelled:
+                heappop(later)
+            if not later:
+                raise RuntimeError("the run waits for something that no timer will bring")
+            self.now_s = max(self.now_s, later[0][0])
+            if self.now_s > self.max_s:
+                raise RuntimeError(f"the run is not over after {self.max_s:.0f} virtual seconds")
+        now_s = self.now_s
+        while later and later[0][0] <= now_s:
+            due.append(heappop(later)[2])
+        for _ in range(len(due)):
+            handle = due.popleft()
+            if handle._cancelled or not self._may_run(handle):
+                continue
+            self.num_callbacks += 1
+            try:
+                handle.context.run(handle.callback, *handle.args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as exc:  # as asyncio's own handles
+                self.failures.append(exc)
+
+    max_s = MAX_S
 
     def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if (error := context.get("exception")) is not None:

@@ -105,19 +105,26 @@ def test_resolve_fills_every_auto(checkpoint: Path) -> None:
     assert resolve(config, Hardware(num_cpus=2)).replicas[0].num_cpus < 1.0
 
 
+def test_a_replica_of_more_than_one_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.resources_gpus.*1"):
+        load_config({"engine.resources_gpus": 2.0})
+
+
 @pytest.mark.parametrize(
     ("change", "num_gpus", "roles"),
     [
         ({"mixed_replicas": 2}, 0, "mixed mixed"),
         ({}, 0, "prefill decode decode"),
         ({}, 1, "mixed"),
-        ({}, 2, "prefill decode decode"),
-        ({"mixed_replicas": 0}, 1, "prefill decode decode"),
+        ({}, 2, "prefill decode"),
+        ({}, 3, "prefill decode decode"),
+        ({"prefill_replicas": 2}, 4, "prefill prefill decode decode"),
+        ({"mixed_replicas": 0}, 1, "prefill decode"),
         ({"decode_replicas": 1}, 1, "prefill decode"),
-        ({"engine.resources_gpus": 0.5}, 1, "prefill decode decode"),
-        ({"engine.resources_gpus": 2.0}, 3, "mixed"),
+        ({"engine.resources_gpus": 0.5}, 1, "prefill decode"),
+        ({"engine.resources_gpus": 0.25}, 1, "prefill decode decode"),
         ({"engine.device": "cpu"}, 1, "prefill decode decode"),
-        ({"helios.enabled": True}, 1, "prefill decode decode"),
+        ({"helios.enabled": True}, 1, "prefill decode"),
     ],
 )
 def test_which_roles_the_replicas_have(

@@ -133,7 +133,7 @@ def test_memory_is_shared_by_the_replicas_that_a_node_may_have() -> None:
     big, small = NodeMemory(8.0, 64 * GIB), NodeMemory(1.0, 8 * GIB)
 
     def share(*nodes: NodeMemory) -> int:
-        return kv_bytes_per_replica(nodes, weights, num_replicas=3, cpus_each=1.0)
+        return kv_bytes_per_replica(nodes, weights, num_processes=3, cpus_each=1.0)
 
     left = 64 * GIB - SERVICE_BYTES - 3 * REPLICA_BYTES - GIB - 3 * GIB // 2
     assert share(big) == int(KV_SHARE * left / 3)

@@ -40,7 +40,11 @@ RESULTS_FILE = "ares.jsonl"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--quick", action="store_true", help="fewer points, within 5 minutes")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="the same points, one shorter run each: within 5 minutes on two quiet cores",
+    )
     parser.add_argument(
         "--part", nargs="+", choices=PARTS, default=list(PARTS), help="figures to make"
     )
@@ -49,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--profile", default="rtx4090d-7b", help="cost profile")
     parser.add_argument(
-        "--duration-s", type=number(0), help="arrivals of a run; default: 4000, with --quick 2000"
+        "--duration-s",
+        type=number(0),
+        help="arrivals of a run; default: 2000 to 4000 by part, with --quick 1000 to 2000",
     )
     parser.add_argument("--warm-up-s", type=number_from(0, 1e9), default=600.0, help="not counted")
     parser.add_argument("--seeds", type=whole(1), help="loads a point; default: 3, with --quick 1")

@@ -27,6 +27,7 @@ from quadriga.tune.lengths import (
     SAMPLE_EVERY,
     LengthData,
     apply,
+    apply_at,
     train_head_at,
 )
 
@@ -97,9 +98,9 @@ def hold(
         say: Called with a line for each one that is trained.
     """
     train, validation, test = parts
-    inputs = data.inputs(-1)
     head = train_head_at(data, -1, train, validation, seed=seed)
-    said = apply(head, inputs)
+    said = apply_at(data, -1, torch.arange(len(data.remaining)), head)
+    inputs = data.inputs(-1, test[: max(BATCHES)])
     parameters = sum(t.numel() for t in head.values())
     latency_s = {n: timed(lambda n=n: apply(head, inputs[:n])) for n in BATCHES}  # type: ignore[misc]
     ours = LengthPredictor(

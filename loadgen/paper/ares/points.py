@@ -49,7 +49,7 @@ PAPER_RATE = 0.17
 devices can make; 0.17 is taken."""
 SIZE_RATE = 0.3 / 8
 """Requests/s for each simulated replica, of which 3 in 4 decode (§6.4)."""
-SIZES = (8, 16, 32, 64, 128, 256)
+SIZES = (8, 16, 32, 64, 128)
 BANDWIDTHS_GBIT = (1.0, 5.0, 10.0, 25.0, 100.0)
 SATURATED_RATES = (0.19, 0.20)
 """ShareGPT: where three such devices are nearly full."""
@@ -59,10 +59,19 @@ LOCK_STEP_RATES = (0.15, 0.19)
 LOCK_STEP_RANKS = 8
 OVERLOAD = 1.4
 """Times what a cluster carries: the rate that fills its KV memory, see `fitting_rate`."""
-BELOW = (0.5, 0.65, 0.8, 0.9, 0.95)
-"""Times what a cluster carries, where nothing should be lost."""
-OVERLOAD_SIZES = (3, 12, 64)
-"""Decode replicas."""
+BELOW = {3: (0.5, 0.65, 0.8, 0.9, 0.95), 12: (0.8, 0.95), 64: (0.95,)}
+"""Times what a cluster carries, where nothing should be lost, by its decode replicas. The larger it
+is the less a load varies."""
+OVERLOAD_SIZES = tuple(BELOW)
+DURATION_S = {"overload": 2000.0, "below": 2000.0, "sizes": 2000.0}
+"""Of arrivals, by part; of the others `LONG_S`."""
+LONG_S = 4000.0
+QUICK_S = {"vllm": 2000.0, "own": 2000.0, "lockstep": 2000.0, "overload": 1500.0, "below": 1200.0}
+"""The same with `--quick`; of the others `SHORT_S`. Where memory has to be full first, a shorter
+run shows nothing."""
+SHORT_S = 1000.0
+LARGE = 64
+"""Decode replicas, from which one load is as good as several of fewer."""
 LENGTHS = ("sharegpt", "reasoning", "translation")
 """The paper's, and two of one hump. Seed 0 of `reasoning` was looked at while the rules of overload
 were chosen, its others and `translation` were not."""
@@ -155,8 +164,10 @@ def _base(args: argparse.Namespace) -> SimConfig:
     return SimConfig(profile, num_decode=3, num_prefill=1, memory=RECOMPUTE)  # as the paper's
 
 
-def _duration_s(args: argparse.Namespace) -> float:
-    return float(args.duration_s or (2000.0 if args.quick else 4000.0))
+def _duration_s(args: argparse.Namespace, part: str) -> float:
+    part = part.split(",")[0]
+    usual_s = QUICK_S.get(part, SHORT_S) if args.quick else DURATION_S.get(part, LONG_S)
+    return float(args.duration_s or usual_s)
 
 
 def _seeds(args: argparse.Namespace) -> int:
@@ -168,7 +179,7 @@ def _point(args: argparse.Namespace, part: str, x: float | str, **fields: Any) -
         "workload": "sharegpt",
         "rate": PAPER_RATE,
         "config": _base(args),
-        "duration_s": _duration_s(args),
+        "duration_s": _duration_s(args, part),
         "warm_up_s": args.warm_up_s,
     }
     return SimPoint(part, x, **{**values, **fields})
@@ -181,7 +192,7 @@ def _unrefusing(args: argparse.Namespace) -> list[str]:
 
 def _vllm(args: argparse.Namespace) -> list[SimPoint]:
     """The paper's set-up near saturation: what its engine does with a full memory."""
-    kinds = {"vllm": VLLM} if args.quick else {"vllm": VLLM, "vllm, prefix caching": VLLM_CACHED}
+    kinds = {"vllm": VLLM, "vllm, prefix caching": VLLM_CACHED}
     return [
         _point(
             args, part, rate, rate=rate, policy=policy,
@@ -229,7 +240,7 @@ def _overload(args: argparse.Namespace) -> list[SimPoint]:
     return [
         point
         for workload in LENGTHS
-        for size in _sizes_of(args, workload)
+        for size in OVERLOAD_SIZES
         for point in _loaded(
             args, _named("overload", workload), size, workload, size, OVERLOAD,
             [p for p in args.policy if p in (*STATIC, "shedding", "ares")],
@@ -242,8 +253,8 @@ def _below(args: argparse.Namespace) -> list[SimPoint]:
     return [
         point
         for workload in LENGTHS
-        for size in _sizes_of(args, workload)
-        for load in (BELOW[::2] if args.quick else BELOW)
+        for size in OVERLOAD_SIZES
+        for load in BELOW[size]
         for point in _loaded(
             args, _named(f"below, {size}", workload), load, workload, size, load,
             [p for p in args.policy if p in (*STATIC, "ares")],
@@ -253,12 +264,6 @@ def _below(args: argparse.Namespace) -> list[SimPoint]:
 
 def _named(part: str, workload: str) -> str:
     return part if workload == LENGTHS[0] else f"{part}, {workload}"
-
-
-def _sizes_of(args: argparse.Namespace, workload: str) -> tuple[int, ...]:
-    if args.quick:
-        return OVERLOAD_SIZES[: 2 if workload == LENGTHS[0] else 1]
-    return OVERLOAD_SIZES
 
 
 def _loaded(
@@ -278,9 +283,8 @@ def _loaded(
             args, part, x, workload=workload, policy=policy,
             rate=load * fitting_rate(config, *lengths, share=1.0),
             config=replace(config, seed=seed),
-            duration_s=_duration_s(args) if size < 64 else min(2000.0, _duration_s(args)),
         )
-        for seed in range(_seeds(args) if size < 64 else 1)
+        for seed in range(_seeds(args) if size < LARGE else 1)
         for policy in policies
     ]  # fmt: skip
 
@@ -289,7 +293,6 @@ def _rates(args: argparse.Namespace) -> list[SimPoint]:
     base = _base(args)
     step_s = base.profile.half_memory_step_s
     grid = tuple(Slo(ttft, f * step_s) for ttft in TTFT_GRID_S for f in TPOT_GRID)
-    quick = (0.10, 0.17, 0.21, 0.23)
     return [
         _point(
             args, workload, rate, workload=workload, rate=rate, policy=policy,
@@ -297,7 +300,6 @@ def _rates(args: argparse.Namespace) -> list[SimPoint]:
         )
         for workload, rates in (("sharegpt", SHAREGPT_RATES), ("alpaca", ALPACA_RATES))
         for rate in rates
-        if not args.quick or rate in quick
         for seed in range(_seeds(args))
         for policy in _unrefusing(args)
     ]  # fmt: skip
@@ -305,7 +307,6 @@ def _rates(args: argparse.Namespace) -> list[SimPoint]:
 
 def _bandwidth(args: argparse.Namespace) -> list[SimPoint]:
     policies = [p for p in args.policy if p in ("reschedule", "ares", "oracle")]
-    bandwidths = BANDWIDTHS_GBIT[::2] if args.quick else BANDWIDTHS_GBIT
     return [
         _point(
             args, "bandwidth" if precopy else "bandwidth, stop and copy", gbit, policy=policy,
@@ -313,7 +314,7 @@ def _bandwidth(args: argparse.Namespace) -> list[SimPoint]:
                 _base(args), seed=seed, bandwidth_bytes_per_s=gbit * _GBIT, precopy=precopy
             ),
         )
-        for gbit in bandwidths
+        for gbit in BANDWIDTHS_GBIT
         for precopy in (True, False)
         for policy in policies
         for seed in range(_seeds(args))
@@ -321,47 +322,52 @@ def _bandwidth(args: argparse.Namespace) -> list[SimPoint]:
 
 
 def _sizes(args: argparse.Namespace) -> list[SimPoint]:
-    sizes = (8, 32, 256) if args.quick else SIZES
-    policies = [p for p in _unrefusing(args) if not (args.quick and p == "round_robin")]
     return [
         _point(
-            args, "sizes", size, rate=SIZE_RATE * size, policy=policy, duration_s=2000.0,
+            args, "sizes", size, rate=SIZE_RATE * size, policy=policy,
             config=replace(_base(args), num_decode=3 * size // 4, num_prefill=size // 4),
         )
-        for size in sizes
-        for policy in policies
-        if not (args.quick and size == 256 and policy in ("reschedule", "oracle"))
+        for size in SIZES
+        for policy in _unrefusing(args)
     ]  # fmt: skip
 
 
 def _settings(args: argparse.Namespace) -> list[SimPoint]:
     """The sweep of what the paper leaves open: θ, and how β falls."""
     thetas, decays = (0.05, 0.15, 0.3), (0.6, 0.8, 0.95)
-    chosen = [(t, d) for t in thetas for d in decays]
-    if args.quick:
-        chosen = [(0.05, 0.8), (0.15, 0.8), (0.3, 0.8)]
     return [
         _point(
             args, "settings", f"θ {theta:g}, decay {decay:g}", policy="ares",
             config=replace(_base(args), seed=seed),
             settings=AresSettings(theta=theta, decay=decay),
         )
-        for theta, decay in chosen
+        for theta in thetas
+        for decay in decays
         for seed in range(_seeds(args))
     ]  # fmt: skip
 
 
 def _traces(args: argparse.Namespace) -> list[SimPoint]:
-    """Real traces, at the rate at which their decode work fills 3 replicas to two thirds."""
+    """Real traces: at the rate at which their decode work fills 3 replicas to two thirds, and, on
+    replicas that pause, near saturation and under overload."""
     points = []
     for path in args.trace:
         trace = read_trace(path)
-        rate = fitting_rate(_base(args), trace.input_tokens, trace.output_tokens)
-        points += [
-            _point(args, "traces", trace.name, rate=rate, policy=policy, trace=path,
-                   workload=trace.name)
-            for policy in args.policy
-        ]  # fmt: skip
+        rate = fitting_rate(_base(args), trace.input_tokens, trace.output_tokens, share=1.0)
+        pausing = replace(_base(args), memory=PAUSE)
+        for part, x, load, policies in (
+            ("traces", trace.name, 2 / 3, args.policy),
+            (f"below, 3, {trace.name}", BELOW[3][-1], BELOW[3][-1], (*STATIC, "ares")),
+            (f"overload, {trace.name}", 3, OVERLOAD, (*STATIC, "shedding", "ares")),
+        ):
+            points += [
+                _point(
+                    args, part, x, rate=load * rate, policy=policy, trace=path,
+                    workload=trace.name, config=_base(args) if part == "traces" else pausing,
+                )
+                for policy in args.policy
+                if policy in policies
+            ]  # fmt: skip
     return points
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the experiment and print its tables; returns the exit status."""
+    with tempfile.TemporaryDirectory() as work:
+        return _run(args, Path(work))
+
+
+def _run(args: argparse.Namespace, work: Path) -> int:
+    """With a folder for the states."""
     torch.set_num_threads(args.threads)
     checkpoint = read_checkpoint(args.checkpoint)
     requests = min(args.requests, 40) if args.quick else args.requests
@@ -87,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if args.work is not None:
         data = collected(args.work, prompts)
     else:
-        data = _collect(args.checkpoint, prompts, args.threads)
+        data = _collect(args.checkpoint, prompts, work, args.threads)
     samples, count = len(data.remaining), len(data.token_ids)
     console.print(f"{checkpoint.id}: {samples:,} samples of {count:,} requests")
     contests: list[tuple[Contest, torch.Tensor]] = []
@@ -174,10 +181,10 @@ def by_scenario(
     return found
 
 
-def _collect(model: str, prompts: list[TunePrompt], threads: int) -> LengthData:
+def _collect(model: str, prompts: list[TunePrompt], work: Path, threads: int) -> LengthData:
     llm = load(model, threads)
     with Steps(Console(stderr=True), "requests", len(prompts)) as steps:
-        data = collect(llm, prompts, steps.advance)
+        data = collect(llm, prompts, work, steps.advance)
     llm.close()
     return data
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quadriga.engine.cuda.graphs import DecodeGraphs
+from quadriga.engine.cuda.graphs import DecodeGraphs, Looked
+from quadriga.engine.cuda.operations import SAYS, Operations, Store
 from quadriga.engine.cuda.paged_attention import PagedAttention, Runs
 from quadriga.engine.cuda.paged_cache import PagedKVCache
 from quadriga.engine.models.config import ModelConfig
@@ -19,13 +21,15 @@ from quadriga.engine.models.layers import (
     TokenSpan,
     apply_head,
     embed,
+    last_states,
+    linear,
     mapped_kv,
-    project_qkv,
     run_layer,
 )
 from quadriga.engine.models.rope import rope_table
+from quadriga.engine.numerics import torch_code
 from quadriga.engine.transfers import to_device
-from quadriga.engine.weights.checkpoint_weights import ModelWeights
+from quadriga.engine.weights.checkpoint_weights import Linear, ModelWeights, Norm
 
 Ints = npt.NDArray[np.int64]
 _Mix = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -57,16 +61,15 @@ class _Bound:
 
     Attributes:
         first: Of the layers.
+        positions: int64 [T].
         slots: int64 [layers, T].
         tables: int32 [layers, S, num_blocks].
-        cos, sin: [T, 1, head_dim / 2]; None without RoPE.
     """
 
     first: int
+    positions: torch.Tensor
     slots: torch.Tensor
     tables: torch.Tensor
-    cos: torch.Tensor | None
-    sin: torch.Tensor | None
 
 
 class PagedDecoder:
@@ -76,6 +79,8 @@ class PagedDecoder:
 
     Attributes:
         graphs: Replays passes of single tokens; None runs them operation by operation.
+        operations: What layers do between their products.
+        folded: See `folded_maps`.
     """
 
     def __init__(
@@ -84,12 +89,20 @@ class PagedDecoder:
         weights: ModelWeights,
         cache: PagedKVCache,
         attention: PagedAttention,
+        operations: Operations | None = None,
+        folded: Mapping[int, Linear] = MappingProxyType({}),
     ) -> None:
         self.config = config
         self.weights = weights
         self.cache = cache
         self.attention = attention
+        self.operations = operations or Operations(config)
+        self.folded = folded
         self.graphs: DecodeGraphs | None = None
+        self._looked: Looked | None = None
+        # Norms without a weight, and tokens without queries.
+        self._unit = Norm(torch.ones(config.hidden_size, dtype=weights.dtype, device=cache.device))
+        self._of_kv = type(self.operations)(replace(config, num_heads=0))
         self._device = cache.device
         self._cos: torch.Tensor | None = None
         self._sin: torch.Tensor | None = None
@@ -100,6 +113,16 @@ class PagedDecoder:
     @property
     def num_layers(self) -> int:
         return len(self.weights.layers)
+
+    @property
+    def code(self) -> str:
+        """See `AnyDecoder.code`."""
+        return f"{torch_code(self._device)} {self.attention.name}"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether passes of single tokens run as graphs."""
+        return self.graphs is not None
 
     @property
     def reads_depths(self) -> bool:
@@ -139,10 +162,12 @@ class PagedDecoder:
     def run_layers(self, x: torch.Tensor, batch: PagedPass, first: int, stop: int) -> torch.Tensor:
         """See `Decoder.run_layers`."""
         self.cache.prepare(batch.rows, batch.stops, first, stop)
+        self._looked = None
         if batch.spans is not None:
             return self._run_spans(x, batch, batch.spans, first, stop)
         if self.graphs is not None and self.graphs.covers(first, stop, len(x)):
-            return self.graphs.run(x, batch.where, first, stop)
+            x, self._looked = self.graphs.run(x, batch.where, first, stop)
+            return x
         return self.run_each(x, batch.where, first, stop, batch.longest)
 
     def run_each(
@@ -180,17 +205,32 @@ class PagedDecoder:
     def _through(
         self, x: torch.Tensor, first: int, stop: int, bound: _Bound, mix: _Mix
     ) -> torch.Tensor:
+        """`run_layer` over a range of layers; norms are made where what precedes them is added."""
+        layers, operations = self.weights.layers, self.operations
+        if not self.config.pre_norm:
+            for i in range(first, stop):
+                x = run_layer(x, layers[i], self.config, partial(self._attend, i, bound, mix))
+            return x
+        more: torch.Tensor | None = None
         for i in range(first, stop):
-            attend = partial(self._attend, i, bound.slots[i - first], bound, mix)
-            x = run_layer(x, self.weights.layers[i], self.config, attend)
-        return x
+            x, h = operations.add_norm(x, more, layers[i].attn_norm)
+            mixed = self._attend(i, bound, mix, h)
+            x, h = operations.add_norm(x, linear(mixed, layers[i].out), layers[i].mlp_norm)
+            more = linear(operations.activate(linear(h, layers[i].up)), layers[i].down)
+        return x if more is None else x + more
 
-    def _attend(
-        self, i: int, slots: torch.Tensor, bound: _Bound, mix: _Mix, h: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend(self, i: int, bound: _Bound, mix: _Mix, h: torch.Tensor) -> torch.Tensor:
         """Project layer i's Q, K and V; store K and V; mix what Q sees."""
-        q, k, v = project_qkv(h, self.weights.layers[i], bound.cos, bound.sin, self.config)
-        self.cache.store(slots, k, v)
+        layer, cache = self.weights.layers[i], self.cache
+        store = Store(
+            cache.flat(cache.keys),
+            cache.flat(cache.values),
+            bound.slots[i - bound.first],
+            bound.positions,
+            self._cos,
+            self._sin,
+        )
+        q = self.operations.rotate_and_store(linear(h, layer.qkv), layer, store)
         return mix(q, bound.tables[i - bound.first], self.config.windows[i])
 
     def project_kv(
@@ -199,30 +239,78 @@ class PagedDecoder:
         """See `Decoder.project_kv`."""
         self.cache.prepare(batch.rows, batch.stops, first, stop)
         rows, positions = batch.where[0], batch.where[1]
-        cos, sin = self._rotation(positions)
+        if depth in self.folded:
+            self._project_together(x, rows, positions, first, stop, depth)
+            return
+        cos = sin = None
+        if self._cos is not None and self._sin is not None:
+            cos, sin = self._cos[positions, None], self._sin[positions, None]
         slots = self.cache.slots(first, stop, rows, positions)
         for i in range(first, stop):
             kv_map, layer = self.weights.kv_maps[depth][i], self.weights.layers[i]
             self.cache.store(slots[i - first], *mapped_kv(x, kv_map, layer, cos, sin, self.config))
 
+    def _project_together(
+        self,
+        x: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        first: int,
+        stop: int,
+        depth: int,
+    ) -> None:
+        """`project_kv` as one product and one store: a layer of a token counts as a token."""
+        cache, by, count = self.cache, self.folded[depth], stop - first
+        width = 2 * self.config.kv_size
+        some = slice((first - depth) * width, (stop - depth) * width)
+        part = Linear(by.weight[some], None if by.bias is None else by.bias[some])
+        _, h = self.operations.add_norm(x, None, self._unit)
+        store = Store(
+            cache.flat(cache.keys),
+            cache.flat(cache.values),
+            cache.slots(first, stop, rows, positions).t().reshape(-1),
+            positions.repeat_interleave(count, output_size=count * len(x)),
+            self._cos,
+            self._sin,
+        )
+        kv = linear(h, part).view(len(x) * count, width)
+        self._of_kv.rotate_and_store(kv, self.weights.layers[first], store)
+
     def logits(self, x: torch.Tensor, depth: int) -> torch.Tensor:
-        """See `Decoder.logits`."""
+        """See `Decoder.logits`; good until the next pass."""
+        looked = self._found(x, depth)
+        if looked is not None:
+            return looked.logits[: len(x)]
         return apply_head(x, self.weights.heads[depth], self.config)
 
     def best(self, x: torch.Tensor, depth: int) -> list[int]:
         """See `Decoder.best`; waits for the device."""
-        ids: list[int] = self.logits(x, depth).argmax(dim=-1).tolist()
+        ids: list[int] = self.candidates(x, depth).best.tolist()
         return ids
 
     def candidates(self, x: torch.Tensor, depth: int) -> Candidates:
-        """See `Decoder.candidates`; waits for the device, once: one copy for all results."""
-        logits = self.logits(x, depth)
-        top = torch.topk(torch.softmax(logits, dim=-1), min(2, logits.shape[-1]), dim=-1).values
-        packed = torch.cat([logits.argmax(dim=-1, keepdim=True).double(), top.double()], dim=1)
-        found: npt.NDArray[np.float64] = packed.cpu().numpy()
-        probs = np.zeros((len(found), 2), dtype=np.float32)
-        probs[:, : found.shape[1] - 1] = found[:, 1:]
-        return Candidates(logits, found[:, 0].astype(np.int64), probs)
+        """See `Decoder.candidates`; waits for the device, once. Good until the next pass."""
+        looked = self._found(x, depth)
+        if looked is None:
+            logits = x.new_empty(len(x), self.config.vocab_size, dtype=torch.float32)
+            said = x.new_empty(len(x), SAYS, dtype=torch.float32)
+            self.look(x, depth, logits, said)
+        else:
+            logits, said = looked.logits[: len(x)], looked.said[: len(x)]
+        found: npt.NDArray[np.float32] = said.cpu().numpy()
+        return Candidates(logits, found[:, 0].astype(np.int64), found[:, 1:].copy())
+
+    def look(self, x: torch.Tensor, depth: int, logits: torch.Tensor, said: torch.Tensor) -> None:
+        """The exit's logits, float32, and what they say of themselves; what graphs record."""
+        head = self.weights.heads[depth]
+        self.operations.say(head.weight.linear(last_states(x, head, self.config)), logits, said)
+
+    def _found(self, x: torch.Tensor, depth: int) -> Looked | None:
+        """What the pass that left these states, or more behind them, has looked up already."""
+        looked = self._looked
+        if looked is None or looked.depth != depth or looked.hidden.data_ptr() != x.data_ptr():
+            return None
+        return looked
 
     def close(self) -> None:
         """Give the graphs' memory back."""
@@ -231,11 +319,5 @@ class PagedDecoder:
 
     def _bind(self, where: torch.Tensor, rows: torch.Tensor, first: int, stop: int) -> _Bound:
         """Look the tokens' slots and the sequences' pages up, for all layers at once."""
-        cos, sin = self._rotation(where[1])
         slots = self.cache.slots(first, stop, where[0], where[1])
-        return _Bound(first, slots, self.cache.table[first:stop].index_select(1, rows), cos, sin)
-
-    def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if self._cos is None or self._sin is None:
-            return None, None
-        return self._cos[positions, None], self._sin[positions, None]
+        return _Bound(first, where[1], slots, self.cache.table[first:stop].index_select(1, rows))

@@ -1,5 +1,8 @@
 """Decode passes as graphs: recorded once per range of segments and batch size, then replayed.
 
+All are recorded before the first request. A pass's graph ends with the exit behind it: its logits
+and what they say are in buffers when the pass is over.
+
 On a GPU a decode pass of a small model is a few hundred launches of a few microseconds each; a
 graph is one. It repeats what was recorded to the letter: the same kernels on the same addresses.
 So a pass's inputs are copied into buffers that stay; a batch is padded to the next size (1, 2, 4,
@@ -14,17 +17,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Protocol
 
 import torch
 
+from quadriga.engine.cuda.operations import SAYS
+
 logger = logging.getLogger(__name__)
 
-MAX_GRAPHS = 256
+MAX_GRAPHS = 1024
 
 RunEach = Callable[[torch.Tensor, torch.Tensor, int, int, int], torch.Tensor]
 """`PagedDecoder.run_each`."""
+
+
+Look = Callable[[torch.Tensor, int, torch.Tensor, torch.Tensor], None]
+"""`PagedDecoder.look`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What an exit says of a pass's tokens; good until the next pass.
+
+    Attributes:
+        hidden: With which the tokens left, [n, hidden].
+        depth: Layers run.
+        logits: float32 [n, vocab].
+        said: See `operations.SAYS`: float32 [n, SAYS].
+    """
+
+    hidden: torch.Tensor
+    depth: int
+    logits: torch.Tensor
+    said: torch.Tensor
 
 
 class GraphRecorder(Protocol):
@@ -81,7 +108,11 @@ class DecodeGraphs:
     Args:
         run_each: Runs layers on (hidden, where, first, stop, longest); reads and writes nothing
             but device memory that stays where it is.
-        segment_ends: Passes start and stop at these layers (or start at 0); others are not covered.
+        look: Runs the exit behind a pass; None: nothing is looked up.
+        segment_ends: Passes start and stop at these layers, or start at 0; no others are covered.
+        max_rows: Most tokens of a pass that starts at 0, and of one whose exit is looked up.
+        max_tokens: Most tokens of a pass through later segments alone, where skipped and drafted
+            tokens go along.
         capacity: Most positions a token sees: a graph has to assume them.
         padding_row: Row of the tokens that fill a batch up.
     """
@@ -91,9 +122,12 @@ class DecodeGraphs:
         run_each: RunEach,
         recorder: GraphRecorder,
         *,
+        look: Look | None = None,
         segment_ends: Sequence[int],
         max_rows: int,
+        max_tokens: int = 0,
         hidden_size: int,
+        vocab_size: int = 0,
         dtype: torch.dtype,
         device: torch.device,
         capacity: int,
@@ -102,13 +136,19 @@ class DecodeGraphs:
         self._run_each = run_each
         self._recorder = recorder
         self._borders = frozenset((0, *segment_ends))
-        self._sizes = batch_sizes(max_rows)
+        self._max_rows = max_rows
+        self._sizes = batch_sizes(max_rows, max(max_rows, max_tokens))
         self._capacity = capacity
         self._padding_row = padding_row
         # The input is the output too: a pass may begin where the one before it ended.
-        self._hidden = torch.zeros(max_rows, hidden_size, dtype=dtype, device=device)
-        self._where = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
+        most = self._sizes[-1]
+        self._hidden = torch.zeros(most, hidden_size, dtype=dtype, device=device)
+        self._where = torch.zeros(2, most, dtype=torch.int64, device=device)
         self._where[0] = padding_row
+        self._look = look
+        looked = max_rows if look is not None else 0
+        self._logits = torch.zeros(looked, vocab_size, dtype=torch.float32, device=device)
+        self._said = torch.zeros(looked, SAYS, dtype=torch.float32, device=device)
         self._replays: dict[tuple[int, int, int], Callable[[], None]] = {}
         self._may_record = True
 
@@ -118,7 +158,7 @@ class DecodeGraphs:
 
     def covers(self, first: int, stop: int, count: int) -> bool:
         """Whether a pass of `count` tokens through layers [first, stop) can run here."""
-        if not 0 < count <= self._sizes[-1]:
+        if not 0 < count <= (self._sizes[-1] if first else self._max_rows):
             return False
         if first not in self._borders or stop not in self._borders:
             return False
@@ -126,7 +166,9 @@ class DecodeGraphs:
             return True
         return self._may_record and len(self._replays) < MAX_GRAPHS
 
-    def run(self, x: torch.Tensor, where: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    def run(
+        self, x: torch.Tensor, where: torch.Tensor, first: int, stop: int
+    ) -> tuple[torch.Tensor, Looked | None]:
         """Run a pass that `covers`; the tokens' pages are there and in the device's table.
 
         The first of its kind is recorded, which takes about as long as a hundred others.
@@ -136,7 +178,7 @@ class DecodeGraphs:
             where: Rows and positions, int64 [2, n].
 
         Returns:
-            [n, hidden], the caller's to keep.
+            [n, hidden], the caller's to keep, and what the exit behind it says.
         """
         count = len(x)
         size = self._size_for(count)
@@ -151,16 +193,23 @@ class DecodeGraphs:
         if replay is None:
             replay = self._record(first, stop, size, count, x)
         if replay is None:
-            return self._run_each(x, where, first, stop, self._capacity)
+            return self._run_each(x, where, first, stop, self._capacity), None
         replay()
-        return self._hidden[:count].clone()
+        x = self._hidden[:count].clone()
+        if not self._looks(size):
+            return x, None
+        return x, Looked(x, stop, self._logits[:count], self._said[:count])
+
+    def _looks(self, size: int) -> bool:
+        return self._look is not None and size <= self._max_rows
 
     def record_all(self) -> None:
-        """Record every segment, and the whole, at every size: nothing is left for later."""
-        borders = sorted(self._borders)
-        ranges = {*pairwise(borders), (borders[0], borders[-1])}
-        for first, stop in sorted(ranges):
-            for size in self._sizes:
+        """Record every range of segments at every size: nothing is left for later.
+
+        The largest first: what they leave in the memory that graphs share is enough for the others.
+        """
+        for first, stop in combinations(sorted(self._borders), 2):
+            for size in reversed(self._sizes):
                 if self.covers(first, stop, size):
                     padding = torch.zeros_like(self._where[:, :size])
                     padding[0] = self._padding_row
@@ -182,7 +231,10 @@ class DecodeGraphs:
         hidden, where = self._hidden[:size], self._where[:, :size]
 
         def work() -> None:
-            hidden.copy_(self._run_each(hidden, where, first, stop, self._capacity))
+            x = self._run_each(hidden, where, first, stop, self._capacity)
+            if self._look is not None and self._looks(size):
+                self._look(x, stop, self._logits[:size], self._said[:size])
+            hidden.copy_(x)
 
         try:
             replay = self._recorder.record(work)
@@ -205,9 +257,7 @@ class DecodeGraphs:
         return next(size for size in self._sizes if size >= count)
 
 
-def batch_sizes(max_rows: int) -> tuple[int, ...]:
-    """Sizes that batches are padded to: powers of two, and the most."""
-    sizes = [1]
-    while sizes[-1] * 2 < max_rows:
-        sizes.append(sizes[-1] * 2)
-    return tuple(sizes) if max_rows == 1 else (*sizes, max_rows)
+def batch_sizes(*most: int) -> tuple[int, ...]:
+    """Sizes that batches are padded to: powers of two, and each of the most."""
+    powers = (1 << i for i in range(max(most).bit_length()))
+    return tuple(sorted({*powers, *most}))

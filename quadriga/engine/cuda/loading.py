@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -10,18 +12,25 @@ import torch
 
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.config.kv_memory import fitting_length, least_length
+from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.engine.cuda.attention import choose_attention
 from quadriga.engine.cuda.decoder import PagedDecoder
+from quadriga.engine.cuda.folded_maps import folded_maps
 from quadriga.engine.cuda.graphs import CudaRecorder, DecodeGraphs, GraphRecorder
+from quadriga.engine.cuda.operations import SAYS, Operations
+from quadriga.engine.cuda.paged_attention import PagedAttention
 from quadriga.engine.cuda.paged_cache import PagedKVCache
 from quadriga.engine.cuda.paged_states import PagedStates
 from quadriga.engine.cuda.pages import PAGE_TOKENS, pages_per_layer
 from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.loaded_model import EngineParts
 from quadriga.engine.models.config import ModelConfig
+from quadriga.engine.models.layers import TokenSpan
+from quadriga.engine.sampler import RowSampler, sample
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.engine.weights.loading import load_spec
 from quadriga.errors import ConfigError
+from quadriga.interfaces import MAX_DRAFTED
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +51,7 @@ def load_paged(
     device: torch.device,
     recorder: GraphRecorder | None = None,
     page_tokens: int = PAGE_TOKENS,
+    weights: ModelWeights | None = None,
 ) -> EngineParts:
     """Load weights and reserve memory.
 
@@ -49,6 +59,7 @@ def load_paged(
         device: Any; on one that is no GPU `spec.gpu_memory_share` means nothing.
         recorder: What records decode passes; None: CUDA graphs on GPUs, if `spec.compile` wants
             them and attention can take part, else nothing.
+        weights: Of the spec's checkpoint, where the caller has them.
 
     Raises:
         ConfigError: Weights or KV do not fit, or the attention asked for cannot be had.
@@ -58,9 +69,25 @@ def load_paged(
     if device.type == "cuda" and spec.compile != "off":
         make_recorder = partial(CudaRecorder, device)
     attention = choose_attention(spec.attention, config, dtype, device, make_recorder)
-    weights = _load_weights(spec, config, device)
+    if weights is None:
+        weights = _load_weights(spec, config, device)
+    folded = folded_maps(weights, config)  # before memory is counted
+    operations = operations_for(config, device)
     if device.type == "cuda":
-        spec = _fit(spec, config, device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        try:
+            dummy_step(spec, config, weights, attention, operations)
+        except torch.OutOfMemoryError as exc:
+            raise ConfigError(
+                f"decode.max_slots: passes of {spec.num_rows} rows and {spec.pass_tokens} prompt "
+                f"tokens do not fit beside {before} bytes of weights; lower it or "
+                "prefill.chunk_tokens, load less depth, or use a larger GPU",
+                param="decode.max_slots",
+            ) from exc
+        needed = torch.cuda.max_memory_allocated(device) - before
+        # The logits that graphs leave, beside what is needed while a pass runs.
+        spec = _fit(spec, config, device, needed + 4 * spec.num_rows * config.vocab_size)
     ends = (*spec.exits.layers, spec.depth)
     cache = PagedKVCache(
         segment_ends=ends,
@@ -89,7 +116,7 @@ def load_paged(
         skipped = SkippedKVStore(
             spec.skipped_kv, ends, cache, states, replay_newest=spec.replay_newest
         )
-    decoder = PagedDecoder(config, weights, cache, attention)
+    decoder = PagedDecoder(config, weights, cache, attention, operations, folded)
     if recorder is None and make_recorder is not None:
         if attention.in_graphs:
             recorder = make_recorder()
@@ -99,15 +126,18 @@ def load_paged(
         decoder.graphs = DecodeGraphs(
             decoder.run_each,
             recorder,
+            look=decoder.look,
             segment_ends=ends,
             max_rows=spec.num_rows,
+            max_tokens=most_tokens(spec),
             hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
             dtype=dtype,
             device=device,
             capacity=spec.row_capacity_tokens,
             padding_row=cache.padding_row,
         )
-        if spec.compile == "wait":
+        if spec.compile != "off":
             with torch.inference_mode():
                 decoder.graphs.record_all()
     return EngineParts(spec, decoder, cache, skipped)
@@ -124,6 +154,67 @@ def _load_weights(spec: EngineSpec, config: ModelConfig, device: torch.device) -
             "were loaded; load less depth, or use a larger GPU",
             param="model",
         ) from exc
+
+
+def operations_for(config: ModelConfig, device: torch.device) -> Operations:
+    """With kernels where there are any for this device."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from quadriga.engine.cuda import triton_operations
+
+        if triton_operations.fits(config, device):
+            made = triton_operations.TritonOperations(config)
+            reason = _failed(made, device)
+            if reason is None:
+                return made
+            logger.warning("operations of layers run one by one, slower: %s", reason)
+    return Operations(config)
+
+
+def _failed(operations: Operations, device: torch.device) -> str | None:
+    """Why a kernel cannot run here; None where it can."""
+    logits = torch.arange(8.0, device=device)[None]
+    wide, said = torch.zeros_like(logits), torch.zeros(1, SAYS, device=device)
+    try:
+        operations.say(logits, wide, said)
+        best = int(said[0, 0])
+    # Whatever a compiler raises that is missing, or does not know this GPU.
+    except Exception as exc:
+        return f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"
+    return None if best == 7 else f"a kernel answers {best} instead of 7"
+
+
+def most_tokens(spec: EngineSpec) -> int:
+    """Of a pass through segments behind the first: rows with what they skipped, or drafted."""
+    if not spec.exits.layers or not spec.can_exit:
+        return spec.num_rows
+    return spec.num_rows * (1 + max(spec.replay_newest, MAX_DRAFTED))
+
+
+@torch.inference_mode()
+def dummy_step(
+    spec: EngineSpec,
+    config: ModelConfig,
+    weights: ModelWeights,
+    attention: PagedAttention,
+    operations: Operations,
+) -> None:
+    """Compute the largest passes that will come, for the memory they take while they run.
+
+    The most tokens at once, and a token drawn with top-p in every row.
+    """
+    tokens, dtype, device = max(spec.pass_tokens, most_tokens(spec)), weights.dtype, weights.device
+    cache = PagedKVCache(
+        segment_ends=(spec.depth,), num_rows=1, num_kv_heads=config.num_kv_heads, capacity=tokens,
+        head_dim=config.head_dim, dtype=dtype, budget_tokens=tokens, device=device,
+    )  # fmt: skip
+    decoder = PagedDecoder(config, weights, cache, attention, operations)
+    batch = decoder.plan([TokenSpan(0, 0, tokens, 0)])
+    decoder.run_layers(decoder.embed([0] * tokens, batch), batch, 0, spec.depth)
+    x = torch.zeros(spec.num_rows, config.hidden_size, dtype=dtype, device=device)
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.5)
+    state = SequenceState("", "", "", [0], params, "", 0.0, math.inf)
+    samplers = [RowSampler(state, config.vocab_size, ())] * spec.num_rows
+    sample(decoder.logits(x, spec.depth), samplers, spec.depth)
 
 
 def _keeps_states(spec: EngineSpec) -> bool:
@@ -147,15 +238,22 @@ def tokens_that_fit(
     return max(0, num_pages - num_rows) * PAGE_TOKENS
 
 
-def _fit(spec: EngineSpec, config: ModelConfig, device: torch.device) -> EngineSpec:
+def _fit(
+    spec: EngineSpec, config: ModelConfig, device: torch.device, passes_bytes: int = 0
+) -> EngineSpec:
     """The spec with the capacity that fits beside the weights, which are loaded.
+
+    Args:
+        passes_bytes: Must stay free for what passes need while they run.
 
     Raises:
         ConfigError: Not even one sequence fits, or not what was asked for.
     """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
+    free = max(0, free - passes_bytes)
     token_bytes = bytes_per_token(spec, config)
+    mine = torch.cuda.memory_reserved(device)
     if spec.gpu_memory_share is None:
         pages = pages_per_layer(spec.kv_capacity_tokens, spec.num_rows, spec.row_capacity_tokens)
         needed = (pages + 1) * PAGE_TOKENS * token_bytes
@@ -163,11 +261,11 @@ def _fit(spec: EngineSpec, config: ModelConfig, device: torch.device) -> EngineS
             raise ConfigError(
                 f"engine.kv_memory_bytes: {spec.kv_capacity_tokens} tokens of {spec.checkpoint.id} "
                 f"take {needed} bytes in pages of {PAGE_TOKENS} tokens over {spec.num_rows} rows, "
-                f"and {free} of the GPU's {total} are free; lower it, or leave it to 'auto'",
+                f"and {free} of the GPU's {total} are free beside {passes_bytes} for passes; "
+                "lower it, or leave it to 'auto'",
                 param="engine.kv_memory_bytes",
             )
-        return spec
-    mine = torch.cuda.memory_reserved(device)
+        return replace(spec, usable_bytes=mine + needed)
     available = min(free, int(spec.gpu_memory_share * total) - mine)
     fitting = tokens_that_fit(available, token_bytes, spec.num_rows, spec.row_capacity_tokens)
     length = least = spec.row_capacity_tokens
@@ -184,4 +282,9 @@ def _fit(spec: EngineSpec, config: ModelConfig, device: torch.device) -> EngineS
         )
     capacity = min(fitting, spec.num_rows * length)
     logger.info("KV: %d tokens, %d bytes each", capacity, token_bytes)
-    return replace(spec, row_capacity_tokens=length, kv_capacity_tokens=capacity)
+    return replace(
+        spec,
+        row_capacity_tokens=length,
+        kv_capacity_tokens=capacity,
+        usable_bytes=mine + available,
+    )

@@ -136,15 +136,15 @@ class PagedKVCache:
 
     def store(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write K and V [T, num_kv_heads, head_dim] of one layer to its slots [T]."""
-        self._flat(self.keys)[slots] = k
-        self._flat(self.values)[slots] = v
+        self.flat(self.keys)[slots] = k
+        self.flat(self.values)[slots] = v
 
     def copy_layers(self, rows: Ints, positions: Ints, source: int, first: int, stop: int) -> None:
         """See `KVCache.copy_layers`."""
         self.prepare(rows, positions + 1, first, stop)
         where = to_device(np.stack([rows, positions]), self.device)
         origin = self.slots(source, source + 1, where[0], where[1])[0]
-        k, v = self._flat(self.keys)[origin], self._flat(self.values)[origin]
+        k, v = self.flat(self.keys)[origin], self.flat(self.values)[origin]
         for slots in self.slots(first, stop, where[0], where[1]):
             self.store(slots, k, v)
 
@@ -168,6 +168,9 @@ class PagedKVCache:
             self.forget(over)
         with self._changed:
             return self.pages.keep(row, start // self.pages.page_tokens)
+
+    def blank(self) -> None:
+        """See `KVCache.blank`: a row's pages are kept as they are."""
 
     def share(self, row: int, start: int, kept: object) -> None:
         """See `KVCache.share`: the row names the same pages."""
@@ -196,7 +199,7 @@ class PagedKVCache:
                 shape = (num_layers, 2, heads, stop - start, head_dim)
                 kv = torch.empty(shape, dtype=self.keys.dtype, device=self.device)
                 for side, pool in enumerate((self.keys, self.values)):
-                    found = self._flat(pool)[at]  # [num_layers, n, heads, head_dim]
+                    found = self.flat(pool)[at]  # [num_layers, n, heads, head_dim]
                     found = found.masked_fill(missing[:, :, None, None], 0)
                     kv[:, side] = found.transpose(1, 2)
                 if self._host_copies and self._streams is not None:
@@ -220,7 +223,7 @@ class PagedKVCache:
                 at = to_device(slots, self.device)
                 here = kv.to(self.device, non_blocking=True)
                 for side, pool in enumerate((self.keys, self.values)):
-                    self._flat(pool)[at] = here[:, side].transpose(1, 2)
+                    self.flat(pool)[at] = here[:, side].transpose(1, 2)
 
     def _host_slots(
         self, row: int, first_layer: int, num_layers: int, start: int, stop: int
@@ -232,7 +235,7 @@ class PagedKVCache:
         pages = layers[:, positions // size]
         return pages, pages.astype(np.int64) * size + positions % size
 
-    def _flat(self, pool: torch.Tensor) -> torch.Tensor:
+    def flat(self, pool: torch.Tensor) -> torch.Tensor:
         """[(num_pages + 1) · page_tokens, num_kv_heads, head_dim]"""
         return pool.view(-1, *self._shape)
 

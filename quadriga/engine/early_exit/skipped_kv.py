@@ -313,6 +313,14 @@ class SkippedKVStore:
             self._base[rows] = positions + 1
         return found
 
+    def marks(self, rows: Ints) -> tuple[Ints, Ints]:
+        """What is filled in of rows; for `take_back`."""
+        return self._filled[rows], self._base[rows]
+
+    def take_back(self, rows: Ints, marks: tuple[Ints, Ints]) -> None:
+        """The pass that these rows entered since was not computed; it may be entered again."""
+        self._filled[rows], self._base[rows] = marks
+
     def verified(self, rows: Ints, stops: Ints) -> None:
         """The rows' positions before `stops` went through all segments; those behind did not."""
         self._filled[rows, 1:] = stops[:, None]

@@ -55,7 +55,8 @@ static inline void score_block(const float* q, const float* keys, int64_t n, int
   int64_t j = 0;
   if (dim % kLanes == 0) {
     for (; j + kN <= n; j += kN)
-      tile<Float32, M, kN, true>(q, dim, at + j * bytes, bytes, dim, out + j, ldo);
+      tile<Float32, M, kN, true>(q, dim, at + j * bytes, bytes, dim, out + j, ldo,
+                                 at + (j + kN) * bytes);
     for (; j < n; ++j) tile<Float32, M, 1, false>(q, dim, at + j * bytes, bytes, dim, out + j, ldo);
   }
   for (; j < n; ++j)

@@ -58,6 +58,8 @@ struct QuadrigaModel {
   const uint8_t* depths;
   const int64_t* adapter_of;  // [num_rows]: adapter of a row's tokens, -1 for none; null: of no row
   int64_t max_rank;           // largest `rank` of all adapters and projections
+  // Makes n summands of this engine the totals over all ranks, in place; null where it is whole.
+  void (*total)(float* summands, int64_t n);
 };
 
 struct QuadrigaHead {

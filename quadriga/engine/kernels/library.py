@@ -83,6 +83,10 @@ class CLayer(Structure):
     )
 
 
+CTotal = ctypes.CFUNCTYPE(None, c_void_p, c_int64)
+"""See `QuadrigaModel.total`."""
+
+
 class CModel(Structure):
     """Mirror of `QuadrigaModel`."""
 
@@ -104,6 +108,7 @@ class CModel(Structure):
         ("depths", c_void_p),
         ("adapter_of", c_void_p),
         ("max_rank", c_int64),
+        ("total", CTotal),
     )
 
 

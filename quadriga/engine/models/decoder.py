@@ -17,12 +17,14 @@ from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.layers import (
     Pass,
     TokenSpan,
+    Total,
     apply_head,
     embed,
     layer_forward,
     project_kv,
 )
 from quadriga.engine.models.rope import rope_table
+from quadriga.engine.numerics import torch_code
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 
 Ints = npt.NDArray[np.int64]
@@ -60,6 +62,10 @@ class AnyDecoder(Protocol):
     def num_layers(self) -> int: ...
 
     @property
+    def code(self) -> str:
+        """Names what computes; see `quadriga.engine.numerics`."""
+
+    @property
     def reads_depths(self) -> bool:
         """Whether attention reads skipped layers' KV through `depths` by itself."""
 
@@ -95,6 +101,7 @@ class Decoder:
     Attributes:
         adapter_of: int64 [num_rows]: the adapter of each row's sequence, −1 for none; the runner
             sets it, every pass reads it. None where the model has no adapters.
+        total: Adds up what the ranks of a tensor-parallel engine have; None where there is one.
     """
 
     def __init__(
@@ -109,6 +116,7 @@ class Decoder:
         self.cache = cache
         self.depths = depths
         self.adapter_of: Ints | None = None
+        self.total: Total | None = None
         if weights.adapters:
             self.adapter_of = np.full(cache.num_rows, -1, dtype=np.int64)
         self.cos: torch.Tensor | None = None
@@ -127,6 +135,11 @@ class Decoder:
     @property
     def num_layers(self) -> int:
         return len(self.weights.layers)
+
+    @property
+    def code(self) -> str:
+        """See `AnyDecoder.code`."""
+        return torch_code(self.weights.device)
 
     @property
     def reads_depths(self) -> bool:
@@ -184,6 +197,7 @@ class Decoder:
                 self.config,
                 self.config.windows[i],
                 loras[i] if batch.adapted else None,
+                self.total,
             )
         return x
 

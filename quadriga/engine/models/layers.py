@@ -29,6 +29,13 @@ from quadriga.engine.weights.checkpoint_weights import (
 
 Adapted = Mapping[int, torch.Tensor]
 """See `Pass.adapted`."""
+Total = Callable[[torch.Tensor], torch.Tensor]
+"""Of the summands [T, hidden] that the ranks of a tensor-parallel engine hold, on each of them."""
+
+
+def _own(summand: torch.Tensor) -> torch.Tensor:
+    """The total of one rank."""
+    return summand
 
 
 @dataclass(slots=True)
@@ -106,6 +113,7 @@ def run_layer(
     attend: Callable[[torch.Tensor], torch.Tensor],
     loras: LayerAdapters | None = None,
     adapted: Adapted = MappingProxyType({}),
+    total: Total = _own,
 ) -> torch.Tensor:
     """One layer: [T, hidden] → [T, hidden].
 
@@ -114,15 +122,18 @@ def run_layer(
             KV lies and who reads it is its business.
         loras: The layer's adapters; None without any.
         adapted: See `Pass`.
+        total: Of what the ranks add to the hidden states.
     """
     mixed = attend(norm(x, layer.attn_norm, config) if config.pre_norm else x)
-    x = x + add_low_rank(_linear(mixed, layer.out), mixed, loras.out if loras else None, adapted)
+    added = add_low_rank(linear(mixed, layer.out), mixed, loras.out if loras else None, adapted)
+    x = x + total(added)
     if not config.pre_norm:
         x = norm(x, layer.attn_norm, config)
     h = norm(x, layer.mlp_norm, config) if config.pre_norm else x
-    inner = add_low_rank(_linear(h, layer.up), h, loras.up if loras else None, adapted)
+    inner = add_low_rank(linear(h, layer.up), h, loras.up if loras else None, adapted)
     inner = activate(inner, config)
-    x = x + add_low_rank(_linear(inner, layer.down), inner, loras.down if loras else None, adapted)
+    added = add_low_rank(linear(inner, layer.down), inner, loras.down if loras else None, adapted)
+    x = x + total(added)
     return x if config.pre_norm else norm(x, layer.mlp_norm, config)
 
 
@@ -135,6 +146,7 @@ def layer_forward(
     config: ModelConfig,
     window: int,
     loras: LayerAdapters | None = None,
+    total: Total | None = None,
 ) -> torch.Tensor:
     """Run one layer: [T, hidden] → [T, hidden]; stores the tokens' K and V on the way.
 
@@ -142,16 +154,17 @@ def layer_forward(
         keys, values: This layer's buffers, [rows, blocks, num_kv_heads, KV_BLOCK, head_dim].
         window: Positions a token sees, itself included; 0 is all.
         loras: The layer's adapters; None without any.
+        total: See `run_layer`; None for an engine that is whole.
     """
 
     def attend(h: torch.Tensor) -> torch.Tensor:
-        qkv = add_low_rank(_linear(h, layer.qkv), h, loras.qkv if loras else None, batch.adapted)
+        qkv = add_low_rank(linear(h, layer.qkv), h, loras.qkv if loras else None, batch.adapted)
         q, k, v = split_qkv(qkv, layer, batch.cos, batch.sin, config)
         _store(keys, values, batch, k, v)
         form = _attend_decode if batch.is_decode else _attend_spans
         return form(by_group(q, config), keys, values, batch, window)
 
-    return run_layer(x, layer, config, attend, loras, batch.adapted)
+    return run_layer(x, layer, config, attend, loras, batch.adapted, total or _own)
 
 
 def embed(weights: ModelWeights, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -170,8 +183,8 @@ def apply_head(x: torch.Tensor, head: Head, config: ModelConfig) -> torch.Tensor
 def last_states(x: torch.Tensor, head: Head, config: ModelConfig) -> torch.Tensor:
     """What a head's logits are made of, after its norm: [n, hidden] → [n, embed_size]."""
     if head.mlp is not None:
-        inner = activate(_linear(norm(x, head.mlp.norm, config), head.mlp.up), config)
-        x = x + _linear(inner, head.mlp.down)
+        inner = activate(linear(norm(x, head.mlp.norm, config), head.mlp.up), config)
+        x = x + linear(inner, head.mlp.down)
     if head.norm is not None:
         x = norm(x, head.norm, config)
     return x if head.project is None else head.project.linear(x)
@@ -193,23 +206,9 @@ def add_low_rank(
     return y
 
 
-def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    return linear.weight.linear(x, linear.bias)
-
-
-def project_qkv(
-    h: torch.Tensor,
-    layer: LayerWeights,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    config: ModelConfig,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Q, K and V of normed hidden states [T, hidden], rotated: [T, heads, head_dim] each.
-
-    Args:
-        cos, sin: [T, 1, head_dim / 2]; None without RoPE.
-    """
-    return split_qkv(_linear(h, layer.qkv), layer, cos, sin, config)
+def linear(x: torch.Tensor, by: Linear) -> torch.Tensor:
+    """[T, in] → [T, out]"""
+    return by.weight.linear(x, by.bias)
 
 
 def split_qkv(
@@ -219,7 +218,11 @@ def split_qkv(
     sin: torch.Tensor | None,
     config: ModelConfig,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `project_qkv`, of what the layer's projection gave: [T, q_size + 2 · kv_size]."""
+    """Q, K, V of a layer's projection [T, q_size + 2 · kv_size], rotated: [T, heads, head_dim].
+
+    Args:
+        cos, sin: [T, 1, head_dim / 2]; None without RoPE.
+    """
     c = config
     heads = [c.num_heads, c.num_kv_heads]
     split = qkv.view(qkv.shape[0], c.num_heads + 2 * c.num_kv_heads, c.head_dim)
@@ -255,7 +258,7 @@ def mapped_kv(
     """One layer's K and V of hidden states [T, hidden] that skip it: [T, kv_heads, head_dim]."""
     c = config
     h = norm(x, kv_map.norm, c) if c.pre_norm else x
-    k, v = _linear(h, kv_map.kv).view(x.shape[0], 2, c.num_kv_heads, c.head_dim).unbind(1)
+    k, v = linear(h, kv_map.kv).view(x.shape[0], 2, c.num_kv_heads, c.head_dim).unbind(1)
     if layer.k_norm is not None:
         k = rms_norm(k, layer.k_norm, c.norm_eps)
     if cos is not None and sin is not None:

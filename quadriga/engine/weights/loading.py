@@ -18,6 +18,7 @@ from quadriga.engine.weights.checkpoint_weights import (
     Norm,
 )
 from quadriga.engine.weights.matrix import Form, Matrix, MatrixForm
+from quadriga.engine.weights.shards import Shard
 from quadriga.engine.weights.tensor_files import CPU, TensorFiles, WeightSource
 from quadriga.errors import ConfigError
 
@@ -37,11 +38,13 @@ def load_spec(
     *,
     device: torch.device = CPU,
     has_kernels: bool = False,
+    shard: Shard | None = None,
 ) -> ModelWeights:
     """Read the weights that an engine needs; see `load_weights`.
 
     Args:
         has_kernels: They compute, and read matrices as they are stored; plain torch wants numbers.
+        shard: The part to read, whose own `config` is given; None reads all.
     """
     dtype: torch.dtype = getattr(torch, spec.dtype)
     form = FORM_OF_SETTING.get(spec.weights, "stored" if has_kernels else "dtype")
@@ -53,6 +56,7 @@ def load_spec(
             spec.shared_in,
             form,
             spec.checkpoint.heads_path,
+            shard,
         ),
         config,
         spec.depth,

@@ -26,6 +26,7 @@ from quadriga.engine.memory import Arena, DeviceArena
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.engine.weights.matrix import FORM_OF_DTYPE, Form, Matrix, MatrixForm
 from quadriga.engine.weights.quantised import QuantisedTensors
+from quadriga.engine.weights.shards import Shard
 from quadriga.engine.weights.shared_memory import SharedArena, SharedParts, is_supported
 from quadriga.errors import ConfigError
 
@@ -46,6 +47,7 @@ class WeightSource:
         form: Of the matrices. `stored`: as the files have them, where there is a `Form` for it;
             `dtype`: as numbers of that type. What a named form does not take is of that type, too.
         heads_path: Where exits and maps are, if elsewhere.
+        shard: The part that is read; None reads all.
     """
 
     path: Path
@@ -54,6 +56,7 @@ class WeightSource:
     shared_in: Path | None = None
     form: MatrixForm = "dtype"
     heads_path: Path | None = None
+    shard: Shard | None = None
 
     @classmethod
     def beside(
@@ -121,6 +124,8 @@ class TensorFiles:
             names = {single_file, *stored.values()}
             files = [path / name for name in names if (path / name).is_file()]
             form = f"{source.dtype}, {source.form}"
+            if source.shard is not None:
+                form += f", {source.shard}"
             self._parts = SharedParts(source.shared_in, files, form)
 
     def __enter__(self) -> TensorFiles:
@@ -270,7 +275,7 @@ class TensorFiles:
             else:
                 self._numbers_into(name, target.rows)
             return
-        rows = self._stored(stored_name)
+        rows = self._part_of(name, self._stored(stored_name))
         form = Form[block.name]
         wanted = [target.shape[0], form.width(target.shape[1])]
         if rows.dtype != torch.uint8 or list(rows.shape) != wanted:
@@ -287,7 +292,7 @@ class TensorFiles:
 
     def _numbers_into(self, name: str, target: torch.Tensor) -> None:
         """Read a tensor of numbers into `target`, converting its dtype."""
-        stored = self._stored(name)
+        stored = self._part_of(name, self._stored(name))
         if not stored.is_floating_point() or stored.itemsize < 2:  # a byte is nothing without scale
             raise ConfigError(
                 f"model: tensor {name} is {stored.dtype}, without a scale that its "
@@ -301,6 +306,11 @@ class TensorFiles:
         seen = target if target.device.type == "cpu" else stored
         if not torch.isfinite(torch.stack(seen.aminmax())).all():
             raise self._not_finite(name, str(seen.dtype))
+
+    def _part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What this engine holds of a tensor."""
+        shard = self.source.shard
+        return tensor if shard is None else shard.of(name, tensor)
 
     def _misfit(self, name: str, wanted: list[Any], found: str) -> ConfigError:
         return ConfigError(

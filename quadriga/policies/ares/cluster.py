@@ -7,7 +7,7 @@ says how many layers a replica needs for it.
 A replica that has paused sequences is out of memory now: it is a source, and never a destination.
 
 Source of the roles: ARES §5.2, Algorithm 1, phase 1; differs: 𝒰 by the weighted load as 𝒪 is, and
-sources whose own memory will run out, or has."""
+sources whose own memory will run out, or has, the soonest first."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ from quadriga.policies.ares.forecast import (
     load_rows,
     shares,
     sizes,
+    with_usual_lengths,
 )
-from quadriga.policies.ares.settings import AresSettings, num_memory_points
+from quadriga.policies.ares.settings import AresSettings
 
 _WIRE = np.dtype("<f4")
+NEVER_FULL = NUM_LOADS
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class ClusterForecast:
         row_load_s: [R, 17], what each adds to a step, at `forecast.TOKENS_AHEAD`.
         owner: [R], index of the replica that holds the row, ascending.
         sequence_ids: [R].
-        has_predictions: False where any replica has none.
+        has_predictions: False where no replica that holds sequences knows the length of any.
         base_s: A step without sequences, as the median replica measured it.
         front_share: Of the layers, those up to the first exit that any replica uses.
     """
@@ -141,6 +143,7 @@ def unpack(
     forecasts = [s.forecast for s in able if s.forecast is not None]
     for forecast in forecasts:
         check_forecast(forecast)
+    forecasts = with_usual_lengths(forecasts, [s.step_time_s for s in able])
     free = [0 if s.draining else s.info.num_slots - s.num_running - s.num_waiting for s in able]
     depth = np.array([s.info.depth_class.depth for s in able], dtype=np.int64)
     layers = np.ones(len(able)) if (depth == depth[0]).all() else depth.astype(np.float64)
@@ -267,13 +270,19 @@ class Roles:
         sources: 𝒪, ascending.
         destinations: 𝒰, ascending.
         takers: All that admit a sequence, however busy, ascending: for paused sequences.
-        is_rescue: [n]: sources whose own memory is forecast to run out, or has.
+        full_at: [n]: the first point of the grid at which a replica's own memory is forecast to be
+            nearly full; 0 where sequences are paused, `NEVER_FULL` where it is not, or later.
     """
 
     sources: NDArray[np.int64]
     destinations: NDArray[np.int64]
     takers: NDArray[np.int64]
-    is_rescue: NDArray[np.bool_]
+    full_at: NDArray[np.int64]
+
+    @property
+    def is_rescue(self) -> NDArray[np.bool_]:
+        """Which replicas are relieved whatever the balance says: [n]."""
+        return np.asarray(self.full_at < NEVER_FULL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,20 +329,18 @@ def classify(
     free = np.ones(len(cluster), dtype=bool)
     if busy:
         free[[i for i, name in enumerate(cluster.names) if name in busy]] = False
-    points = 1 if weigh.is_load_only else num_memory_points(settings, cluster.grid_s)
-    tokens = cluster.tokens[:, :points].max(axis=1)
-    is_rescue = (tokens > settings.rescue_limit * cluster.capacity_tokens) | (
-        cluster.num_paused > 0
-    )
+    seen_s = 0.0 if weigh.is_load_only else settings.rescue_within_s
+    is_full = cluster.tokens > (settings.rescue_limit * cluster.capacity_tokens)[:, None]
+    is_full &= cluster.grid_s <= seen_s
+    full_at = np.where(is_full.any(axis=1), is_full.argmax(axis=1), NEVER_FULL)
+    full_at[cluster.num_paused > 0] = 0
     over = w > (1.0 + settings.theta) * mean_w
     if not cluster.is_one_class:
         over &= (cluster.depth[:, None] == cluster.depth).sum(axis=1) == 1
-    over |= is_rescue
+    over |= full_at < NEVER_FULL
     able = free & (cluster.free_slots > 0) & (cluster.num_paused == 0)
     under = able & (w < (1.0 - settings.theta) * mean_w)
     if not under.any() and able.any():
         under = np.zeros_like(able)
         under[np.flatnonzero(able)[np.argmin(w[able])]] = True
-    return Roles(
-        np.flatnonzero(over & free), np.flatnonzero(under), np.flatnonzero(able), is_rescue
-    )
+    return Roles(np.flatnonzero(over & free), np.flatnonzero(under), np.flatnonzero(able), full_at)

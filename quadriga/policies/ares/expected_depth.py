@@ -20,6 +20,7 @@ Source: ours.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,19 @@ BIAS_RATE = 0.003
 
 
 @dataclass(slots=True)
+class ForecastDepths:
+    """Tokens that were expected to run about as many layers, and what they ran.
+
+    Attributes:
+        expected, run: Sums over the tokens.
+    """
+
+    tokens: float = 0.0
+    expected: float = 0.0
+    run: float = 0.0
+
+
+@dataclass(slots=True)
 class _Seen:
     """One sequence as it was last looked at.
 
@@ -53,6 +67,7 @@ class _Seen:
         features: Places of its prompt's tokens among the weights.
         num_tokens: Output tokens that were counted.
         said: Layers that were last said of its coming tokens; 0 before the first time.
+        told: The same, corrected and inside its bounds.
         recent: Layers of its recent tokens, on average.
         num_at: By position, the recent tokens that this is the mean of; older ones are forgotten.
     """
@@ -60,6 +75,7 @@ class _Seen:
     features: tuple[int, ...]
     num_tokens: int = 1
     said: float = 0.0
+    told: float = 0.0
     recent: float = 0.0
     num_at: dict[int, float] = field(default_factory=dict)
 
@@ -69,12 +85,15 @@ class ExpectedDepth:
 
     Attributes:
         depth: Layers that are loaded; changes with them.
+        by_tenth: What was expected and what came until the next look, by the tenth of the layers
+            that was expected, "0.1" to "1.0".
 
     Not thread-safe: the engine's thread calls everything.
     """
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
+        self.by_tenth: dict[str, ForecastDepths] = {}
         self._mean = float(depth)  # of all tokens, wherever they stand
         self._num = 0.0
         self._position = [0.0] * NUM_POSITIONS  # by how much tokens there differ from that
@@ -106,7 +125,9 @@ class ExpectedDepth:
             self._learn(state, seen)
             self._seen[state.sequence_id] = seen
             seen.said = self._layers_of(seen, len(state.output_ids), tokens)
-            expected.append(min(max(seen.said + self._bias, 1.0), float(limit)))
+            seen.told = min(max(seen.said + self._bias, 1.0), float(limit))
+            state.expected_layers = state.expected_layers or seen.told
+            expected.append(seen.told)
         for seen in gone.values():
             self._end(seen)
         return expected
@@ -153,6 +174,11 @@ class ExpectedDepth:
         if seen.said and end > start:
             came = sum(state.exit_layers[start:end]) / (end - start)
             self._bias += BIAS_RATE * (came - seen.said - self._bias)
+            tenth = min(max(math.ceil(10.0 * seen.told / self.depth), 1), 10) / 10
+            known = self.by_tenth.setdefault(str(tenth), ForecastDepths())
+            known.tokens += end - start
+            known.expected += (end - start) * seen.told
+            known.run += (end - start) * came
         prompt = self._prompt(seen.features)
         while start < end:
             place = _place(start)

@@ -5,12 +5,14 @@ Made of the recorded tick, when a move is ordered, and kept with the order.
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quadriga.core.migration import MigrationCause, MigrationOrder
+from quadriga.core.replica import ReplicaSnapshot
 from quadriga.policies.ares.cluster import ClusterForecast, RoleWeights, unpack, weights
 from quadriga.policies.ares.forecast import (
     MOVES,
@@ -20,6 +22,7 @@ from quadriga.policies.ares.forecast import (
     SHARE,
     TOKENS,
     memory_rows,
+    seconds_to_full,
     tokens_ahead,
 )
 from quadriga.policies.ares.settings import num_memory_points
@@ -41,7 +44,8 @@ def explain(tick: RecordedTick, order: MigrationOrder) -> dict[str, Any]:
         the variance that moving there removes (`gain`), the work of source and destination after
         it over the mean, and the destination's greatest forecast share of KV memory. `pools`: where
         shallow and deep sequences run apart, the layers up to which one is shallow, as a share, and
-        the share of a token's time that this saves. `text`: the same in a sentence. Empty where the
+        the share of a token's time that this saves. `full_s`: seconds until the source's memory is
+        forecast to be full; None where it is not. `text`: the same in a sentence. Empty where the
         tick does not show the sequence.
     """
     of_model = [s for s in tick.snapshots if s.info.depth_class.model == order.depth_class.model]
@@ -69,6 +73,7 @@ def explain(tick: RecordedTick, order: MigrationOrder) -> dict[str, Any]:
         },
         "transfer_s": float(tick.costs.seconds(float(facts[TOKENS]))),
         "destinations": destinations[: 1 + MAX_ALTERNATIVES],
+        "full_s": next((_full_s(s) for s in of_model if s.info.name == order.source), None),
     }
     pools = tick.pools.get(order.depth_class)
     if pools is not None and pools.is_on and not is_across:
@@ -79,6 +84,12 @@ def explain(tick: RecordedTick, order: MigrationOrder) -> dict[str, Any]:
             "destination": pools.side_of(order.destination),
         }
     return found | {"text": _text(order, found)}
+
+
+def _full_s(source: ReplicaSnapshot) -> float | None:
+    assert source.forecast is not None
+    full_s = seconds_to_full(source.forecast, source.info.kv_capacity_tokens)
+    return full_s if isfinite(full_s) else None
 
 
 def _destinations(
@@ -119,6 +130,12 @@ def _destinations(
     return found
 
 
+def _when_full(full_s: float | None) -> str:
+    if full_s is None:
+        return "the source's KV memory is nearly full or forecast to be"
+    return f"the source's KV memory is forecast to be full in {full_s:.0f} s"
+
+
 def _text(order: MigrationOrder, found: dict[str, Any]) -> str:
     chosen, *others = found["destinations"]
     share, pools = found["sequence"]["share_of_layers"], found.get("pools")
@@ -129,7 +146,7 @@ def _text(order: MigrationOrder, found: dict[str, Any]) -> str:
             if pools
             else "its tokens run as many layers as those at the destination"
         ),
-        MigrationCause.MEMORY: "the source's KV memory is full or forecast to be",
+        MigrationCause.MEMORY: _when_full(found["full_s"]),
         MigrationCause.BALANCE: "the source had more work than the others",
     }.get(order.cause, order.cause.value)
     text = (

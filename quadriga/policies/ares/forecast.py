@@ -178,8 +178,7 @@ def mean_share(forecast: LoadForecast) -> float:
     """What a token of the sequences there runs of the layers, on average; 1 without any."""
     if not forecast.sequence_ids:
         return 1.0
-    rows = np.frombuffer(forecast.rows, dtype=_WIRE).reshape(-1, NUM_COLUMNS)
-    return float(rows[:, SHARE].mean())
+    return float(rows_of(forecast)[:, SHARE].mean())
 
 
 def pack(
@@ -221,6 +220,50 @@ def pack(
     )
 
 
+def packed_anew(forecast: LoadForecast, rows: NDArray[np.float32], step_s: float) -> LoadForecast:
+    """The same sequences with other rows, which something is known of: see `pack`."""
+    return pack(
+        rows,
+        forecast.sequence_ids,
+        grid_s=forecast.grid_s,
+        step_s=step_s or forecast.base_s,
+        base_s=forecast.base_s,
+        costs=StepCosts(forecast.per_sequence_s, forecast.per_token_s),
+        bytes_per_token=forecast.bytes_per_token,
+        front_share=forecast.front_share,
+    )
+
+
+def rows_of(forecast: LoadForecast) -> NDArray[np.float32]:
+    """The rows as packed: [num_rows, NUM_COLUMNS]."""
+    return np.frombuffer(forecast.rows, dtype=_WIRE).reshape(-1, NUM_COLUMNS)
+
+
+def with_usual_lengths(
+    forecasts: Sequence[LoadForecast], step_s: Sequence[float]
+) -> list[LoadForecast]:
+    """Where one replica knows no length at all, take its sequences to last as long as the others'.
+
+    A replica estimates sequences that are not predicted yet by those it has; one that holds only
+    such has nothing to go by, and would make them run to their limits. No more is moved because of
+    the guess: the lower quantile stays 0 and the upper one the limit.
+
+    Args:
+        step_s: A step of each replica; 0 where none was measured.
+    """
+    blind = [i for i, f in enumerate(forecasts) if not f.has_predictions]
+    known = [rows_of(f)[:, REMAINING] for f in forecasts if f.has_predictions]
+    lasts = np.concatenate(known) if known else np.empty(0)
+    found = list(forecasts)
+    if not len(lasts):
+        return found
+    for i in blind:
+        rows = rows_of(forecasts[i]).copy()
+        rows[:, REMAINING] = np.minimum(rows[:, REMAINING], lasts.mean())
+        found[i] = packed_anew(forecasts[i], rows, step_s[i])
+    return found
+
+
 def _summed(values: NDArray[np.float64]) -> bytes:
     return bytes(values.sum(axis=0).astype(_WIRE).tobytes())
 
@@ -243,9 +286,6 @@ def check_forecast(forecast: LoadForecast) -> None:
         raise ConfigError(f"forecast: {found} bytes where {wanted} belong to {num_rows} rows")
     if not 0.0 < forecast.front_share <= 1.0:
         raise ConfigError(f"forecast: front_share {forecast.front_share} must lie in 0..1")
-
-
-_WIRE = np.dtype("<f4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +338,7 @@ def with_fixed(forecast: LoadForecast, sequence_ids: Collection[str]) -> LoadFor
     fixed = [i for i, s in enumerate(forecast.sequence_ids) if s in sequence_ids]
     if not fixed:
         return forecast
-    rows = np.frombuffer(forecast.rows, dtype=_WIRE).reshape(-1, NUM_COLUMNS).copy()
+    rows = rows_of(forecast).copy()
     rows[fixed, MOVABLE] = FIXED
     return replace(forecast, rows=rows.tobytes())
 

@@ -94,6 +94,7 @@ def settings_of(config: SchedulerConfig) -> AresSettings:
         memory_limit=ares.memory_limit,
         memory_horizon_s=ares.memory_horizon_s,
         rescue_limit=ares.rescue_limit,
+        rescue_within_s=ares.rescue_within_s,
         cooldown_s=ares.cooldown_s,
         max_moves=ares.max_moves,
         cost_factor=ares.cost_factor,

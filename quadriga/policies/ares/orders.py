@@ -11,7 +11,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from quadriga.core.migration import MigrationOrder, MigrationReport
+from quadriga.core.migration import MigrationCause, MigrationOrder, MigrationReport
 
 SETTLE_S = 3.0
 """After a move its replicas are taken part in no other until both have reported anew, or for this
@@ -19,6 +19,13 @@ long: until then their snapshots still show the sequence where it was."""
 MAX_BACKOFF_FACTOR = 16.0
 MAX_RECENT = 256
 MAX_REMEMBERED = 4096
+REASONS = {
+    MigrationCause.DRAIN: "its replica ends or shall be empty, so all that runs there moves to the "
+    "replicas with the most room",
+    MigrationCause.ESCALATE: "its request is strict and needs layers that its replica has not "
+    "loaded, so it moves to the deepest replica with room",
+}
+"""Of orders that the controller gives, why."""
 
 
 @dataclass(slots=True)
@@ -94,6 +101,15 @@ class MoveTracker:
         decision = MoveDecision(now_unix_s, order, explanation or {})
         self._out[order.sequence_id] = decision
         self.recent.append(decision)
+
+    def told(self, order: MigrationOrder, report: MigrationReport, now_unix_s: float) -> None:
+        """A replica has carried out an order of the controller's; the same may be told again."""
+        for decision in self.recent:
+            if decision.order == order:
+                decision.report = report
+                return
+        explanation = {"by": "controller", "text": REASONS[order.cause]}
+        self.recent.append(MoveDecision(now_unix_s - report.took_s, order, explanation, report))
 
     def of_request(self, request_id: str) -> list[MoveDecision]:
         """Decisions about the sequences of one request, oldest first; a sequence's id begins with

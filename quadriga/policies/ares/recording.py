@@ -16,21 +16,18 @@ from io import StringIO
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
 from quadriga.core.forecast import LoadForecast
 from quadriga.core.migration import MigrationCause, MigrationOrder
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.depth_pools import DepthPools
 from quadriga.policies.ares.forecast import (
-    NUM_COLUMNS,
     REMAINING,
     REMAINING_LOWER,
     REMAINING_UPPER,
     TOKENS,
-    StepCosts,
-    pack,
+    packed_anew,
+    rows_of,
 )
 from quadriga.policies.ares.overload import OverloadPlan
 from quadriga.policies.ares.rescheduler import Rescheduler
@@ -41,6 +38,8 @@ logger = logging.getLogger(__name__)
 VERSION = 3
 PACKED = ("rows", "running", "context", "load_s", "tokens")
 """Fields of a forecast that are bytes."""
+PLANNED = ("overload", "depth_pools")
+"""Settings by which a plan is made before a tick, and recorded with it."""
 RECENT_BYTES = 8_000_000
 SNAPSHOT_BYTES = 1_000
 """About what a snapshot takes without its forecast's rows."""
@@ -176,22 +175,29 @@ def replay(
         changes: Settings to decide by instead of the recorded ones, by name.
 
     Raises:
-        ConfigError: A setting does not exist, or its value is out of range.
+        ConfigError: A setting does not exist, or its value is out of range; or ticks do not show
+            what it would change.
     """
-    known = {field.name for field in fields(AresSettings)}
-    for name in changes or {}:
+    changes = changes or {}
+    known = {field.name for field in fields(AresSettings)} - {"hold_share"}
+    for name, value in changes.items():
         if name not in known:
-            raise ConfigError(f"{name}: not a setting; there are {', '.join(sorted(known))}")
+            raise ConfigError(f"{name}: cannot be replayed; what can: {', '.join(sorted(known))}")
+        if name in PLANNED and value != 0:
+            raise ConfigError(
+                f"{name}: {value:g} cannot be replayed: ticks hold what was planned, and not what "
+                f"would have been; 0 leaves the plans out"
+            )
     differences = []
     for tick in ticks:
-        settings = replace(tick.settings, **dict(changes or {}))  # type: ignore[arg-type]
+        settings = replace(tick.settings, **changes)  # type: ignore[arg-type]
         orders = Rescheduler(settings, predicts=tick.predicts).tick(
             tick.snapshots,
             tick.costs,
             busy=tick.busy,
             load_only=tick.load_only,
-            overload=tick.overload,
-            pools=tick.pools,
+            overload=tick.overload if settings.overload else None,
+            pools=tick.pools if settings.depth_pools else None,
         )
         if orders != tick.orders:
             differences.append(Difference(tick.at_s, tick.orders, orders))
@@ -208,7 +214,7 @@ def with_exact_lengths(ticks: Iterable[RecordedTick]) -> list[RecordedTick]:
     last: dict[str, float] = {}
     for tick in ticks:
         for forecast in (s.forecast for s in tick.snapshots if s.forecast is not None):
-            tokens = _rows(forecast)[:, TOKENS]
+            tokens = rows_of(forecast)[:, TOKENS]
             for name, held in zip(forecast.sequence_ids, tokens.tolist(), strict=True):
                 last[name] = max(held, last.get(name, 0.0))
     shown = [s.forecast for s in ticks[-1].snapshots if s.forecast] if ticks else []
@@ -220,29 +226,16 @@ def with_exact_lengths(ticks: Iterable[RecordedTick]) -> list[RecordedTick]:
     ]
 
 
-def _rows(forecast: LoadForecast) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.frombuffer(forecast.rows, dtype="<f4").reshape(-1, NUM_COLUMNS)
-
-
 def _exact(snapshot: ReplicaSnapshot, last: Mapping[str, float]) -> ReplicaSnapshot:
     forecast = snapshot.forecast
     if forecast is None:
         return snapshot
-    rows = _rows(forecast).copy()
+    rows = rows_of(forecast).copy()
     for index, name in enumerate(forecast.sequence_ids):
         if name in last:
             gained = max(0.0, last[name] - float(rows[index, TOKENS]))
             rows[index, [REMAINING, REMAINING_LOWER, REMAINING_UPPER]] = gained
-    packed = pack(
-        rows,
-        forecast.sequence_ids,
-        grid_s=forecast.grid_s,
-        step_s=snapshot.step_time_s or forecast.base_s,
-        base_s=forecast.base_s,
-        costs=StepCosts(forecast.per_sequence_s, forecast.per_token_s),
-        bytes_per_token=forecast.bytes_per_token,
-        front_share=forecast.front_share,
-    )
+    packed = packed_anew(forecast, rows, snapshot.step_time_s)
     return replace(snapshot, forecast=packed)
 
 

@@ -11,6 +11,9 @@ Paused sequences come first: they stand still until their replica has room again
 delays no other sequence and lets it run at once. They go wherever there is room, whatever that does
 to the balance; of several moves, too, the one that removes the most variance, or adds the least.
 
+Then replicas whose memory is forecast to be full soon are relieved, the soonest first by the
+points of the grid; then the balance counts.
+
 Between depth classes of one model (pools of different depths, or a model that is being resized) a
 second look follows, at all its replicas: who runs out of memory is relieved there where its own
 class has no room, and who is alone in its class is balanced with the others. Strict sequences go
@@ -36,6 +39,7 @@ from numpy.typing import NDArray
 from quadriga.core.migration import MigrationCause, MigrationOrder
 from quadriga.core.replica import DepthClass, ReplicaSnapshot
 from quadriga.policies.ares.cluster import (
+    NEVER_FULL,
     ClusterForecast,
     RoleAssignment,
     Roles,
@@ -74,8 +78,9 @@ def select(
 ) -> list[RoleAssignment]:
     """Choose the moves of one tick, each replica taking part in one at most.
 
-    Those of paused sequences come first, then the best. Ties go to fewer KV tokens, then the
-    longer remaining, then the smallest ids.
+    Those of paused sequences come first, then those of replicas that will be full, the soonest
+    first, then the best. Ties go to fewer KV tokens, then the longer remaining, then the smallest
+    ids.
 
     Args:
         rescues_only: Nothing is moved for balance.
@@ -94,9 +99,10 @@ def select(
     most = max(1, round(settings.moves_share * len(cluster)))
     choices: list[RoleAssignment] = []
     is_paused = cluster.rows[rows, MOVABLE] == PAUSED
-    for of_paused, candidates in ((True, rows[is_paused]), (False, rows[~is_paused])):
-        if not len(candidates) or len(choices) >= most:
-            continue
+    full_at = np.where(is_paused, -1, roles.full_at[cluster.owner[rows]])
+    for at in np.unique(full_at).tolist():
+        if len(choices) >= most:
+            break
         search = Search(
             cluster,
             settings,
@@ -104,8 +110,8 @@ def select(
             weigh,
             roles,
             variance,
-            candidates,
-            of_paused=of_paused,
+            rows[full_at == at],
+            of_paused=at < 0,
             used=[replica for c in choices for replica in (c.source, c.destination)],
         )
         while len(choices) < most and (choice := search.next()) is not None:
@@ -257,7 +263,7 @@ class Rescheduler:
         orders = self._orders(choices, cluster, depth_class, weigh)
         used = _taking_part(orders) | busy
         everyone = np.arange(len(cluster))
-        roles = Roles(everyone, everyone, everyone, np.zeros(len(cluster), dtype=bool))
+        roles = Roles(everyone, everyone, everyone, np.full(len(cluster), NEVER_FULL))
         rows = candidate_rows(cluster, settings, costs, weigh, roles)
         choices = crossings(cluster, pools, settings, rows, busy=used)
         orders += self._orders(choices, cluster, depth_class, weigh, MigrationCause.DEPTH)

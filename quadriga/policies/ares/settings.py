@@ -57,8 +57,8 @@ class AresSettings:
             asked 3/n of it, as one move among many can remove no more.
         memory_limit: Share of a destination's KV memory that its forecast peak may reach.
         memory_horizon_s: Peaks further ahead than this are left to later ticks.
-        rescue_limit: A source whose own peak is forecast above this share is relieved whatever
-            the balance says.
+        rescue_limit: A source that is forecast to be above this share of its own memory
+        rescue_within_s: this soon is relieved whatever the balance says; the soonest first.
         cooldown_s: A sequence is left where it is for this long after a move.
         max_moves: Moves of one sequence in its life.
         moves_share: Moves in one tick, as a share of the replicas; at least one.
@@ -77,6 +77,7 @@ class AresSettings:
     memory_limit: float = 0.9
     memory_horizon_s: float = 100.0
     rescue_limit: float = 0.9
+    rescue_within_s: float = 100.0
     cooldown_s: float = 5.0
     max_moves: int = 2
     moves_share: float = 1 / 32
@@ -93,6 +94,7 @@ class AresSettings:
         _in_range("memory_limit", self.memory_limit, 0.0, 1.0)
         _in_range("memory_horizon_s", self.memory_horizon_s, 0.0, 1e6)
         _in_range("rescue_limit", self.rescue_limit, 0.0, 1.0)
+        _in_range("rescue_within_s", self.rescue_within_s, 0.0, 1e6)
         _in_range("cooldown_s", self.cooldown_s, 0.0, 3600.0)
         _in_range("max_moves", self.max_moves, 0, 1000)
         _in_range("moves_share", self.moves_share, 0.0, 1.0)

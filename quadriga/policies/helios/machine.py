@@ -143,6 +143,8 @@ class Helios:
         match event:
             case ControllerTick():
                 self._tick = event
+                if event.usable_bytes is not None:
+                    self._planner.has_memory(event.usable_bytes)
             case RequestStarted():
                 if event.replica == self._profiled_on():
                     self._profiling.started(now_s)

@@ -37,6 +37,7 @@ class ControllerTick:
         in_flight: Sequences that run on serving decode replicas, and their tokens so far.
         strict: Model → layers that strict requests in flight or waiting may need of it.
         waiting: Prefill replica → layers that strict requests wait for there.
+        usable_bytes: What a decode replica has for weights and KV, where replicas say so.
     """
 
     replicas: Mapping[str, ReplicaReport]
@@ -45,6 +46,7 @@ class ControllerTick:
     in_flight_tokens: int = 0
     strict: Mapping[str, int] = field(default_factory=dict)
     waiting: Mapping[str, int] = field(default_factory=dict)
+    usable_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,12 @@ class Planner:
     ) -> None:
         self._models = {m.id: m for m in candidates}
         self._config, self._device, self._table = config, device, table
+        self._is_named = device.memory_bytes is not None
+
+    def has_memory(self, memory_bytes: int) -> None:
+        """Take in what a decode replica says it has, where no setting named it."""
+        if not self._is_named:
+            self._device = replace(self._device, memory_bytes=memory_bytes)
 
     def worth_loading(self, model_id: str) -> list[int]:
         """Exits that enough tokens would pass, the smallest first; none where full depth must be.

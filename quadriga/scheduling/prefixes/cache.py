@@ -6,10 +6,12 @@ Its key is a hash of its tokens and of the key before it, so equal keys mean equ
         key[i] = blake2b(key[i - 1] + tokens[i · n : (i + 1) · n])
         key[-1]: model, layers, adapter, salt
 
-Only whole blocks of a prompt are kept, which all loaded layers have run: an output token may have
-left early. Kept blocks take no memory from sequences: they lie in what the slots have not promised,
-and go, least recently used first, as soon as it is promised. A block is used no earlier than the
-blocks behind it, so what goes first is the end of a prefix, never its beginning.
+Only whole blocks are kept whose tokens all loaded layers have run: those of prompts, and behind
+them those of an answer that was decoded in the same row, up to the first token that left early. So
+the next turn of a conversation computes neither. Kept blocks take no memory from sequences: they
+lie in what the slots have not promised, and go, least recently used first, as soon as it is
+promised. A block is used no earlier than the blocks behind it, so what goes first is the end of a
+prefix, never its beginning.
 
 Source: the chained hash and the order of eviction are those of vLLM's automatic prefix caching;
 differs: there is one block size a runner, and no block is counted as used between two sequences.
@@ -20,7 +22,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
+from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SequenceState
 from quadriga.interfaces import ModelRunner, SharingRunner
 from quadriga.scheduling.meters import PrefixTotals
@@ -28,6 +32,9 @@ from quadriga.scheduling.prefixes.keys import block_keys
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.rebuild import num_prefill_tokens
+
+MAX_BLANK = 32
+"""Blocks whose memory is touched ahead of their use, at most."""
 
 
 class PrefixCache:
@@ -47,6 +54,7 @@ class PrefixCache:
         self._slots = slots
         self._model = model
         self._blocks: OrderedDict[bytes, object] = OrderedDict()
+        self._blank: list[object] = []
         slots.on_promise = self._make_room
 
     @property
@@ -65,12 +73,15 @@ class PrefixCache:
         is_whole = params.num_prompt_logprobs is not None or params.pooling == "mean"
         if not sequence.block_keys and not is_whole:
             sequence.block_keys = self.keys(state)
-        self._touch(sequence.block_keys)
+        self.touch(sequence.block_keys)
 
     def keys(self, state: SequenceState) -> list[bytes]:
         """The key of every whole block of a prompt."""
+        return self._keys(state, state.prompt_ids)
+
+    def _keys(self, state: SequenceState, tokens: Sequence[int]) -> list[bytes]:
         root = f"{self._model}\0{self._runner.num_layers}\0{state.prefix_salt}"
-        return list(block_keys(state.prompt_ids, self.block_tokens, root))
+        return list(block_keys(tokens, self.block_tokens, root))
 
     def count(self) -> PrefixTotals:
         """The totals as they are now, apart from what comes."""
@@ -85,17 +96,24 @@ class PrefixCache:
         most = (num_prefill_tokens(sequence.state) - 1) // size
         if done % size or done // size >= most:
             return 0
-        first = stop = done // size
-        keys = sequence.block_keys
-        while stop < min(most, len(keys)) and keys[stop] in self._blocks:
-            self._runner.share(sequence.row, stop * size, self._blocks[keys[stop]])
-            stop += 1
-        if stop == first:
-            return 0
-        self._touch(keys[:stop])
-        num_tokens = (stop - first) * size
+        first = done // size
+        num_tokens = self.fill(sequence.row, sequence.block_keys[:most], first)
         self.totals.hits += num_tokens
         return num_tokens
+
+    def fill(self, row: int, keys: Sequence[bytes], first: int = 0) -> int:
+        """Let a row that has its first blocks have those behind them that are there.
+
+        Returns:
+            Their tokens.
+        """
+        size, stop = self.block_tokens, first
+        while stop < len(keys) and keys[stop] in self._blocks:
+            self._runner.share(row, stop * size, self._blocks[keys[stop]])
+            stop += 1
+        if stop > first:
+            self.touch(keys[:stop])
+        return (stop - first) * size
 
     def store(self, sequence: RunningSequence, start: int, stop: int) -> None:
         """Keep the blocks that end in positions (start, stop], which were just computed.
@@ -107,15 +125,42 @@ class PrefixCache:
         first, end = start // size, min(stop // size, len(keys))
         if end <= first or (first and keys[first - 1] not in self._blocks):
             return
-        self._touch(keys[:first])
+        self.touch(keys[:first])
         own = set(keys)
         for i in range(first, end):
             if keys[i] not in self._blocks and not self._keep(sequence, i, own):
                 break
-        self._touch(keys[:end])
+        self.touch(keys[:end])
+
+    def store_answer(self, sequence: RunningSequence) -> None:
+        """Keep the blocks of a sequence that has ended, while its row still has its KV.
+
+        The pass that gave an output token computed the token before it: where all passes up to
+        there went to the last layer, so has that token's KV.
+        """
+        state, num_full = sequence.state, sequence.num_full
+        depth = self._runner.num_layers
+        if not num_full or state.exit_layers[0] < depth:
+            return
+        num_full += sum(1 for _ in takewhile(depth.__eq__, state.exit_layers[1:]))
+        sequence.block_keys = self._keys(state, (state.prompt_ids + state.output_ids)[:num_full])
+        there = sum(1 for _ in takewhile(self._blocks.__contains__, sequence.block_keys))
+        self.store(sequence, there * self.block_tokens, num_full)
+
+    def prepare(self) -> None:
+        """Touch the memory of one block to come, in a step that has nothing else to do.
+
+        The first touch of memory costs several times what a block's copy does.
+        """
+        num_tokens = self.held_tokens + (len(self._blank) + 1) * self.block_tokens
+        if len(self._blank) < MAX_BLANK and num_tokens <= self._room:
+            block = self._runner.blank()
+            if block is not None:
+                self._blank.append(block)
 
     def clear(self) -> None:
         """Let all blocks go."""
+        self._blank.clear()
         while self._blocks:
             self._runner.forget(self._evict())
 
@@ -131,7 +176,7 @@ class PrefixCache:
             free.append(self._evict())
         has_room = self.held_tokens + self.block_tokens <= self._room
         if has_room:
-            over, start = free.pop() if free else None, index * self.block_tokens
+            over, start = (free or self._blank or [None]).pop(), index * self.block_tokens
             kept = self._runner.keep(sequence.row, start, over)
             self._blocks[sequence.block_keys[index]] = kept
         for block in free:
@@ -147,6 +192,8 @@ class PrefixCache:
 
     def _make_room(self) -> None:
         """Let blocks go that lie in what was just promised."""
+        while self._blank and self.held_tokens + len(self._blank) * self.block_tokens > self._room:
+            self._blank.pop()
         while self._blocks and self.held_tokens > self._room:
             self._runner.forget(self._evict())
 
@@ -156,7 +203,7 @@ class PrefixCache:
         self.totals.evicted += self.block_tokens
         return block
 
-    def _touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes]) -> None:
         """These blocks, each behind the one before, are used now."""
         for key in reversed(keys):
             if key in self._blocks:
@@ -164,9 +211,9 @@ class PrefixCache:
 
 
 def find_prefix_cache(
-    runner: ModelRunner, slots: SlotTable, model: str, *, enabled: bool
+    runner: ModelRunner, slots: SlotTable, spec: EngineSpec, enabled: bool
 ) -> PrefixCache | None:
     """The cache of an engine; None where it is off or the runner cannot share KV."""
     if not enabled or not isinstance(runner, SharingRunner):
         return None
-    return PrefixCache(runner, slots, model)
+    return PrefixCache(runner, slots, spec.checkpoint.fingerprint)

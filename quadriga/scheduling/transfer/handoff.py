@@ -54,6 +54,7 @@ class Lease:
 
     Attributes:
         depth: Layers of it that there are here.
+        held_tokens: Positions whose KV was in the row from the start.
         heard_s: When the source last gave a sign of life.
         num_storing: Threads writing a part into the row right now.
         checksums: Of the bytes received, by part index.
@@ -69,6 +70,7 @@ class Lease:
     parts: dict[int, KVPart] = field(default_factory=dict)
     checksums: dict[int, int] = field(default_factory=dict)
     epoch_before: int | None = None
+    held_tokens: int = 0
 
 
 def _locked(
@@ -177,7 +179,7 @@ class LeaseTable:
             raise still_busy(sequence_id)
 
     @_locked
-    def open(self, offer: TransferOffer, row: int, *, now_s: float) -> Lease:
+    def open(self, offer: TransferOffer, row: int, *, now_s: float, held_tokens: int = 0) -> Lease:
         """Enter a lease for a row that is reserved.
 
         Raises:
@@ -185,7 +187,7 @@ class LeaseTable:
         """
         self.check_offer(offer)
         depth = min(offer.depth_class.depth, self._depth_class.depth)
-        lease = Lease(offer, row, depth, now_s)
+        lease = Lease(offer, row, depth, now_s, held_tokens=held_tokens)
         self._leases[offer.transfer_id] = lease
         return lease
 
@@ -239,6 +241,8 @@ class LeaseTable:
             raise _refused(
                 part, f"positions {part.start}..{stop} exceed the {offer.max_total_tokens} reserved"
             )
+        if part.start < lease.held_tokens:  # other rows may share them
+            raise _refused(part, f"{lease.held_tokens} positions were there before")
         if len(part.shape) != 5 or (part.shape[0], part.shape[3]) != (
             part.num_layers,
             part.num_tokens,
@@ -323,7 +327,7 @@ class LeaseTable:
         depth = lease.depth if extents else lease.offer.depth_class.depth
         extents = extents or (KVExtent(0, depth, num_tokens),)
         _verify_extents(lease, extents, depth, num_tokens)
-        gap = _first_gap(lease.parts.values(), extents)
+        gap = _first_gap(lease.parts.values(), extents, lease.held_tokens)
         if gap is not None:
             raise MigrationFailed(
                 f"transfer {transfer_id} lacks layer {gap[0]} from position {gap[1]} on",
@@ -499,15 +503,17 @@ def _verify_extents(lease: Lease, extents: Sequence[KVExtent], depth: int, num_t
         )
 
 
-def _first_gap(parts: Iterable[KVPart], extents: Sequence[KVExtent]) -> tuple[int, int] | None:
-    """(layer, position) of the first KV that no part brought, or None."""
+def _first_gap(
+    parts: Iterable[KVPart], extents: Sequence[KVExtent], held_tokens: int
+) -> tuple[int, int] | None:
+    """(layer, position) of the first KV that was not there and that no part brought, or None."""
     needed = [e.num_tokens for e in extents for _ in range(e.first_layer, e.stop_layer)]
     spans: list[list[tuple[int, int]]] = [[] for _ in needed]
     for part in parts:
         for layer in range(part.first_layer, part.first_layer + part.num_layers):
             spans[layer].append((part.start, part.start + part.num_tokens))
     for layer, pieces in enumerate(spans):
-        covered = 0
+        covered = held_tokens
         for start, stop in sorted(pieces):
             if start > covered:
                 break

@@ -27,7 +27,7 @@ class KVPiece:
     """What goes into one part of a transfer.
 
     Attributes:
-        num_ranges: How many ranges of the feed it joins.
+        num_ranges: How many ranges of the feed it joins, and leaves out before them.
         copies: Their staged copies, in order of layers; None where one is missing.
     """
 
@@ -121,23 +121,35 @@ class KVFeed:
         self._is_complete = True
         self._changed.set()
 
-    async def next(self, index: int) -> KVPiece | None:
+    async def next(self, index: int, held_tokens: int = 0) -> KVPiece | None:
         """What to send from range number `index` on, when it is there; None after the last.
 
         Ranges that wait already are joined as far as they make one part of a sensible size: a
         short prompt goes in one piece, a long one layer group by layer group.
+
+        Args:
+            held_tokens: Positions, from the first on, that the destination has: they are left out.
         """
-        while index >= len(self._ranges):
-            if self._is_complete:
-                return None
-            self._changed.clear()
-            await self._changed.wait()
-        stop = self._end_of_part(index)
-        first, last = self._ranges[index], self._ranges[stop - 1]
+        begin = index
+        while True:
+            while index >= len(self._ranges):
+                if self._is_complete:
+                    return None
+                self._changed.clear()
+                await self._changed.wait()
+            stop = self._end_of_part(index)
+            first, last = self._ranges[index], self._ranges[stop - 1]
+            copies = [self._take_copy(i) for i in range(index, stop)]
+            index, start = stop, max(first.start, held_tokens)
+            if start < first.stop:
+                break
         num_layers = last.first_layer + last.num_layers - first.first_layer
-        span = KVRange(first.first_layer, num_layers, first.start, first.stop)
-        copies = [self._take_copy(i) for i in range(index, stop)]
-        return KVPiece(span, stop - index, None if None in copies else copies)
+        span = KVRange(first.first_layer, num_layers, start, first.stop)
+        if None in copies:
+            return KVPiece(span, stop - begin, None)
+        if start > first.start:
+            copies = [kv[..., start - first.start :, :].contiguous() for kv in copies]
+        return KVPiece(span, stop - begin, copies)
 
     def _end_of_part(self, index: int) -> int:
         """Ranges [index, end) make one part: the same positions, layer after layer."""

@@ -18,8 +18,9 @@ from quadriga.core.forecast import LengthPrediction
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import InvariantViolation
 from quadriga.policies.slot_reservation import AnswerLengths
-from quadriga.scheduling.preemption import choose_return, choose_victim
+from quadriga.scheduling.preemption import choose_return, choose_victim, is_overdue
 from quadriga.scheduling.sequence import RunningSequence
+from quadriga.scheduling.slots import BLOCK_TOKENS
 from quadriga.sim.profiles import CostProfile
 from quadriga.sim.records import Gaps, Happened, MemoryRules, Sequence
 
@@ -46,6 +47,8 @@ class SimulatedDecodeReplica:
         self.paused: dict[int, RunningSequence] = {}
         self.promised: dict[int, int] = {}  # tokens of the sequences on their way here
         self.num_preempted = 0
+        self.num_lowered = 0.0  # tokens that left below their threshold within a budget
+        self._pressure, self._lowers = 0.0, 0.0  # and so many of them in a step now
         self.answers = AnswerLengths()
         self.held_up_s = 0.0  # of the step under way, over a plain one
         self.factor = 1.0  # of the profile's step times, until the next draw
@@ -151,7 +154,7 @@ class SimulatedDecodeReplica:
         self._leave_from_s = math.inf
         self.tokens, self.anchor_s = 0, now_s
         self.work_tokens = self.work = self._log_leaves = 0.0
-        self._num_deep = 0
+        self._num_deep, self._lowers, self._pressure = 0, 0.0, 0.0
         return lost
 
     # Time
@@ -179,6 +182,7 @@ class SimulatedDecodeReplica:
         self._let_join(happened)
         self._preempt(happened)
         self._resume(happened)
+        self._feel_pressure()
         if self.draw_factor is not None and now_s >= self._drawn_s + DRAW_EVERY_S:
             self.factor, self._drawn_s = self.draw_factor(), now_s
         return happened
@@ -235,6 +239,7 @@ class SimulatedDecodeReplica:
         self.anchor_s += self._duration_s(steps)
         self._on_gaps(Gaps(first_s, last_s, steps * num, self.anchor_s))
         self.steps += steps
+        self.num_lowered += steps * self._lowers
         self.tokens += steps * num
         self.work_tokens += steps * self.work
 
@@ -294,6 +299,8 @@ class SimulatedDecodeReplica:
             is_alone = not self.running and not self._joining
             if self.tokens + coming + sequence.tokens + 1 > limit and not is_alone:
                 return
+            if is_overdue(first, self.anchor_s):
+                sequence.stays_until = sequence.tokens + BLOCK_TOKENS
             del self.paused[sequence.index], self._halted[sequence.index]
             if self.rules.on_full == "pause":
                 num_bytes = sequence.tokens * self.profile.kv_bytes_per_token
@@ -310,7 +317,29 @@ class SimulatedDecodeReplica:
             self._put_in(sequence)
             happened.joined[sequence.index] = sequence
 
+    def _feel_pressure(self) -> None:
+        """Lower thresholds as memory fills; looked at where something happens, in quarters.
+
+        Source: `quadriga.scheduling.exits.pressure`, of which this is the mean.
+        """
+        if self.rules.reservation != "used":
+            return
+        capacity = self.profile.kv_capacity_tokens
+        begins = self.rules.admits * capacity
+        over = (self.held_tokens - begins) / max(1.0, capacity - begins)
+        pressure = 1.0 if self._halted else round(4.0 * min(1.0, max(0.0, over))) / 4.0
+        if pressure == self._pressure:
+            return
+        self._pressure = pressure
+        for sequence in self.running.values():
+            if sequence.quality_budget:
+                self._weigh(sequence, -1)
+                sequence.stays = sequence.lowered_stays(pressure)
+                self._weigh(sequence, 1)
+
     def _put_in(self, sequence: Sequence) -> None:
+        if sequence.quality_budget:
+            sequence.stays = sequence.lowered_stays(self._pressure)
         sequence.base = sequence.tokens - self.steps
         self.running[sequence.index] = sequence
         self.tokens += sequence.tokens
@@ -326,6 +355,7 @@ class SimulatedDecodeReplica:
 
     def _weigh(self, sequence: Sequence, sign: int) -> None:
         share = self._share(sequence)
+        self._lowers += sign * (sequence.usual_stays - sequence.stays)
         self.work += sign * share
         self.work_tokens += sign * share * sequence.tokens
         if sequence.stays < 1.0:
@@ -339,7 +369,11 @@ class SimulatedDecodeReplica:
 
     def _candidate(self, sequence: Sequence) -> RunningSequence:
         return RunningSequence(
-            self._state(sequence), since_s=self.anchor_s, num_pauses=sequence.num_pauses
+            self._state(sequence),
+            since_s=self.anchor_s,
+            num_tokens=sequence.base + self.steps,
+            num_pauses=sequence.num_pauses,
+            stays_until=sequence.stays_until,
         )
 
     def _state(self, sequence: Sequence) -> SequenceState:

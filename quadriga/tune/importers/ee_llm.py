@@ -12,6 +12,10 @@ attention it adds an MLP of its own (`layers.I.mlp.branch.*`, behind the layer's
 of the layer's (`layers.I.mlp.trunk.*`). No state between layers is that one, so the backbone is
 written anew with those layers divided (`split_layers`).
 
+A file holds more than that: the optimizer, states of random generators (numpy's among them), and
+enums of Megatron's in `args`. What is neither a tensor nor a plain value is not made: in its place
+is an `Unread`, and no code of numpy, of Megatron or of the file runs.
+
 Source: pan-x-c/EE-LLM: `megatron/checkpointing.py`, `megatron/model/transformer.py`
 (EarlyExitTransformerLayer), `megatron/model/language_model.py`, `tools/checkpoint/`.
 """
@@ -19,23 +23,45 @@ Source: pan-x-c/EE-LLM: `megatron/checkpointing.py`, `megatron/model/transformer
 from __future__ import annotations
 
 import argparse
-import pickle
 import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from quadriga.checkpoint.exits import ExitSpec
 from quadriga.checkpoint.folder import Checkpoint
+from quadriga.checkpoint.json_files import GARBLED
 from quadriga.errors import ConfigError
 from quadriga.tune.importers.split_layers import split_depths
 
 LATEST = "latest_checkpointed_iteration.txt"
 RANK_FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
+_UNREAD = re.compile(r"(megatron|numpy)\..+")
+_DAMAGED = (
+    *GARBLED,
+    OSError,
+    RuntimeError,
+    UnpicklingError,
+    EOFError,
+    AssertionError,
+    struct.error,
+)
+
+
+class Unread:
+    """In the place of a value that the file would have to run code for; it holds nothing of it."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +90,14 @@ def read_ee_llm(root: Path, checkpoint: Checkpoint) -> MegatronExits:
     """
     ranks = {place: _load(file) for place, file in sorted(_files(root).items())}
     said = ranks[min(ranks)]["args"]
-    numbers = sorted(int(number) for number in getattr(said, "exit_layer_nums", []) or [])
+    try:
+        numbers = sorted(int(number) for number in getattr(said, "exit_layer_nums", None) or [])
+        num_layers = int(said.num_layers)
+    except (AttributeError, TypeError, ValueError) as exc:
+        raise ConfigError(
+            f"--import: the args of {root} do not say num_layers and exit_layer_nums: {exc}",
+            param="import",
+        ) from exc
     if getattr(said, "use_exit_block", False):
         raise ConfigError(
             f"--import: the exits of {root} are transformer layers with KV of their own "
@@ -73,11 +106,10 @@ def read_ee_llm(root: Path, checkpoint: Checkpoint) -> MegatronExits:
         )
     has_mlp = bool(getattr(said, "use_exit_mlp", False))
     stages = 1 + max(stage for _, stage in ranks)
-    per_stage = int(said.num_layers) // stages
-    if int(said.num_layers) != checkpoint.num_layers:
+    per_stage = num_layers // stages
+    if num_layers != checkpoint.num_layers:
         raise ConfigError(
-            f"--import: {root} has {said.num_layers} layers, {checkpoint.id} "
-            f"{checkpoint.num_layers}",
+            f"--import: {root} has {num_layers} layers, {checkpoint.id} {checkpoint.num_layers}",
             param="import",
         )
     has_norm = bool(getattr(said, "use_exit_norm", False))
@@ -110,6 +142,8 @@ def read_ee_llm(root: Path, checkpoint: Checkpoint) -> MegatronExits:
             raise ConfigError(
                 f"--import: {root} lacks {exc} of the exit at layer {number}", param="import"
             ) from exc
+    if odd := [name for name, t in tensors.items() if not isinstance(t, torch.Tensor)]:
+        raise ConfigError(f"--import: {odd[0]} of {root} is no tensor", param="import")
     if has_mlp:
         spec = ExitSpec(tuple(depths), "mlp", has_norm=has_norm, own_head=True)
         return MegatronExits(spec, tensors, tuple(numbers))
@@ -183,15 +217,23 @@ def _files(root: Path) -> dict[tuple[int, int], Path]:
 
 
 def _load(file: Path) -> Mapping[str, Any]:
-    """One rank's file, as tensors, plain values and a namespace. Raises: ConfigError."""
+    """The args and the model in one rank's file; the rest is not brought into memory.
+
+    Raises:
+        ConfigError: It is damaged, or names anything that is neither a tensor, a plain value, a
+            namespace, nor of Megatron or numpy.
+    """
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
-            found: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as exc:
+            foreign = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+            stubs: list[Any] = [(Unread, name) for name in foreign if _UNREAD.fullmatch(name)]
+            with torch.serialization.safe_globals(stubs):
+                found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except _DAMAGED as exc:
         raise ConfigError(
             f"--import: {file} cannot be read without running code from it: "
-            f"{str(exc).splitlines()[0]:.300}; save it again with args as an argparse.Namespace of "
-            "plain values",
+            f"{(str(exc) or repr(exc)).splitlines()[0]:.300}; save it again with args as an "
+            "argparse.Namespace of plain values",
             param="import",
         ) from exc
     if not (
@@ -200,4 +242,4 @@ def _load(file: Path) -> Mapping[str, Any]:
         and isinstance(found.get("model"), Mapping)
     ):
         raise ConfigError(f"--import: {file} holds no args and model of Megatron", param="import")
-    return found
+    return {"args": found["args"], "model": found["model"]}

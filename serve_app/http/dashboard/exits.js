@@ -16,7 +16,8 @@ const Exits = (() => {
       const then = before?.exits?.[name];
       const grown = (value, old) => Math.max(0, old === undefined || value < old ? value : value - old);
       if (!found.has(where)) found.set(where, {
-        tokens: new Map(), uses: [], breaches: 0, early: 0, stays: 0, drafted: 0, accepted: 0,
+        tokens: new Map(), uses: [], breaches: 0, lowered: 0, early: 0, stays: 0, drafted: 0, accepted: 0,
+        depths: new Map(),
       });
       const sum = found.get(where);
       for (const [layer, value] of Object.entries(now.tokens)) {
@@ -25,6 +26,12 @@ const Exits = (() => {
       }
       sum.uses.push(now.uses ?? {});
       sum.breaches += grown(now.breaches, then?.breaches);
+      sum.lowered += grown(now.lowered ?? 0, then?.lowered);
+      for (const [tenth, values] of Object.entries(now.depths ?? {})) {
+        const all = sum.depths.get(tenth) ?? { tokens: 0, expected: 0, run: 0 };
+        for (const name of Object.keys(all)) all[name] += grown(values[name], then?.depths?.[tenth]?.[name]);
+        sum.depths.set(tenth, all);
+      }
       sum.early += grown(now.involuntary_exits, then?.involuntary_exits);
       sum.stays += grown(now.involuntary_stays, then?.involuntary_stays);
       sum.drafted += grown(now.drafted ?? 0, then?.drafted);
@@ -44,6 +51,13 @@ const Exits = (() => {
           mean_depth: total ? bars.reduce((s, [layer, n]) => s + layer * n, 0) / total : null,
           breach_share: total ? sum.breaches / total : null,
           breaches: sum.breaches,
+          lowered: sum.lowered,
+          depths: [...sum.depths.entries()].filter(([, d]) => d.tokens > 0).sort(([a], [b]) => a - b).map(([, d]) => ({
+            tokens: d.tokens,
+            expected: d.expected / d.tokens,
+            run: d.run / d.tokens,
+            share: bars.length ? d.run / d.tokens / bars[bars.length - 1][0] : 0,
+          })),
           involuntary_exits: sum.early,
           involuntary_stays: sum.stays,
           drafted: sum.drafted,
@@ -90,6 +104,7 @@ const Exits = (() => {
     const deepest = c.bars.length ? c.bars[c.bars.length - 1].layer : null;
     const parts = c.mean_depth === null ? [] : [`mean depth ${c.mean_depth.toFixed(1)} of ${deepest}`];
     if (c.breaches) parts.push(`below their threshold ${View.count(c.breaches)} (${View.percent(c.breach_share)})`);
+    if (c.lowered) parts.push(`below it within their quality budget ${View.count(c.lowered)}`);
     if (c.involuntary_stays) parts.push(`carried on with their batch ${View.count(c.involuntary_stays)}`);
     if (c.drafted) parts.push(`drafted ${View.count(c.drafted)}, of which ${View.percent(c.accepted / c.drafted)} agreed`);
     if (c.involuntary_exits) parts.push(`pushed out early ${View.count(c.involuntary_exits)}`);

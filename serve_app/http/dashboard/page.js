@@ -110,6 +110,14 @@
     ]);
   }
 
+  function depthRow(d) {
+    return node("div", null, { class: "exit" }, [
+      node("span", `${d.expected.toFixed(1)} ahead`, { title: "layers a token that were expected" }),
+      bar(d.share),
+      node("span", `ran ${d.run.toFixed(1)} · ${View.count(d.tokens)}`),
+    ]);
+  }
+
   /** Of the last seconds, or since the start where no token came in them; says if there is any. */
   function showExits(view) {
     const before = past[0];
@@ -120,7 +128,7 @@
       ? `tokens of the last ${Math.round(view.at_unix_s - before.at_unix_s)} s`
       : "tokens since the start";
     const blocks = classes.map((c) =>
-      node("div", null, {}, [node("h3", c.name), ...c.bars.map(exitRow), node("p", Exits.notes(c), { class: "hint" })]),
+      node("div", null, {}, [node("h3", c.name), ...c.bars.map(exitRow), node("p", Exits.notes(c), { class: "hint" }), ...c.depths.map(depthRow)]),
     );
     at("exits").replaceChildren(...blocks);
     at("exits-panel").hidden = !blocks.length;
@@ -143,6 +151,10 @@
     charts.forEach((data, k) => Draw.chart(at("charts").children[k], data, pointAt));
   }
 
+  function placeRow(place) {
+    return node("div", null, { class: "place" }, [node("span", place.name), bar(place.share), node("span", place.text)]);
+  }
+
   function showMoves(view) {
     const rows = View.moves(view).map((m) =>
       node("tr", null, {}, [
@@ -150,7 +162,7 @@
         cell("sequence", [m.sequence], { title: m.sequence_id }),
         cell("way", [`${m.from} → ${m.to}`]),
         cell("cause", [m.cause]),
-        cell("why", [m.why], { class: "wrap" }),
+        cell("why", [m.why, ...m.places.map(placeRow)], { class: "wrap" }),
         cell("came to", [marked(m.result)], { class: "wrap" }),
       ]),
     );

@@ -191,8 +191,11 @@ const View = (() => {
       return `${from} was busier than ${to}; the move takes away ${percent(move.gain)} of the imbalance between their class's replicas (${size}).`;
     }
     if (move.cause === "memory") {
-      return `The memory of ${from} was forecast to fill; ${to} has room (${size}).`;
+      const soon = move.explanation?.full_s;
+      const when = soon === null || soon === undefined ? "" : ` in ${seconds(soon)}`;
+      return `The memory of ${from} was forecast to fill${when}; ${to} has room (${size}).`;
     }
+    if (move.cause === "escalate") return `It is strict, and ${from} lacks layers that it needs; ${to} has them (${size}).`;
     if (move.cause === "depth") {
       return `${to} runs sequences of about its depth; apart, tokens take ${percent(move.gain)} less time by the model (${size}).`;
     }
@@ -213,6 +216,15 @@ const View = (() => {
     return { level, mark: level === "bad" ? "■" : "▲", text: `${report.outcome}${reason}` };
   }
 
+  /** Where a move might have gone, the chosen replica first: the memory there ahead, and words. */
+  function places(move) {
+    return (move.explanation?.destinations ?? []).map((place, k) => ({
+      name: `${k ? "" : "→ "}${short(place.name)}`,
+      share: place.memory_share,
+      text: `KV ahead ${percent(place.memory_share)} · work ${place.work.toFixed(2)} → ${place.work_after.toFixed(2)} · imbalance ${percent(-place.gain)}`,
+    }));
+  }
+
   /** Moves, the newest first. */
   function moves(view) {
     return [...(view.recent ?? [])].reverse().map((move) => ({
@@ -224,6 +236,7 @@ const View = (() => {
       to: short(move.destination),
       cause: move.cause,
       why: why(move),
+      places: places(move),
       result: result(move),
     }));
   }

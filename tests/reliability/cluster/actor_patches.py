@@ -222,7 +222,15 @@ def digest(actor: Any) -> None:
 
 
 def reschedule(scheduler: Any, is_on: bool) -> None:
-    """Let the scheduler move running sequences, or not, until it is configured anew."""
-    governor = scheduler._rescheduling.governor
-    ares = governor.config.ares.model_copy(update={"mode": "ares" if is_on else "off"})
-    governor.configure(governor.config.model_copy(update={"ares": ares}))
+    """Let the scheduler place and move by forecast, or place by least work and move nothing, until
+    it is configured anew."""
+    config = scheduler._config
+    section = config.scheduler.model_copy(
+        update={
+            "ares": config.scheduler.ares.model_copy(update={"mode": "ares" if is_on else "off"}),
+            "placement": "ares" if is_on else "least_work",
+        }
+    )
+    scheduler._config = config.model_copy(update={"scheduler": section})
+    scheduler._rescheduling.configure(scheduler._config)
+    scheduler._placement = scheduler._make_placement()

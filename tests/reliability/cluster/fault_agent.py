@@ -18,9 +18,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from actors.rpc.lifecycle import controller_name, parse_replica_name, scheduler_name
+from actors.rpc.lifecycle import controller_name, scheduler_name
 from actors.rpc.ray_rpc import NAMESPACE, call, forget_actor, get_actor, remember_handle
 from quadriga.config.loader import QuadrigaConfig
+from quadriga.control.replica_names import parse_replica_name
 from quadriga.core.migration import MigrationCause, MigrationOrder, MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, ResizeReport, Role
 from quadriga.errors import QuadrigaError

@@ -134,6 +134,10 @@ class Tally:
             self.duplicated += any(f.kind is FaultKind.DUPLICATE for f in verdict.faults)
             self._keep(f"{answer.name}: {'; '.join(str(f) for f in verdict.faults[:2])}")
             return
+        if answer.num_breaches and answer.spec.extra.get("exit_policy") == "strict":
+            self.failed += 1
+            self._keep(f"{answer.name} is strict: {answer.num_breaches} tokens below its threshold")
+            return
         self.ok += 1
         self.rebuilt += answer.num_rebuilds > 0
         self.tokens += len(answer.token_ids)

@@ -72,6 +72,11 @@ class StreamAnswer:
         return int((self.verdict.extension or {}).get("rebuilds", 0))
 
     @property
+    def num_breaches(self) -> int:
+        """Tokens below their threshold, as its usage says."""
+        return int((self.verdict.extension or {}).get("breaches", 0))
+
+    @property
     def first_token_s(self) -> float:
         """When its first token came; infinite where none did."""
         choices = self.verdict.choices

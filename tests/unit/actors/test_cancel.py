@@ -85,7 +85,7 @@ class Decode(DecodeReplica):
         self.migrations = Migrations(self, RpcBatcher(unanswered))
         self.closed_leases: list[str] = []
         self.receiver: Any = SimpleNamespace(cancel=self._close_lease)
-        self.spans: Any = SimpleNamespace(begin=lambda *_: None, end=lambda *_: None)
+        self.spans: Any = SimpleNamespace(begin=lambda *_: None, end=lambda *_, **__: None)
         self.told: list[tuple[str, EngineOutput]] = []
         self.mail: Any = SimpleNamespace(
             expect=lambda _: None, put=self.told.extend, drop=lambda _: None

@@ -12,7 +12,7 @@ import pytest
 
 from actors.kv_transfer.handoff_sender import OutgoingTransfer
 from quadriga.checkpoint.exits import ExitParams
-from quadriga.core.kv import TransferOffer
+from quadriga.core.kv import Accepted, TransferOffer
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.scheduling.transfer.handoff import LeaseState
@@ -52,7 +52,7 @@ def transfer() -> OutgoingTransfer:
         transport="gloo",
         lease_s=30.0,
     )
-    info = ReplicaInfo("b", Role.DECODE, CLASS, "n", "i", 8, 4096)
+    info = Accepted(ReplicaInfo("b", Role.DECODE, CLASS, "n", "i", 8, 4096))
     peer: Any = Peer()
     return OutgoingTransfer(offer, info, peer, peer, 5.0)
 

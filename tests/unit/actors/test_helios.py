@@ -22,7 +22,7 @@ from quadriga.checkpoint.folder import ASSETS
 from quadriga.clock import ManualClock
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.config.resolve import Hardware, resolve
-from quadriga.control.helios_setup import set_up
+from quadriga.control.helios_setup import set_up, with_a_choice
 from quadriga.control.replica_record import ParkedSequence, ReplicaLoad, ReplicaStatus, place_name
 from quadriga.control.strict_requests import escalations
 from quadriga.core.migration import MigrationReport
@@ -485,7 +485,7 @@ def test_a_catalogue_without_the_model_that_is_named_is_refused(
         Stand(monkeypatch, **{"helios.models": ["quadriga-l"]})
 
 
-def test_a_catalogue_with_nothing_to_choose_is_refused(
+def test_where_a_catalogue_has_nothing_to_choose_helios_stands_aside_or_is_refused_if_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "alone"
@@ -494,6 +494,17 @@ def test_a_catalogue_with_nothing_to_choose_is_refused(
         (folder / file).unlink()
     with pytest.raises(ConfigError, match=r"nothing to choose.*alone.*set it to false"):
         Stand(monkeypatch, model=str(folder), **{"helios.catalogue": str(tmp_path)})
+    named = {"model": str(folder), "helios.catalogue": str(tmp_path)}
+    asked = load_config(named | {"helios.enabled": True})
+    assert with_a_choice(asked) is asked, "who asks for it is told"
+    assert not with_a_choice(load_config(named)).helios.enabled
+    shutil.copytree(ASSETS / "quadriga-s", tmp_path / "another")
+    for config in (
+        load_config(named),
+        load_config(named | {"model": "quadriga-l"}),
+        load_config(named | {"helios.catalogue": str(tmp_path / "missing.yaml")}),
+    ):
+        assert with_a_choice(config) is config
 
 
 def test_helios_is_on_where_a_catalogue_is_named(tmp_path: Path) -> None:
@@ -717,3 +728,38 @@ async def test_the_next_controller_keeps_what_scaling_added(
     leaving.status = replace(leaving.status, is_draining=True)
     stand.again()
     assert stand.decode_places == {0, 2}, "one that drains is no place to fill"
+
+
+async def test_on_a_gpu_a_resize_is_carried_out_as_a_switch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand = Stand(monkeypatch)
+    for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
+        stand.add(key, S8)
+    control = stand.control
+    specs = control.operator.setup.specs
+    for key, spec in specs.items():
+        specs[key] = replace(spec, engine=replace(spec.engine, device="cuda"))
+    control.operator.carry_out(Resize(1, "decode:0", S4, 500.0, "why"))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not stand.of("resize"), "the engine would refuse it"
+    assert control.pools.specs()[DECODE].engine.depth_class == S4
+    assert control.operator.under_way is not None
+    assert control.operator.under_way.order == Switch(1, "decode:0", S4, 500.0, "why")
+
+
+async def test_what_a_gpu_has_is_known_from_its_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(monkeypatch)
+    for key, usable in ((PREFILL, 1), (DECODE, 5 << 30), (SCOUT_D, 1)):
+        member = stand.add(key, S8)
+        assert member.status is not None
+        info = replace(member.status.info, usable_bytes=usable)
+        member.status = replace(member.status, info=info)
+    planner = stand.control.operator.machine._planner
+    named = planner._device.memory_bytes
+    await stand.tick()
+    assert named is not None and planner._device.memory_bytes == named, "a setting comes first"
+    planner._is_named = False  # as where the setting is `auto`
+    await stand.tick()
+    assert planner._device.memory_bytes == 5 << 30

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from actors.kv_transfer.migration import MAX_OUTGOING, Migration, Migrations
-from actors.rpc.ray_rpc import call
+from actors.rpc.lifecycle import scheduler_name
 from actors.rpc.rpc_batcher import Caller, RpcBatcher
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.clock import ManualClock
@@ -144,12 +144,16 @@ class Engine:
         return command(self)
 
 
+async def unheard(name: str, method: str, *args: object, timeout_s: float) -> None:
+    """A call whose answer nobody needs."""
+
+
 class Replica:
     """The source, and the plan for what its transfers meet."""
 
     name = "source"
 
-    def __init__(self, calls: Caller = call, **fails: list[QuadrigaError]) -> None:
+    def __init__(self, calls: Caller = unheard, **fails: list[QuadrigaError]) -> None:
         self.clock = ManualClock()
         self.runner = TensorRunner(4)
         self.loop = DecodeLoop(
@@ -168,6 +172,7 @@ class Replica:
         self.their_depth = CLASS.depth
 
         class Config:
+            name = "app"
             deterministic = False
 
             class transport:
@@ -297,6 +302,30 @@ async def test_orders_that_cannot_be_followed(changes: dict[str, Any], reason: s
     assert replica.told == []
     assert replica.metrics.counted == [report]
     assert replica.goes_on()
+
+
+@pytest.mark.parametrize("cause", list(MigrationCause))
+async def test_the_scheduler_hears_what_came_of_orders_that_others_gave(
+    cause: MigrationCause,
+) -> None:
+    told: list[tuple[object, ...]] = []
+
+    async def heard(name: str, method: str, *args: object, timeout_s: float) -> object:
+        told.append((name, method, *args))
+        return None
+
+    replica = Replica(heard)
+    replica.take()
+    report = await replica.migrate(cause=cause)
+    await asyncio.sleep(0)
+    told = [args for args in told if args[1] == "moved"]
+    if cause in (MigrationCause.DRAIN, MigrationCause.ESCALATE):
+        ((scheduler, _, order, said),) = told
+        assert scheduler == scheduler_name("app")
+        assert isinstance(order, MigrationOrder) and order.cause is cause
+        assert said == report
+    else:
+        assert not told
 
 
 async def test_a_paused_sequence_moves_out_of_host_memory() -> None:

@@ -16,7 +16,7 @@ from actors.kv_transfer.sequence_handoff import PrefillHandoff
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from quadriga.clock import SystemClock
 from quadriga.config.loader import load_config
-from quadriga.core.kv import KVPart, ResumePoint, TransferOffer
+from quadriga.core.kv import Accepted, KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.core.routing import PlaceRequest, ReportOptions
@@ -148,9 +148,9 @@ class Peer(BatchedCalls):
         self.joined: list[int] = []
         self.receiver = HandoffReceiver(CLASS, self, SystemClock(), ["local"])
 
-    async def reserve(self, offer: TransferOffer) -> ReplicaInfo:
+    async def reserve(self, offer: TransferOffer) -> Accepted:
         await self.receiver.reserve(offer)
-        return ReplicaInfo(self.name, Role.DECODE, CLASS, "", self.name, 8, 512)
+        return Accepted(ReplicaInfo(self.name, Role.DECODE, CLASS, "", self.name, 8, 512))
 
     async def commit(
         self,
@@ -164,8 +164,8 @@ class Peer(BatchedCalls):
     async def abort(self, transfer_id: str) -> LeaseState | None:
         return await self.receiver.abort(transfer_id)
 
-    async def reserve_row(self, *_: Any) -> int:
-        return 0
+    async def reserve_row(self, *_: Any) -> tuple[int, int]:
+        return 0, 0
 
     async def release_row(self, sequence_id: str) -> None:
         pass

@@ -67,7 +67,10 @@ class Prefill(PrefillReplica):
         )
         self.sender: Any = None
         self.mail: Any = SimpleNamespace(expect=lambda _: None)
-        self.spans: Any = SimpleNamespace(begin=lambda *_: None, end=lambda *_: None)
+        self.spanned: list[dict[str, Any]] = []
+        self.spans: Any = SimpleNamespace(
+            begin=lambda *_: None, end=lambda *_, **attributes: self.spanned.append(attributes)
+        )
         self.sequences = {}
         self._handed_off = OrderedDict()
         self._tasks = set()
@@ -118,6 +121,18 @@ async def test_a_sequence_handed_over_leaves_the_table_and_a_late_cancellation_f
     assert (replica.loop.released, replica.staging.held_bytes) == (["s"], 0)
     await replica.cancel(["s"], "i")
     assert replica.cancelled_at == [("d0", "s")]
+
+
+async def test_the_span_of_a_prompt_says_how_much_was_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica = Prefill()
+    await replica.begin(monkeypatch)
+    sequence = replica.sequences["s"]
+    sequence.num_cached = 64
+    replica._take_outputs([(sequence, EngineOutput("s", 0, 0, [7], finish=FinishReason.STOP))])
+    await replica.settle()
+    assert replica.spanned[0] == {"quadriga.cached_tokens": 64}
 
 
 async def test_a_failed_hand_off_ends_the_sequence_once(monkeypatch: pytest.MonkeyPatch) -> None:

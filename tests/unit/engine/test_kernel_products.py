@@ -1,4 +1,4 @@
-"""Products with rounded weights: on every unit of a CPU they are what plain torch says."""
+"""Products with weights of every form: on every unit of a CPU they are what plain torch says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ UNITS = {
     "native": ["-march=native"],
 }
 FORMS = (Form.INT8, Form.BFLOAT16_PAIRS)
-COUNTS = [*range(1, 10), 17, 48]
+STORED = (Form.FLOAT32, Form.BFLOAT16, Form.FLOAT16, Form.Q8_0, Form.Q4_0, Form.Q4_1)
+COUNTS = [*range(1, 10), 12, 16, 17, 24, 32, 48]
 """Tokens: each number has other tiles."""
 SOURCE = """
 #include "matrix.h"
@@ -40,6 +41,12 @@ extern "C" void product(int64_t form, int64_t m, int64_t n, int64_t k, const flo
         round_row<Form>(x + i * k, k, rounded.data() + i * input_bytes<Form>(k));
       matmul(form, m, n, k, Input{rounded.data(), input_bytes<Form>(k)}, w, out, n);
     }
+#ifdef STORED
+    else {
+      const auto bytes = reinterpret_cast<const uint8_t*>(x);
+      matmul(form, m, n, k, Input{bytes, k * int64_t{4}}, w, out, n);
+    }
+#endif
   });
 }
 extern "C" void row(int64_t form, const uint8_t* w, int64_t id, int64_t k, float* out) {
@@ -63,6 +70,17 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
         _compile([*flags, "-shared", "-o", str(target), str(folder / "products.cpp")])
         found[unit] = ctypes.CDLL(str(target))
     return found
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The products with forms that files have, as compiled for this CPU."""
+    folder = tmp_path_factory.mktemp("stored")
+    (folder / "products.cpp").write_text(SOURCE)
+    target = folder / "stored.so"
+    flags = [*UNITS["native"], "-DSTORED", "-shared"]
+    _compile([*flags, "-o", str(target), str(folder / "products.cpp")])
+    return ctypes.CDLL(str(target))
 
 
 def _compile(arguments: list[str]) -> None:
@@ -99,7 +117,13 @@ def matrix_of(form: Form, num_rows: int, columns: int) -> tuple[Matrix, torch.Te
     assert width is not None
     stored = form.stored_rows(num_rows)
     matrix = Matrix(form, torch.zeros(stored, width, dtype=form.dtype), stored - num_rows)
-    matrix.fill(numbers)
+    if form.block is None:
+        matrix.fill(numbers)
+    else:  # bytes of any weights, behind scales that are numbers
+        matrix.rows.random_(256)
+        blocks = matrix.rows.view(num_rows, -1, form.block.num_bytes)
+        scales = torch.rand(*blocks.shape[:2], form.block.num_scales).half().view(torch.uint8)
+        blocks[..., : scales.shape[-1]] = scales
     return matrix, numbers
 
 
@@ -124,14 +148,30 @@ def test_a_result_depends_on_its_own_row_alone(
     libraries: dict[str, ctypes.CDLL], form: Form
 ) -> None:
     torch.manual_seed(3)
-    matrix, _ = matrix_of(form, 221, 92)
-    x = torch.randn(max(COUNTS), 92)
+    matrix, _ = matrix_of(form, 221, 96)
+    x = torch.randn(max(COUNTS), 96)
     for unit, library in libraries.items():
         alone = torch.cat([product(library, matrix, x[i : i + 1]) for i in range(len(x))])
         for count in COUNTS:
             assert torch.equal(product(library, matrix, x[:count]), alone[:count]), (unit, count)
         half = product(library, matrix[96:192], x[:5])
         assert torch.equal(half, alone[:5, 96:192]), unit
+
+
+@pytest.mark.parametrize("form", STORED, ids=lambda f: f.name)
+def test_products_with_stored_weights_are_those_of_torch_and_depend_on_their_row_alone(
+    stored: ctypes.CDLL, form: Form
+) -> None:
+    torch.manual_seed(form)
+    matrix, _ = matrix_of(form, 37, 160)
+    x = torch.randn(max(COUNTS), 160)
+    wanted = matrix.linear(x)
+    alone = torch.cat([product(stored, matrix, x[i : i + 1]) for i in range(len(x))])
+    assert (alone - wanted).abs().max() < 2e-6 * wanted.abs().max()
+    for count in COUNTS:
+        assert torch.equal(product(stored, matrix, x[:count]), alone[:count]), count
+        part = product(stored, matrix[5:18], x[:count])
+        assert torch.equal(part, alone[:count, 5:18]), count
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from loadgen.checker import AnswerChoice, FaultKind, Outcome, Verdict, Write
 from loadgen.report.metrics import (
@@ -14,6 +17,7 @@ from loadgen.report.metrics import (
     tpot_s,
     ttft_s,
 )
+from loadgen.report.run_report import print_summary
 from loadgen.report.timeline import running_requests
 from loadgen.runner import Record, RunResult
 from tests.unit.loadgen.conftest import make_spec
@@ -111,6 +115,20 @@ def test_summary() -> None:
     assert summary.lag.max == 0.5 and summary.generator_is_slow
     assert summary.generator_cpu_share == pytest.approx(0.05)
     assert summary.tokens_per_write == 1.0
+
+
+def test_tokens_are_counted_by_the_layers_they_ran() -> None:
+    """Of requests that passed; a service may not tell, and a request then counts for nothing."""
+    silent, failed = record((1.0, 1)), record(outcome=Outcome.FAILED)
+    failed.verdict.extension = {"exits": {"2": 50}}
+    told = [record((1.0, 1)), record((1.0, 1))]
+    told[0].verdict.extension = {"exits": {"10": 3, "2": 1}}
+    told[1].verdict.extension = {"exits": {"10": 4}}
+    summary = summarise(result(silent, failed, *told), LoadSlo())
+    assert list(summary.exits.items()) == [(2, 1), (10, 7)]
+    console = Console(record=True, width=120, file=io.StringIO())
+    print_summary(console, summary, "run")
+    assert "2: 12.5%, 10: 87.5%" in console.export_text()
 
 
 def test_nothing_passed_gives_no_figures() -> None:

@@ -108,6 +108,7 @@ def test_simulate_a_trace(trace: Path, tmp_path: Path, capsys: Any) -> None:
     assert line["experiment"] == "simulate"
     assert set(line["headline"]) == {
         "wall_s", "goodput", "makespan_goodput", "good_share", "p99_tpot_s",
+        "lowered_tokens",
     }  # fmt: skip
     assert line["summary"]["failures"] == {}
     assert line["commit"]
@@ -382,11 +383,11 @@ def test_a_point_that_fails_leaves_the_others_results(
     assert main([*words, "--trace", str(good), str(bad)]) == 1
     printed = capsys.readouterr()
     line = last_line(printed.out)
-    assert (line["points"], line["failed_points"]) == (2, 2)
+    assert (line["points"], line["failed_points"]) == (4, 4)
     assert "bad" in printed.err and "all rows arrive at once" in printed.err
     assert "nan" not in printed.out
     lines = [json.loads(text) for text in (tmp_path / "ares.jsonl").read_text().splitlines()]
-    assert sorted("fault" in one for one in lines) == [False, False, True, True]
+    assert sum("fault" in one for one in lines) == 4 and len(lines) == 8
 
 
 def test_the_headline_has_its_keys(outcomes: list[ares_points.PointResult]) -> None:
@@ -418,43 +419,152 @@ def test_transfers_weigh_more_on_faster_devices_and_slower_links() -> None:
     assert share("h800-7b", 10.0, precopy=True) < 0.5
 
 
-def test_every_part_has_points_and_quick_has_fewer() -> None:
+def points_of(*words: str) -> list[ares_points.SimPoint]:
+    """The points of every part under the command's words."""
     parser = argparse.ArgumentParser()
     ares.add_arguments(parser)
-    full, quick = parser.parse_args([]), parser.parse_args(["--quick"])
-    for part in ("rates", "bandwidth", "sizes", "settings", "overload", "below"):
-        points = ares_points.POINTS[part]
-        assert 0 < len(points(quick)) < len(points(full))
-        assert len({p.policy for p in points(full)}) >= 1
+    args = parser.parse_args(list(words))
+    return [p for part in args.part for p in ares_points.POINTS[part](args)]
+
+
+def test_quick_compares_the_same_policies_sizes_loads_and_caches_in_shorter_runs() -> None:
+    def compared(points: list[ares_points.SimPoint]) -> set[tuple[object, ...]]:
+        return {
+            (
+                p.part, p.x, p.workload, p.rate, p.policy, p.settings, p.grid,
+                replace(p.config, seed=0),
+            )
+            for p in points
+        }  # fmt: skip
+
+    full, quick = points_of(), points_of("--quick")
+    assert compared(full) == compared(quick)
+    assert len(quick) == len(compared(quick)), "one run of each"
+    assert sum(p.duration_s for p in quick) < 0.3 * sum(p.duration_s for p in full)
+    parts = {p.part.split(",")[0] for p in quick}
+    assert parts == {
+        "vllm", "own", "lockstep", "overload", "below", "sharegpt", "alpaca", "bandwidth", "sizes",
+        "settings",
+    }  # fmt: skip
+    assert len(points_of("--part", "hardware")) == 0, "arithmetic"
+
+
+def test_all_policies_of_a_point_are_run_for_equally_long() -> None:
+    for points in (points_of(), points_of("--quick")):
+        runs: dict[tuple[str, float | str, int], set[tuple[float, float, int]]] = {}
+        for p in points:
+            key = (p.part, p.x, p.config.num_decode)
+            runs.setdefault(key, set()).add((p.duration_s, p.warm_up_s, p.config.num_decode))
+        assert {len(found) for found in runs.values()} == {1}
+        assert {p.config.num_decode for p in points if p.part == "overload"} == {3, 12, 64}
+
+
+def made(
+    one: ares_points.PointResult,
+    part: str,
+    x: float,
+    policy: str,
+    *,
+    good: float = 1.0,
+    good_per_s: float = 0.1,
+    p99_s: float = 0.02,
+    wait_s: float = math.nan,
+) -> ares_points.PointResult:
+    """A result of another point with these figures."""
+    summary = replace(
+        one.summary,
+        good_share=good,
+        num_requests=200,
+        room_wait=replace(one.summary.room_wait, max_s=wait_s),
+        tpot=replace(one.summary.tpot, p99_s=p99_s),
+        window=replace(one.summary.window, good=good_per_s),
+    )
+    return replace(one, point=replace(one.point, part=part, x=x, policy=policy), summary=summary)
 
 
 def test_overload_is_stated_over_the_best_static_placement_and_over_one_where_none_was_good(
     outcomes: list[ares_points.PointResult],
 ) -> None:
-    def made(part: str, policy: str, good: float, wait_s: float) -> ares_points.PointResult:
-        one = outcomes[0]
-        waits = replace(one.summary.room_wait, max_s=wait_s)
-        summary = replace(one.summary, good_share=good, num_requests=200, room_wait=waits)
-        return replace(one, point=replace(one.point, part=part, x=3, policy=policy),
-                       summary=summary)  # fmt: skip
-
+    one = outcomes[0]
     found = ares_report.headline(
         [
-            made("overload", "least_work", 0.25, 9.0),
-            made("overload", "round_robin", 0.1, 9.0),
-            made("overload", "ares", 0.75, 40.0),
-            made("overload, reasoning", "least_work", 0.0, 9.0),
-            made("overload, reasoning", "ares", 0.5, 50.0),
-            made("below, 12", "least_work", 1.0, 0.0),
-            made("below, 12", "ares", 0.99, math.nan),
+            made(one, "overload", 3, "least_work", good=0.25, wait_s=9.0),
+            made(one, "overload", 3, "round_robin", good=0.1, wait_s=9.0),
+            made(one, "overload", 3, "shedding", good=0.5, wait_s=9.0),
+            made(one, "overload", 3, "ares", good=0.75, wait_s=40.0),
+            made(one, "overload", 12, "current_load", good=0.4, wait_s=9.0),
+            made(one, "overload", 12, "shedding", good=0.5, wait_s=9.0),
+            made(one, "overload", 12, "ares", good=0.8, wait_s=9.0),
+            made(one, "overload, reasoning", 3, "least_work", good=0.0, wait_s=9.0),
+            made(one, "overload, reasoning", 3, "ares", good=0.5, wait_s=50.0),
+            made(one, "below, 12", 0.95, "least_work"),
+            made(one, "below, 12", 0.95, "ares", good=0.99),
+            made(one, "below, 3", 0.8, "least_work", good=0.5),
+            made(one, "below, 3", 0.8, "ares", good=0.75),
         ]
     )
     assert found == {
-        "light_load_ratio": 0.99,
+        "below_ratio": 0.99,
         "overload_3": 3.0,
+        "overload_3_at_most": 4.0,
+        "overload_3_vs_shedding": 1.5,
+        "overload_12": 2.0,
+        "overload_12_at_most": 2.5,
+        "overload_12_vs_shedding": 1.6,
         "overload_reasoning_3": 100.0,
+        "overload_reasoning_3_at_most": None,
         "overload_longest_wait_s": 50.0,
     }
+
+
+def test_the_engines_are_stated_over_current_load_and_over_the_best_static_placement(
+    outcomes: list[ares_points.PointResult],
+) -> None:
+    one, found = outcomes[0], []
+    for part, scale in (("vllm", 1.0), ("vllm, prefix caching", 0.5), ("own", 2.0)):
+        for rate in (0.1, 0.15, 0.19, 0.2):
+            if part != "own" and rate < 0.19:
+                continue
+            for policy, good in (("current_load", 0.1), ("least_requests", 0.2), ("ares", 0.25)):
+                if rate == 0.1 and policy == "ares":
+                    good = 0.15
+                per_s = scale * good if policy == "ares" else good
+                found.append(made(one, part, rate, policy, good_per_s=per_s))
+    assert ares_report.headline(found) == {
+        "vllm_vs_current_load": 2.5,
+        "vllm_vs_best_static": 1.25,
+        "vllm_cached_vs_best_static": 0.625,
+        "own_vs_best_static": 2.5,
+        "light_load_ratio": 1.5,
+    }
+
+
+def test_the_largest_rate_is_the_last_before_the_first_at_which_too_few_are_good(
+    outcomes: list[ares_points.PointResult],
+) -> None:
+    one = outcomes[0]
+    shares = {
+        "current_load": (1.0, 0.98, 1.0),
+        "least_work": (1.0, 0.99, 0.5),
+        "round_robin": (0.9, 1.0, 1.0),
+        "ares": (1.0, 1.0, 0.99),
+    }
+    found = [
+        made(one, "sharegpt", rate, policy, good=good, p99_s=0.01 if policy == "ares" else 0.04)
+        for policy, of_rates in shares.items()
+        for rate, good in zip((0.1, 0.15, 0.17), of_rates, strict=True)
+    ]
+    headline = ares_report.headline(found)
+    assert headline["largest_good_rate_ares"] == 0.17
+    assert headline["largest_good_rate_best_static"] == 0.15
+    assert headline["p99_tpot_reduction"] == 0.75
+    console = Console(record=True, width=240)
+    ares_report.print_tables(found, console)
+    text = console.export_text()
+    assert "74.8 % with predictions" in text, "the paper's, beside"
+    assert "75.0%" in text
+    figures = ares_report.FigureData(found)
+    assert math.isnan(figures.largest_rate("sharegpt", "round_robin"))
 
 
 def test_a_trace_is_run_at_a_rate_that_fills_the_memory(trace: Path) -> None:
@@ -462,7 +572,17 @@ def test_a_trace_is_run_at_a_rate_that_fills_the_memory(trace: Path) -> None:
     ares.add_arguments(parser)
     args = parser.parse_args(["--trace", str(trace), "--duration-s", "30", "--warm-up-s", "0"])
     points = ares_points.POINTS["traces"](args)
-    assert [p.policy for p in points] == list(ares_points.COMPARED)
+    parts: dict[str, list[ares_points.SimPoint]] = {}
+    for point in points:
+        parts.setdefault(point.part, []).append(point)
+    name = points[0].workload
+    usual, below, overload = parts.values()
+    assert list(parts) == ["traces", f"below, 3, {name}", f"overload, {name}"]
+    assert [p.policy for p in usual] == list(ares_points.COMPARED)
+    assert {p.policy for p in overload} == {*ares_points.STATIC, "shedding", "ares"}
+    assert {p.config.memory.on_full for p in (*below, *overload)} == {"pause"}
+    assert overload[0].rate == pytest.approx(2.1 * usual[0].rate)
+    assert below[0].rate == pytest.approx(0.95 / 1.4 * overload[0].rate)
     outcome = ares_points.run_point(points[1])
     assert outcome.summary.num_requests > 0
     assert math.isfinite(outcome.summary.window.good)

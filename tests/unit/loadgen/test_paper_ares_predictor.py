@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +24,8 @@ def data() -> LengthData:
     remaining = torch.tensor(TOTALS)[requests] - 1 - generated
     return LengthData(
         depths=(2,),
-        states=[torch.zeros(len(where), 4)],
+        states=lambda depth, which: torch.zeros(len(which), 4),
+        which=np.arange(len(where)),
         generated=generated,
         remaining=remaining,
         prompt_lengths=torch.full((len(where),), 5),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,12 @@ from rich.console import Console
 
 from loadgen.__main__ import main
 from loadgen.why import explained
+from quadriga.core.migration import MigrationCause, MigrationReport
+from quadriga.policies.ares.depth_pools import DepthPools
 from quadriga.policies.ares.explanation import explain
 from quadriga.policies.ares.forecast import NUM_COLUMNS, REMAINING, TOKENS
+from quadriga.policies.ares.orders import MoveTracker
+from quadriga.policies.ares.overload import OverloadPlan
 from quadriga.policies.ares.recording import (
     RecentTicks,
     RecordedTick,
@@ -60,7 +65,37 @@ def test_an_order_is_shown_with_its_alternatives(ticks: list[RecordedTick]) -> N
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "its stream stood for 20 ms" in text and "under way" in text
+    full = replace(order, cause=MigrationCause.MEMORY)
+    assert explain(tick, full)["full_s"] is None
+    source = next(s for s in tick.snapshots if s.info.name == order.source)
+    assert source.forecast is not None
+    held = np.frombuffer(source.forecast.tokens, dtype="<f4")
+    small = replace(source, info=replace(source.info, kv_capacity_tokens=int(held[0]) + 1))
+    others = [s for s in tick.snapshots if s is not source]
+    soon = explain(replace(tick, snapshots=[*others, small]), full)
+    assert 0.0 < soon["full_s"] < 10.0
+    assert f"forecast to be full in {soon['full_s']:.0f} s" in soon["text"]
     assert all(place["name"] in text for place in found["destinations"])
+
+
+def test_what_the_controller_ordered_is_known_with_its_reason(ticks: list[RecordedTick]) -> None:
+    """What the scheduler ordered itself is not noted twice."""
+    mine = next(tick for tick in ticks if tick.orders).orders[0]
+    moves = MoveTracker(max_concurrent=4, backoff_s=1.0)
+    moves.ordered(mine, 100.0)
+    drain = replace(mine, sequence_id="r1-0", cause=MigrationCause.DRAIN, gain=0.0)
+    refused, moved = (MigrationReport("r1-0", outcome) for outcome in ("refused", "moved"))
+    for order, report in ((drain, refused), (drain, moved), (mine, moved)):
+        moves.told(order, report, 101.0)
+    assert [d.order for d in moves.recent] == [mine, drain]
+    (known,) = moves.of_request("r1")
+    assert known.report == moved
+    console = Console(file=io.StringIO(), width=200)
+    shown = {"sequence_id": "r1-0", "source": "a", "destination": "b"}
+    shown |= {"explanation": known.explanation, "report": asdict(moved)}
+    console.print(explained([shown]))
+    assert isinstance(console.file, io.StringIO)
+    assert "its replica ends or shall be empty" in console.file.getvalue()
 
 
 def test_a_higher_threshold_moves_less(
@@ -74,11 +109,31 @@ def test_a_higher_threshold_moves_less(
     assert "0 are decided otherwise" in " ".join(capsys.readouterr().out.split())
 
 
+def test_without_overload_or_depth_pools_a_tick_is_decided_as_if_none_had_been_planned(
+    ticks: list[RecordedTick],
+) -> None:
+    tick = next(tick for tick in ticks if tick.orders)
+    (depth_class,) = {s.info.depth_class for s in tick.snapshots}
+    names = frozenset(s.info.name for s in tick.snapshots)
+    overload = OverloadPlan(frozenset({min(names)}), 10.0)
+    pools = DepthPools(frozenset({min(names)}), 0.5, 0.1, 1.0, 0.9, tick.at_s, names)
+    plain = {"overload": None, "pools": {}}
+    for plan in ({"overload": overload}, {"pools": {depth_class: pools}}):
+        planned = replace(tick, **plain | plan)
+        [with_plan] = replay([planned]) or [None]
+        assert with_plan is not None and with_plan.replayed != tick.orders
+        without = {"overload": 0.0, "depth_pools": 0.0}
+        assert replay([planned], without) == replay([replace(tick, **plain)], without) == []
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--set", "theta"], "not NAME=NUMBER"),
-        (["--set", "tetha=.1"], "tetha: not a setting"),
+        (["--set", "tetha=.1"], "tetha: cannot be replayed; what can: cooldown_s"),
+        (["--set", "hold_share=.1"], "hold_share: cannot be replayed"),
+        (["--set", "overload=1"], "overload: 1 cannot be replayed"),
+        (["--set", "depth_pools=1"], "depth_pools: 1 cannot be replayed"),
         (["--set", "theta=7"], "theta: 7.0 must lie in 0..1"),
     ],
 )

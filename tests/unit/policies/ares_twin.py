@@ -212,16 +212,17 @@ def brute_force(
     mean_w = sum(w) / n
     mean_step = sum(r.snap.step_time_s for r in replicas) / n
 
-    seen_s = 0.0 if load_only else settings.memory_horizon_s
+    seen_s = 0.0 if load_only else settings.rescue_within_s
 
-    def peak(r: _Replica) -> float:
-        seen = [t for t, at_s in zip(r.tokens, GRID, strict=True) if at_s <= seen_s]
-        return float(max(seen))
+    def full_in_s(r: _Replica) -> float:
+        if r.snap.num_paused:
+            return 0.0
+        limit = settings.rescue_limit * r.snap.info.kv_capacity_tokens
+        seen = zip(r.tokens, GRID, strict=True)
+        return min((at_s for t, at_s in seen if t > limit and at_s <= seen_s), default=np.inf)
 
-    rescue = [
-        r.snap.num_paused > 0 or peak(r) > settings.rescue_limit * r.snap.info.kv_capacity_tokens
-        for r in replicas
-    ]
+    full_s = [full_in_s(r) for r in replicas]
+    rescue = [s < np.inf for s in full_s]
     able = [
         r.snap.info.name not in busy
         and not r.snap.draining
@@ -241,7 +242,7 @@ def brute_force(
     moves: list[tuple[str, str, str, float]] = []
     limit = max(1, round(settings.moves_share * n))
     while len(moves) < limit and start > 0:
-        best: tuple[tuple[bool, float, float, float, str, str], int, int, int, float] | None = None
+        best: tuple[tuple[float, float, float, float, str, str], int, int, int, float] | None = None
         before = float(np.var([r.load for r in replicas], axis=0) @ points)
         for s in over:
             for k, row in enumerate(replicas[s].rows):
@@ -281,8 +282,8 @@ def brute_force(
                             continue
                     assert source.snap.forecast is not None
                     name = source.snap.forecast.sequence_ids[k]
-                    runs = bool(movable == RUNS)
-                    key = (runs, -gain, tokens, -remaining, name, target.snap.info.name)
+                    turn = full_s[s] if movable == RUNS else -1.0
+                    key = (turn, -gain, tokens, -remaining, name, target.snap.info.name)
                     if best is None or key < best[0]:
                         best = (key, s, t, k, gain)
         if best is None:

@@ -28,7 +28,7 @@ SLOW = TransferCosts(bytes_per_token=57_344, bandwidth_bytes_per_s=1e8)
 EAGER = AresSettings(theta=0.02, min_gain=0.0, moves_share=1.0, cost_factor=0.0)
 USUAL = AresSettings()
 MANY = AresSettings(moves_share=1.0)
-NEAR = AresSettings(memory_horizon_s=20.0, moves_share=1.0)
+NEAR = AresSettings(memory_horizon_s=20.0, rescue_within_s=40.0, moves_share=1.0)
 
 
 def moves(orders: list[MigrationOrder]) -> list[tuple[str, str, str]]:
@@ -250,6 +250,27 @@ def test_memory_that_will_run_out_is_a_reason_of_its_own() -> None:
     assert [(o.source, o.cause) for o in orders] == [("a", MigrationCause.MEMORY)]
 
 
+def test_the_replica_that_is_full_first_is_relieved_first() -> None:
+    """Time decides, not how much the move does for the balance; later than the limit is no matter
+    yet."""
+    grow = [Held(f"x{i}", 3000.0, 8000.0, 8000.0, 8000.0) for i in range(3)]
+    soon = snapshot("a", [replace(h, sequence_id=f"a{i}") for i, h in enumerate(grow)])
+    late = even("b", 9, tokens=1500.0)
+    rest = [even("c", 1), even("d", 1)]
+
+    def first(a_capacity: int, b_capacity: int, settings: AresSettings = USUAL) -> MigrationOrder:
+        small = replace(soon, info=replace(soon.info, kv_capacity_tokens=a_capacity))
+        large = replace(late, info=replace(late.info, kv_capacity_tokens=b_capacity))
+        return Rescheduler(settings).tick([small, large, *rest], FAST)[0]
+
+    assert first(1_000_000, 1_000_000).source == "b", "by the balance"
+    assert first(10_600, 45_000).source == "a", "at once against in a minute"
+    assert first(24_000, 15_200).source == "b"
+    far_off = replace(USUAL, rescue_within_s=5.0)
+    order = first(24_000, 45_000, far_off)
+    assert (order.source, order.cause) == ("b", MigrationCause.BALANCE), "neither is full in 5 s"
+
+
 def crowded(
     name: str, num_paused: int, *, tokens: float = 1000.0, **fields: object
 ) -> ReplicaSnapshot:
@@ -314,8 +335,32 @@ def test_without_predictions_the_present_decides() -> None:
     assert {o.source for o in foreseen} <= {"b"}
     assert {o.source for o in blind} == {"a"}
     assert moves(blind) == moves(Rescheduler(USUAL, predicts=False).tick(snapshots, FAST))
-    unknown = [snapshots[0], snapshot("b", long, capacity=500_000, has_predictions=False)]
+    unknown = [
+        snapshot("a", short, has_predictions=False),
+        snapshot("b", long, capacity=500_000, has_predictions=False),
+    ]
     assert moves(Rescheduler(USUAL).tick(unknown, FAST)) == moves(blind)
+
+
+def test_sequences_of_a_replica_that_knows_no_length_last_as_long_as_the_others() -> None:
+    """One that has just begun must not send its whole class back to the present load."""
+    short = [Held(f"a{i}", 3000.0, 40.0, 40.0, 40.0) for i in range(8)]
+    long = [Held(f"b{i}", 700.0 + i, 20_000.0, 20_000.0, 20_000.0) for i in range(8)]
+    newcomer = Held("c0", 100.0, 30_000.0, 0.0, 30_000.0)
+    knowing = [snapshot("a", short), snapshot("b", long, capacity=500_000)]
+    blind = snapshot("c", [newcomer], has_predictions=False)
+    usual = float(np.mean([h.remaining for h in short + long]))
+    told = snapshot("c", [replace(newcomer, remaining=usual)])
+    cluster, wanted = unpack([*knowing, blind]), unpack([*knowing, told])
+    assert cluster is not None and wanted is not None
+    assert cluster.has_predictions
+    np.testing.assert_allclose(cluster.load_s, wanted.load_s)
+    np.testing.assert_allclose(cluster.tokens, wanted.tokens)
+    np.testing.assert_array_equal(cluster.rows, wanted.rows)
+    orders = Rescheduler(USUAL).tick([*knowing, blind], FAST)
+    assert {o.source for o in orders} == {"b"}, "the forecast decides"
+    idle = unpack([snapshot("a", []), blind])
+    assert idle is not None and not idle.has_predictions, "nobody knows anything"
 
 
 def test_draining_busy_and_full_replicas_take_nothing() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from random import Random
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.interfaces import MAX_DRAFTED
-from quadriga.policies.drafting import DraftAction, Drafter
+from quadriga.policies.drafting import DraftAction, DraftChoice, Drafter
 from quadriga.policies.drex import SegmentCosts
 from quadriga.policies.rebatching import Range
 
@@ -40,6 +41,8 @@ class Machine:
     Args:
         first_s, verify_s: Of a pass over so many positions through the first segment, the others.
         head_s: Of a position's test at the exit, which a full pass does without.
+        overhead_s: Between two passes.
+        noise: Passes take up to this share more or less.
     """
 
     def __init__(
@@ -50,9 +53,11 @@ class Machine:
         *,
         agrees: float,
         head_s: float = 0.0,
+        overhead_s: float = 0.0,
+        noise: float = 0.0,
     ) -> None:
         self.rows, self.first_s, self.verify_s, self.agrees = rows, first_s, verify_s, agrees
-        self.head_s = head_s
+        self.head_s, self.overhead_s, self.noise = head_s, overhead_s, noise
         self.confidence = [SURE] * rows
         self.now_s = 0.0
         self._random = Random(7)
@@ -89,8 +94,7 @@ class Machine:
                 [survival[r] for r in going], 100 * self.rows, self.now_s,
             )  # fmt: skip
             if choice.action is DraftAction.FULL:
-                self.now_s += self.full_s()
-                drafter.spent(self.full_s())
+                drafter.spent(self._took_s(self.full_s()))
                 drafter.ended(self.rows, self.rows, drafted=False)
                 return Round(True, drafted, self.rows, self.now_s - began_s)
             if choice.action is DraftAction.VERIFY:
@@ -120,8 +124,13 @@ class Machine:
         return Round(False, drafted, tokens, self.now_s - began_s)
 
     def _pass(self, drafter: Drafter, ran: Range, positions: int, seconds: float) -> None:
-        self.now_s += seconds
-        drafter.observe(ran, positions, 0, seconds)
+        drafter.observe(ran, positions, 0, self._took_s(seconds))
+
+    def _took_s(self, seconds: float) -> float:
+        """Let a pass take about so long; what it took."""
+        seconds *= 1.0 + self.noise * self._random.uniform(-1.0, 1.0)
+        self.now_s += seconds + self.overhead_s
+        return seconds
 
     def rounds(self, drafter: Drafter, count: int) -> list[Round]:
         return [self.round(drafter) for _ in range(count)]
@@ -142,7 +151,7 @@ def made_of_operations(rows: int = 8, agrees: float = 0.99) -> Machine:
 
 
 def drafter_of(machine: Machine, *, wrong: float = 1.0) -> Drafter:
-    return Drafter(machine.calibrated(wrong=wrong), overhead_s=0.0)
+    return Drafter(machine.calibrated(wrong=wrong), overhead_s=machine.overhead_s)
 
 
 def mean_drafted(rounds: list[Round]) -> float:
@@ -153,7 +162,7 @@ def mean_drafted(rounds: list[Round]) -> float:
 def relative_s(rounds: list[Round], machine: Machine) -> float:
     """What a token took, over full depth's."""
     token_s = sum(r.seconds for r in rounds) / sum(r.tokens for r in rounds)
-    return token_s * machine.rows / machine.full_s()
+    return token_s * machine.rows / (machine.full_s() + machine.overhead_s)
 
 
 def test_where_weights_are_read_for_few_it_drafts_at_once() -> None:
@@ -246,6 +255,7 @@ def test_it_withdraws_where_it_is_measured_to_lose_whatever_costs_say() -> None:
 
 def test_it_probes_again_and_comes_back_where_the_load_has_changed() -> None:
     machine = made_of_bytes(agrees=0.02)
+    machine.head_s = 0.1 * MS  # or a round without a draft would take what a full pass takes
     drafter = drafter_of(machine)
     machine.rounds(drafter, 300)
     rounds = machine.rounds(drafter, 2000)
@@ -265,18 +275,59 @@ def test_it_probes_again_and_comes_back_where_the_load_has_changed() -> None:
     head=st.floats(0.0, 1.0),
     agrees=st.floats(0.0, 1.0),
     read=st.floats(0.0, 20.0),
+    cliff=st.floats(0.0, 3.0),
+    overhead=st.floats(0.0, 0.5),
+    noise=st.floats(0.0, 0.1),
 )
-def test_it_never_costs_two_per_cent(rows: int, head: float, agrees: float, read: float) -> None:
-    """Whatever passes take and drafts are worth, where the start's measures are right."""
-    machine = Machine(
-        rows,
-        lambda n: 0.2 * (read + n) * MS,
-        lambda n: 0.8 * (read + n) * MS,
-        agrees=agrees,
-        head_s=head * MS,
-    )
-    rounds = machine.rounds(drafter_of(machine), 1500)
-    assert relative_s(rounds, machine) < 1.02
+def test_it_is_hardly_slower_than_the_better_of_full_passes_and_of_drafts_in_every_round(
+    rows: int,
+    head: float,
+    agrees: float,
+    read: float,
+    cliff: float,
+    overhead: float,
+    noise: float,
+) -> None:
+    """Whatever passes take and drafts are worth, where the start's measures are right: with a step
+    at 9 positions, time between the passes, and passes that take a little more or less."""
+
+    def pass_s(count: int) -> float:
+        return (read + count + (cliff if count > 8 else 0.0)) * MS
+
+    def machine() -> Machine:
+        return Machine(
+            rows,
+            lambda n: 0.2 * pass_s(n),
+            lambda n: 0.8 * pass_s(n),
+            agrees=agrees,
+            head_s=head * MS,
+            overhead_s=overhead * MS,
+            noise=noise,
+        )
+
+    chosen, always = machine(), machine()
+    relative = relative_s(chosen.rounds(drafter_of(chosen), 1500), chosen)
+    drafts = AlwaysDrafts(always.calibrated(), overhead_s=always.overhead_s)
+    drafting = relative_s(always.rounds(drafts, 1500), always)
+    assert relative < 1.02
+    assert relative < 1.02 * drafting
+
+
+class AlwaysDrafts(Drafter):
+    """Every round drafts, as long as it pays."""
+
+    def choose(
+        self,
+        fresh: int,
+        pending: int,
+        positions: int,
+        survivals: Sequence[float],
+        num_tokens: int,
+        now_s: float,
+        budget_s: float = inf,
+    ) -> DraftChoice:
+        choice = super().choose(fresh, pending, positions, survivals, num_tokens, now_s, budget_s)
+        return choice if pending else DraftChoice(DraftAction.DRAFT)
 
 
 def test_a_round_that_would_be_late_is_not_begun_and_one_under_way_is_ended() -> None:

@@ -133,3 +133,26 @@ def test_a_change_of_depth_keeps_what_was_learned() -> None:
     assert one(depths, sequence("a", [5])) == pytest.approx(2.0, abs=0.2)
     teach(depths, [6], [8] * 60, 60)
     assert one(depths, sequence("b", [6])) == 4.0, "no more than is loaded"
+
+
+def test_forecasts_are_kept_beside_what_came_by_the_tenth_that_was_expected() -> None:
+    """Of tokens that came after a forecast; those that may not leave early are not looked at."""
+    depths = ExpectedDepth(DEPTH)
+    whole = sequence("whole", [7], ExitParams())
+    depths.look([whole], [10.0])
+    grow(whole, [DEPTH] * 5)
+    depths.look([whole], [10.0])
+    assert depths.by_tenth == {} and whole.expected_layers == 0.0
+    state = sequence("a", [5])
+    assert one(depths, state) == state.expected_layers == DEPTH
+    grow(state, [2] * 10)
+    then = one(depths, state)
+    assert then < DEPTH and state.expected_layers == DEPTH, "as said when it began"
+    grow(state, [2] * 4)
+    one(depths, state)
+    first = depths.by_tenth.pop("1.0")
+    assert (first.tokens, first.expected, first.run) == (10, 80.0, 20.0)
+    ((tenth, second),) = depths.by_tenth.items()
+    assert float(tenth) - 0.1 < then / DEPTH <= float(tenth)
+    assert (second.tokens, second.run) == (4, 8.0)
+    assert second.expected == pytest.approx(4 * then)

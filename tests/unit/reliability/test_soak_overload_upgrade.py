@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 from collections import Counter
@@ -10,12 +11,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
 from loadgen.checker import Outcome, Verdict
 from loadgen.checker.judge import Judgement
 from loadgen.checker.verdict import AnswerChoice, FaultKind, Write
+from loadgen.comparison.pairs import paired_ratio
+from loadgen.report.metrics import Distribution, LoadSummary
 from loadgen.runner import Record, now_s
 from loadgen.target import Target
 from loadgen.wire.capture import Capture, Transport
@@ -34,6 +38,7 @@ from tests.reliability.cluster.process_resources import (
 from tests.reliability.load.mixed_load import Silence, SlowHttpClient, Tally, silences_of
 from tests.reliability.load.streams import StreamAnswer, make_streams
 from tests.reliability.overload_report import Found, Phase, Returns, recovered_after_s
+from tests.reliability.rescheduling_turns import ratios_of
 from tests.unit.loadgen.conftest import make_spec
 
 MIB = 1 << 20
@@ -347,9 +352,10 @@ def test_upgrades_that_were_noticed() -> None:
     assert upgrade.judge(run, wanted_rounds=2) == ["the service did not end after SIGTERM"]
 
 
-async def test_tokens_are_counted_by_whether_rescheduling_was_on() -> None:
-    """A scheduler that does not answer is asked again; at the end rescheduling is on."""
+async def test_turns_are_counted_in_pairs_and_taken_again_where_the_scheduler_died() -> None:
+    """One that does not answer is asked again; at the end rescheduling is on."""
     orders: list[bool] = []
+    looks = 0
 
     class Agent:
         async def call(self, verb: str, is_on: bool) -> None:
@@ -361,18 +367,68 @@ async def test_tokens_are_counted_by_whether_rescheduling_was_on() -> None:
     class Control:
         agent = Agent()
 
+        def pids(self, kind: str) -> dict[int, str]:
+            """The scheduler is another one in the second turn's look."""
+            nonlocal looks
+            looks += len(orders) == 3
+            return {8 if looks else 7: kind}
+
     turns, tokens = all_on.ReschedulingTurns(), iter(range(0, 10_000, 7))
     assert turns.ratio is None
     running = asyncio.create_task(
         turns.run(Control(), lambda: next(tokens), 0.01)  # type: ignore[arg-type]
     )
-    while turns.ratio is None:  # noqa: ASYNC110
+    while len(turns.pairs) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    assert orders[:3] == [True, False, False] and orders[-1] is True
-    assert all(seconds > 0.0 for seconds in turns.seconds.values())
-    assert turns.ratio is not None and turns.ratio > 0.0
+    assert orders[:6] == [True, False, False, False, False, True]
+    assert orders[-1] is True
+    assert turns.ratio is not None and turns.ratio.num_pairs >= 2
+    assert all(on > 0.0 and off > 0.0 for on, off in turns.pairs)
+
+
+def test_the_ratio_of_turns_has_an_interval_over_their_pairs() -> None:
+    assert paired_ratio([]) is None and paired_ratio([(0.0, 5.0)]) is None
+    one = paired_ratio([(9.0, 10.0)])
+    assert one is not None and one.low is None and not one.is_surely_below(0.98)
+    noisy = paired_ratio([(9.0, 10.0), (11.0, 10.0), (8.0, 10.0), (10.0, 10.0)])
+    assert noisy is not None and noisy.low is not None and noisy.high is not None
+    assert noisy.low < noisy.ratio < 0.98 < noisy.high and not noisy.is_surely_below(0.98)
+    sure = paired_ratio([(9.0, 10.0), (9.1, 10.0), (8.9, 10.0), (9.0, 10.0)])
+    assert sure is not None and sure.is_surely_below(0.98) and not sure.is_surely_below(0.85)
+    # Student's t with 3 degrees of freedom: 3.182 standard errors.
+    logs = np.log([0.9, 0.91, 0.89, 0.9])
+    assert sure.high == pytest.approx(
+        math.exp(logs.mean() + 3.182 * logs.std(ddof=1) / 2.0), rel=1e-3
+    )
+
+
+def test_turns_of_rescheduling_are_compared_in_pairs() -> None:
+    """A turn without a good request still has a ratio; what failed counts in every turn."""
+
+    def turn(good_share: float, p99_s: float, failed: int = 0) -> LoadSummary:
+        return LoadSummary(
+            ok=40, failed=failed, good_share=good_share, tpot=Distribution(p99=p99_s)
+        )
+
+    better = [(turn(1.0, 0.030), turn(0.5, 0.060)), (turn(0.8, 0.030), turn(0.4, 0.060))]
+    found = ratios_of(better)
+    assert found["good"].ratio == pytest.approx(2.0) == found["speed"].ratio
+    assert found["good_shares"] == [0.9, 0.45] and found["p99_ms"] == [30.0, 60.0]
+    worse = ratios_of([(turn(0.0, 0.1, failed=1), turn(1.0, 0.05))] * 3)
+    assert worse["failed"] == 3
+    assert worse["good"].is_surely_below(0.98) and worse["speed"].is_surely_below(0.98)
+
+
+def test_a_strict_answer_with_a_token_below_its_threshold_has_failed() -> None:
+    tally, one = Tally(), answer()
+    one.verdict.extension = {"breaches": 2}
+    tally.note(one, None)
+    assert (tally.ok, tally.failed) == (1, 0)
+    one.spec.extra["exit_policy"] = "strict"
+    tally.note(one, None)
+    assert (tally.ok, tally.failed) == (1, 1)
 
 
 def test_the_loads_of_a_soak_with_everything_on() -> None:
@@ -380,6 +436,9 @@ def test_the_loads_of_a_soak_with_everything_on() -> None:
     assert {spec.extra["exit_policy"] for spec in exact} == {"lossless", "off"}
     assert {spec.temperature for spec in exact} == {0.0, 0.9}
     free = all_on.free_streams(16, max_tokens=60, seed=1)
-    assert all(0.0 < spec.extra["quality_budget"] < 1.0 for spec in free)
+    strict = [spec for spec in free if spec.extra["exit_policy"] == "strict"]
+    assert len(strict) == 4 and not any("quality_budget" in spec.extra for spec in strict)
+    budgets = [spec.extra["quality_budget"] for spec in free if spec not in strict]
+    assert all(0.0 < budget < 1.0 for budget in budgets)
     assert any("structured_outputs" in spec.extra for spec in free)
     assert all(s.ignore_eos is not ("structured_outputs" in s.extra) for s in free)

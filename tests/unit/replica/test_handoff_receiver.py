@@ -42,9 +42,9 @@ class RefusingHost:
         self.held: set[str] = set()
         self._refusal = refusal
 
-    async def reserve_row(self, offer: TransferOffer) -> int:
+    async def reserve_row(self, offer: TransferOffer) -> tuple[int, int]:
         self.held.add(offer.sequence_id)
-        return 0
+        return 0, 0
 
     async def release_row(self, sequence_id: str) -> None:
         self.held.remove(sequence_id)
@@ -204,7 +204,7 @@ class SlowHost(TakingHost):
         self.is_writing = threading.Event()
         self.may_end = threading.Event()
 
-    async def reserve_row(self, offer: TransferOffer) -> int:
+    async def reserve_row(self, offer: TransferOffer) -> tuple[int, int]:
         if offer.sequence_id in self.held:
             raise InvariantViolation(f"sequence {offer.sequence_id} already holds a slot")
         return await super().reserve_row(offer)
@@ -258,7 +258,7 @@ async def test_a_second_try_waits_for_a_row_that_was_asked_for_in_vain() -> None
     class StandingHost(SlowHost):
         goes_on = asyncio.Event()
 
-        async def reserve_row(self, offer: TransferOffer) -> int:
+        async def reserve_row(self, offer: TransferOffer) -> tuple[int, int]:
             await self.goes_on.wait()
             return await super().reserve_row(offer)
 
@@ -320,3 +320,36 @@ async def test_a_second_try_waits_for_what_lapsed_with_others() -> None:
     await until_taken(receiver, replace(an_offer("u"), sequence_id="s2"))
     assert await sweeping == 3
     assert host.held == {"s2"}
+
+
+class KeepingHost(RefusingHost):
+    """An engine that has the first two positions of a prompt, and lets everyone in."""
+
+    def __init__(self) -> None:
+        super().__init__(KeyError())
+
+    async def reserve_row(self, offer: TransferOffer) -> tuple[int, int]:
+        row, _ = await super().reserve_row(offer)
+        return row, 2 if offer.block_keys else 0
+
+    async def join(self, state: SequenceState, resume: ResumePoint | None, depth: int) -> None:
+        pass
+
+
+async def test_what_the_destination_has_is_neither_sent_nor_written_over() -> None:
+    receiver = HandoffReceiver(CLASS, KeepingHost(), SystemClock(), ["gloo"])
+    offer = replace(an_offer("t"), block_keys=(b"k",))
+    assert await receiver.reserve(offer) == 2
+    assert await receiver.reserve(offer) == 2, "a repeated offer gets the same answer"
+    with pytest.raises(KVTransportError, match="2 positions were there before"):
+        receiver.store("source", a_part(0, 0, NUM_TOKENS), KV)
+    state = SequenceState(
+        "s", "s", "m", [1] * NUM_TOKENS, SamplingParams(max_tokens=4), "i", 0.0, 1e12,
+        epoch=1, output_ids=[5], exit_layers=[2],
+    )  # fmt: skip
+    with pytest.raises(MigrationFailed, match="lacks layer 0 from position 2 on"):
+        await receiver.commit("t", state, ())
+    part = a_part(0, 2, 1)
+    receiver.store("source", part, KV[:, :, :, 2:].contiguous())
+    await receiver.commit("t", state, (part.checksum,))
+    assert receiver.leases.state("t") is LeaseState.COMMITTED

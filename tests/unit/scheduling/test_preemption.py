@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
 
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.output import EngineOutput
-from quadriga.core.request import FinishReason
+from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.errors import ContextTooLong, KVCacheExhausted
 from quadriga.policies.slot_reservation import (
     ASSUMED_TOKENS,
@@ -17,6 +18,7 @@ from quadriga.policies.slot_reservation import (
     promised_tokens,
 )
 from quadriga.scheduling.preemption import choose_victim
+from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import BLOCK_TOKENS, SlotTable
 from tests.crowded_replica import Replica
 
@@ -179,16 +181,68 @@ def test_answers_that_end_teach_what_to_promise() -> None:
     assert lengths.upper_tokens == 1
 
 
-def test_the_sequence_paused_least_often_is_paused_next() -> None:
-    replica = Replica(rows=8)
-    replica.take("long", max_tokens=140)
-    replica.take("short", max_tokens=40)
-    assert replica.loop.pause("long")
-    replica.step()
-    assert replica.paused == set()
-    running = replica.loop.batch.sequences
-    victim = choose_victim(running.values())
-    assert victim is not None and victim.state.sequence_id == "short"
+def running(
+    name: str,
+    *,
+    total: float | None = None,
+    prompt: int = 10,
+    pauses: int = 0,
+    stays_until: int = 0,
+    priority: int = 0,
+) -> RunningSequence:
+    """A running sequence of 20 tokens, predicted to come to so many in all."""
+    state = SequenceState(
+        name, name, "m", [0] * prompt, SamplingParams(max_tokens=1000), "i", 0.0, 1e18,
+        priority=priority, output_ids=[0] * (20 - prompt),
+    )  # fmt: skip
+    if total is not None:
+        state.prediction, state.predicted_at = LengthPrediction(total - 20, 0.0, total), 20 - prompt
+    return RunningSequence(state, num_tokens=20, num_pauses=pauses, stays_until=stays_until)
+
+
+def victims(*candidates: RunningSequence) -> list[str]:
+    """All of them, in the order in which they are paused."""
+    left, order = list(candidates), []
+    while (victim := choose_victim(left)) is not None:
+        left.remove(victim)
+        order.append(victim.state.sequence_id)
+    return order
+
+
+def test_the_largest_predicted_total_is_paused_first_however_often_it_was_paused() -> None:
+    short, long = running("short", total=100), running("long", total=500, pauses=3)
+    longer_answer = running("longer answer", total=450, prompt=1)
+    assert victims(short, long, longer_answer) == ["long", "longer answer", "short"]
+    unimportant = running("unimportant", total=30, priority=1)
+    assert victims(long, unimportant) == ["unimportant", "long"]
+
+
+def test_one_that_came_back_overdue_is_paused_last_until_it_has_a_block() -> None:
+    kept = running("kept", total=900, pauses=1, stays_until=21)
+    had_its_block = running("had its block", total=800, pauses=1, stays_until=20)
+    often = running("kept, paused often", total=300, pauses=4, stays_until=36)
+    short = running("short", total=100)
+    assert victims(often, kept, short, had_its_block) == [
+        "had its block", "short", "kept", "kept, paused often",
+    ]  # fmt: skip
+
+
+def test_without_predictions_the_sequence_paused_least_often_is_paused_first() -> None:
+    assert victims(running("once", pauses=1), running("never")) == ["never", "once"]
+
+
+def test_the_longest_of_all_is_paused_again_and_again_and_ends_all_the_same() -> None:
+    """Newcomers that are shorter come without end, and memory is always full."""
+    replica = Replica(rows=6, step_s=0.25)
+    state = replica.take("longest", max_tokens=120)
+    for i in range(600):
+        if len(state.output_ids) == 120:
+            break
+        with contextlib.suppress(KVCacheExhausted):
+            replica.take(f"short {i}", max_tokens=60)
+        replica.step()
+    assert len(state.output_ids) == 120
+    assert state.num_pauses > 2
     replica.finish()
 
 

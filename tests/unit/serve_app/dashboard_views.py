@@ -49,6 +49,14 @@ def snapshot(
     )
 
 
+DEPTHS = {
+    "quadriga_depth_forecast_tokens_total": {"0.4": 100.0, "1.0": 40.0},
+    "quadriga_depth_expected_layers_total": {"0.4": 310.0, "1.0": 300.0},
+    "quadriga_depth_run_layers_total": {"0.4": 330.0, "1.0": 320.0},
+}
+"""Tokens by the layers that were expected of them."""
+
+
 def counted() -> dict[str, Any]:
     """Exits of three replicas, by way of the controller's hub."""
     hub = MetricsHub()
@@ -61,10 +69,22 @@ def counted() -> dict[str, Any]:
         for layer, count in ((2, 400), (4, 900), (6, 250), (8, 120)):
             tokens.labels(layer=str(layer)).inc(count * (k + 1))
         registry.counter("quadriga_breaches_total", "b").inc(7 * k)
+        registry.counter("quadriga_lowered_tokens_total", "l").inc(5 * k)
+        for name_of, values in DEPTHS.items():
+            counter = registry.counter(name_of, "d", ["tenth"])
+            for tenth, value in values.items():
+                counter.labels(tenth=tenth).inc(value)
         registry.counter("quadriga_involuntary_exits_total", "i")
         registry.counter("quadriga_involuntary_stays_total", "s").inc(31)
         hub.push(name, registry.snapshot(), now_s=0.0)
     return exits_view(hub)
+
+
+PLACES = [
+    {"name": NAMES[1], "gain": 0.23, "work": 0.5, "work_after": 0.8, "memory_share": 0.4},
+    {"name": NAMES[2], "gain": -0.1, "work": 1.1, "work_after": 1.4, "memory_share": 0.85},
+]
+"""Where a sequence might have gone."""
 
 
 def ten_minutes(now_unix_s: float) -> dict[str, Any]:
@@ -124,7 +144,8 @@ def busy_view(*, with_helios: bool = False) -> dict[str, Any]:
             f"0123456789abcdef-{k:012x}", CLASSES[0], NAMES[0], NAMES[1], causes[k % 3], 0.23, 512,
             340.0 if k != 2 else 0.0,
         )  # fmt: skip
-        book.ordered(order, now - 40 + 8 * k)
+        seen = {"full_s": 12.0, "destinations": PLACES} if k == 1 else {}
+        book.ordered(order, now - 40 + 8 * k, seen)
         if end is not None:
             rescheduling.governor.ended(order, end, now_s=now)
     rescheduling.governor.last.why = {

@@ -124,3 +124,15 @@ def test_the_usage_names_the_side_that_a_choice_ended_on() -> None:
     made.progress = replace(made.progress, depth_pool="deep")
     assert usage(request)["quadriga"]["depth_pools"] == ["deep"]
     assert list(usage_message(request).depth_pools) == ["deep"]
+
+
+def test_the_usage_says_how_many_layers_a_token_were_expected() -> None:
+    """Of choices that were looked at, on average; over gRPC, too."""
+    request = request_of(sequence())
+    assert "expected_layers" not in usage(request)["quadriga"]
+    assert not usage_message(request).HasField("expected_layers")
+    request.sequences += [sequence(), sequence()]
+    for made, layers in zip(request.sequences, (0.0, 3.0, 4.5), strict=True):
+        made.progress = replace(made.progress, expected_layers=layers)
+    assert usage(request)["quadriga"]["expected_layers"] == 3.75
+    assert usage_message(request).expected_layers == 3.75

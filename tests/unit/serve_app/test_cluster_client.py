@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from quadriga.errors import ReplicaDied, ReplicaError
+from quadriga.clock import ManualClock
+from quadriga.core.replica import DepthClass
+from quadriga.core.routing import Admission, AdmitRequest
+from quadriga.errors import ReplicaDied, ReplicaError, Unavailable
 from quadriga.policies.liveness import CONTROLLER_SILENCE_S, DEAF_S
-from serve_app.request.cluster_client import ClusterClient
+from serve_app.request.cluster_client import LOST_S, ClusterClient, ClusterStateCache
 
 
 class Beats(ClusterClient):
@@ -91,3 +95,20 @@ async def test_an_ingress_that_stood_still_restarts_no_actor(
     cluster.failures, cluster.takes_s = {}, 0.0
     await cluster.heartbeat("me", [])
     assert cluster.restarted == []
+
+
+async def test_nothing_is_sent_to_a_replica_just_found_to_be_gone() -> None:
+    """The scheduler names it until it hears of the death itself."""
+    clock = ManualClock()
+
+    class Scheduler(ClusterClient):
+        async def admit(self, request: AdmitRequest) -> Admission:
+            return Admission("app:prefill:0", DepthClass("m", 2))
+
+    state = ClusterStateCache(Scheduler("app"), clock, max_age_s=10.0)
+    request: Any = SimpleNamespace()
+    state.forget("app:prefill:0")
+    with pytest.raises(Unavailable, match="app:prefill:0 is gone"):
+        await state.admit(request)
+    clock.advance(LOST_S)  # a replica that only stood still may have come back
+    assert (await state.admit(request)).prefill_replica == "app:prefill:0"

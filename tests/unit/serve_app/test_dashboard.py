@@ -196,6 +196,22 @@ def test_exits_are_those_between_two_views() -> None:
     assert (large["total"], large["mean_depth"]) == (5.0, 2.0)
 
 
+def test_exits_show_what_was_lowered_and_how_well_depths_were_forecast() -> None:
+    """Of the tokens between two views; a tenth in which none came is not drawn."""
+    before, now = busy_view(), busy_view()
+    now["exits"][NAMES[2]]["lowered"] += 3
+    small, _ = run("Exits.byClass", now, before)
+    assert small["depths"] == []
+    assert "below it within their quality budget 3" in run("Exits.notes", small)
+    for field, more in (("tokens", 10), ("expected", 31), ("run", 40)):
+        now["exits"][NAMES[2]]["depths"]["0.4"][field] += more
+    small, large = run("Exits.byClass", now, before)
+    assert small["depths"] == [{"tokens": 10, "expected": 3.1, "run": 4, "share": 0.5}]
+    small, large = run("Exits.byClass", now)
+    assert [d["expected"] for d in large["depths"]] == [3.1, 7.5]
+    assert large["depths"][0]["tokens"] == 200, "of two replicas"
+
+
 def test_why_a_request_moved() -> None:
     moves = run("moves", busy_view())
     assert [m["cause"] for m in moves] == ["memory", "balance", "drain", "memory", "balance"]
@@ -204,6 +220,13 @@ def test_why_a_request_moved() -> None:
     assert "not known" in moves[2]["why"]
     assert [m["result"]["level"] for m in moves] == ["warn", "none", "bad", "warn", "good"]
     assert moves[-1]["result"]["text"] == "moved, at rest for 18 ms"
+    assert "forecast to fill in 12 s" in moves[3]["why"] and "fill;" in moves[0]["why"]
+    assert [p["name"] for p in moves[3]["places"]] == ["→ decode 1", "decode 2"]
+    assert [p["share"] for p in moves[3]["places"]] == [0.4, 0.85]
+    assert "work 0.50 → 0.80 · imbalance -23 %" in moves[3]["places"][0]["text"]
+    assert moves[0]["places"] == []
+    escalated = {"cause": "escalate", "source": NAMES[0], "destination": NAMES[1], "num_tokens": 9}
+    assert "lacks layers" in run("why", escalated)
 
 
 def test_helios_and_its_history() -> None:

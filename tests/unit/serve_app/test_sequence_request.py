@@ -105,6 +105,17 @@ def test_the_move_may_be_known_before_the_first_token(sequence: SequenceRequest)
     assert (sequence.replica, sequence.next_owners) == ("d", {})
 
 
+def test_a_move_that_failed_may_be_known_before_the_first_token(sequence: SequenceRequest) -> None:
+    """Its source's tokens wait for those before them; it is not believed to be without a gap."""
+    sequence.accept("d", tokens(1, 41, epoch=1))
+    for move in ("begun", "failed"):
+        sequence.accept("d", EngineOutput("s", 1, 2, moved_to="e", move=move))
+    assert sequence.accept("d", tokens(2, 42, epoch=1)) == 0
+    assert sequence.accept("p", tokens(0, 40)) == 3
+    assert sequence.error is None and sequence.state.output_ids == [40, 41, 42]
+    assert (sequence.replica, sequence.next_owners) == ("d", {})
+
+
 def test_former_owners_are_ignored(sequence: SequenceRequest) -> None:
     sequence.accept("p", tokens(0, 40))
     sequence.accept("p", EngineOutput("s", 0, 1, moved_to="d"))

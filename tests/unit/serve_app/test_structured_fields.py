@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from quadriga.core.grammar import Grammar
+from quadriga.errors import Overloaded
 from serve_app.openai import grammar_checker
-from tests.unit.serve_app.conftest import Stand
+from serve_app.openai.grammar_checker import GrammarChecker
+from tests.unit.serve_app.conftest import MODEL, Stand
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
@@ -118,10 +123,96 @@ async def test_a_grammar_that_never_ends_compiling_costs_its_process_alone(
     assert process.poll() is not None, "it ends with the ingress"
 
 
-async def test_no_more_wait_than_there_is_room_for(
-    stand: Stand, monkeypatch: pytest.MonkeyPatch
+class Slow(GrammarChecker):
+    """A checker whose process takes as long as the test says.
+
+    Attributes:
+        tried: Grammars, in the order in which they came to it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(MODEL.checkpoint, MODEL.tokenizer)
+        self.tried: list[str] = []
+        self.may_end = threading.Semaphore(0)
+
+    def _ask(self, grammar: Grammar) -> str | None:
+        self.may_end.acquire()
+        self.tried.append(grammar.text)
+        return ""
+
+    def begin(self, caller: str, text: str) -> asyncio.Task[None]:
+        return asyncio.ensure_future(self.check(Grammar.regex(text), "guided_regex", caller))
+
+
+@pytest.fixture
+def slow() -> Iterator[Slow]:
+    checker = Slow()
+    yield checker
+    checker.may_end.release(1000)
+    checker.close()
+
+
+async def soon() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_callers_with_new_grammars_take_turns(slow: Slow) -> None:
+    tasks = [slow.begin("a", f"a{i}") for i in range(5)]
+    await soon()
+    tasks += [slow.begin("b", "b0"), slow.begin("c", "c0"), slow.begin("b", "b1")]
+    tasks.append(slow.begin("c", "a3"))  # of which another's is tried before
+    await soon()
+    slow.may_end.release(len(tasks))
+    await asyncio.gather(*tasks)
+    assert slow.tried == ["a0", "a1", "b0", "c0", "a2", "b1", "a3", "a4"]
+    await soon()
+    assert not slow._waiting and not slow._is_busy
+
+
+async def test_no_more_of_a_caller_wait_than_there_is_room_for(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 0)
-    reply = await stand.complete(guided_regex="[a-f]{7}")
-    assert reply.status_code == 429
-    assert "retry-after" in reply.headers
+    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 2)
+    tasks = [slow.begin("a", f"a{i}") for i in range(3)]
+    await soon()
+    with pytest.raises(Overloaded, match="2 other grammars of yours"):
+        await slow.begin("a", "a3")
+    tasks.append(slow.begin("b", "b"))
+    slow.may_end.release(4)
+    await asyncio.gather(*tasks)
+
+
+async def test_who_waits_too_long_is_refused_and_who_leaves_keeps_nobody(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, gone = slow.begin("a", "a"), slow.begin("b", "b")
+    await soon()
+    monkeypatch.setattr(grammar_checker, "WAIT_LIMIT_S", 0.01)
+    with pytest.raises(Overloaded, match="waited"):
+        await slow.begin("c", "c")
+    monkeypatch.undo()
+    gone.cancel()
+    first.cancel()  # the process is busy with it all the same
+    last = slow.begin("d", "d")
+    await soon()
+    assert not last.done() and not slow.tried
+    slow.may_end.release(2)
+    await last
+    await soon()
+    assert slow.tried == ["a", "d"] and not slow._is_busy
+
+
+async def test_a_caller_is_the_name_of_a_key(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    callers = []
+
+    async def check(self: GrammarChecker, grammar: Grammar, field: str, caller: str) -> None:
+        callers.append(caller)
+        raise Overloaded("16 other grammars", retry_after_s=1.0)
+
+    monkeypatch.setattr(GrammarChecker, "check", check)
+    for path, body in ROUTES.items():
+        reply = await stand.http.post(path, json=body | {"guided_regex": "[a-f]{7}"})
+        assert reply.status_code == 429
+        assert "retry-after" in reply.headers
+    assert callers == ["anonymous"] * len(ROUTES)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.policies.slot_reservation import AnswerLengths
-from quadriga.scheduling.preemption import choose_return, choose_victim
+from quadriga.scheduling.preemption import choose_return, choose_victim, is_overdue
 from quadriga.scheduling.sequence import RunningSequence
+from quadriga.scheduling.slots import BLOCK_TOKENS
 from quadriga.sim.profiles import CostProfile
 from quadriga.sim.records import Gaps, Happened, MemoryRules, Sequence
 
@@ -65,7 +66,7 @@ class StepwiseReplica:
         spare = [s.promised_tokens - self.size[i] for i, s in self.running.items()]
         return [tokens for tokens in spare if tokens > 0]
 
-    held_up_s = 0.0
+    held_up_s = num_lowered = 0.0
 
     @property
     def first_step_s(self) -> float:
@@ -152,7 +153,12 @@ class StepwiseReplica:
         while is_full and self.tokens > (self.limit if len(self.running) > 1 else capacity):
             victim = choose_victim(
                 [
-                    RunningSequence(self._state(s), num_pauses=s.num_pauses)
+                    RunningSequence(
+                        self._state(s),
+                        num_tokens=self.size[s.index],
+                        num_pauses=s.num_pauses,
+                        stays_until=s.stays_until,
+                    )
                     for s in self.running.values()
                 ]
             )
@@ -178,6 +184,8 @@ class StepwiseReplica:
             busy = bool(self.running or self.waiting)
             if busy and self.tokens + coming + sequence.tokens + 1 > room:
                 return
+            if is_overdue(first, self.anchor_s):
+                sequence.stays_until = sequence.tokens + BLOCK_TOKENS
             del self.halted_at[sequence.index]
             if self.rules.on_full == "pause":
                 num_bytes = sequence.tokens * self.profile.kv_bytes_per_token

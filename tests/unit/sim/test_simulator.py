@@ -103,6 +103,44 @@ def test_it_equals_the_simulator_that_makes_every_step(policy: str, rules: Memor
     assert (num_moved > 0) == (policy in ("reschedule", "ares", "ares-mixed", "oracle"))
 
 
+def test_budgets_are_spent_where_memory_is_short_and_make_answers_end_earlier() -> None:
+    """No request beyond its own; what replicas sum up stays what their sequences weigh."""
+
+    class Watched(SimulatedDecodeReplica):
+        def run_to_event(self, now_s: float) -> Happened:
+            happened = super().run_to_event(now_s)
+            running = self.running.values()
+            lowered = [s.usual_stays - s.stays for s in running]
+            assert all(
+                0.0 <= n <= s.quality_budget + 1e-9 for n, s in zip(lowered, running, strict=True)
+            )
+            assert self._lowers == pytest.approx(sum(lowered), abs=1e-9)
+            assert self.work == pytest.approx(sum(self._share(s) for s in running), abs=1e-9)
+            return happened
+
+    def run(budget: float, capacity: int = 2000) -> list[SimulatedRun]:
+        exits = SimExits(0.3, stays=0.6, spread=0.1, quality_budget=budget, full_share=0.2)
+        profile = replace(SMALL, kv_capacity_tokens=capacity)
+        made = [
+            simulate(
+                "ares", load(seed, 120, 9.0), exits=exits, profile=profile, make_replica=Watched
+            )
+            for seed in range(3)
+        ]
+        for one, seed in zip(made, range(3), strict=True):
+            check_conserved(one, load(seed, 120, 9.0))
+            assert one.num_lowered <= budget * one.produced.sum()
+        return made
+
+    without, with_budget = run(0.0), run(0.3)
+    assert all(one.num_lowered == 0.0 for one in without)
+    assert sum(one.num_lowered for one in with_budget) > 0.0
+    assert sum(o.end_s for o in with_budget) < 0.97 * sum(o.end_s for o in without)
+    assert all(one.num_lowered == 0.0 for one in run(0.3, capacity=200_000))
+    with pytest.raises(ConfigError, match="quality_budget"):
+        SimExits(0.3, quality_budget=1.5)
+
+
 def joined_preempted_and_returned() -> Load:
     """Fourteen sequences grow while two more are on their way to the same step: a long one, then
     a short one. Both are too much when they arrive; the short one, preempted first, fits again.

@@ -161,3 +161,97 @@ def test_what_cannot_be_kept_is_refused_and_not_half_kept(schema: dict[str, Any]
     with pytest.raises(InvalidRequest) as caught:
         grammars().prepare(Grammar.json_schema(schema))
     assert caught.value.code == "invalid_grammar"
+
+
+SUITE: list[tuple[str, Any, list[Any], list[Any]]] = [
+    ("additionalProperties", {"properties": {"foo": {}, "bar": {}}, "additionalProperties": False},
+     [{"foo": 1}, {}], [{"foo": 1, "quux": True}]),
+    ("additionalProperties", {"additionalProperties": {"type": "boolean"}},
+     [{"foo": True}], [{"foo": 1}]),
+    ("allOf", {"allOf": [{"properties": {"bar": {"type": "integer"}}, "required": ["bar"]},
+                         {"properties": {"foo": {"type": "string"}}, "required": ["foo"]}]},
+     [{"bar": 2, "foo": "baz"}], [{"foo": "baz"}, {"bar": 2}, {"bar": "quux", "foo": "baz"}]),
+    ("allOf", {"allOf": [{"maximum": 30}, {"minimum": 20}]}, [25], [35, 15]),
+    ("anchor", {"$ref": "#foo", "$defs": {"A": {"$anchor": "foo", "type": "integer"}}},
+     [1], ["a"]),
+    ("anyOf", {"anyOf": [{"type": "integer"}, {"minimum": 2}]}, [1, 2.5, 3], [1.5]),
+    ("anyOf", {"type": "string", "anyOf": [{"maxLength": 2}, {"minLength": 4}]},
+     ["ab", "abcd"], [3, "abc"]),
+    ("const", {"const": 2}, [2], [5, "a"]),
+    ("const", {"const": {"foo": "bar", "baz": "bax"}}, [{"foo": "bar", "baz": "bax"}],
+     [{"foo": "bar"}, [1, 2]]),
+    ("const", {"const": False}, [False], [0, []]),
+    ("const", {"const": "hello\u0000there"}, ["hello\u0000there"], ["hellothere"]),
+    ("default", {"properties": {"foo": {"type": "integer", "default": []}}},
+     [{"foo": 13}, {}], [{"foo": "a"}]),
+    ("enum", {"enum": [6, "foo", [], True, {"foo": 12}]}, [[], {"foo": 12}],
+     [None, {"foo": False}, {"foo": 12, "boo": 42}]),
+    ("enum", {"enum": ["foo\nbar", "foo\rbar"]}, ["foo\nbar", "foo\rbar"], ["abc"]),
+    ("enum", {"enum": [False]}, [False], [0, [0]]),
+    ("exclusiveMaximum", {"exclusiveMaximum": 3.0}, [2.2], [3.0, 3.5]),
+    ("exclusiveMinimum", {"exclusiveMinimum": 1.1}, [1.2], [1.1, 0.6]),
+    ("format", {"format": "date-time"}, ["1963-06-19T08:30:06Z"], []),
+    ("infinite-loop-detection",
+     {"$defs": {"int": {"type": "integer"}},
+      "allOf": [{"properties": {"foo": {"$ref": "#/$defs/int"}}},
+                {"additionalProperties": {"$ref": "#/$defs/int"}}]},
+     [{"foo": 1}], [{"foo": "a"}]),
+    ("items", {"items": {"type": "integer"}}, [[1, 2, 3], {"foo": "bar"}], [[1, "x"]]),
+    ("items", {"items": False}, [[]], [[1, "foo", True]]),
+    ("maxItems", {"maxItems": 2}, [[1], [1, 2], "foobar"], [[1, 2, 3]]),
+    ("maxLength", {"maxLength": 2}, ["f", "fo", 100, "\U0001f4a9\U0001f4a9"], ["foo"]),
+    ("maxProperties", {"maxProperties": 0}, [{}], [{"foo": 1}]),
+    ("maximum", {"maximum": 300}, [299.97, 300, "x"], [300.5]),
+    ("minItems", {"minItems": 1}, [[1, 2], ""], [[]]),
+    ("minLength", {"minLength": 2}, ["foo", 1], ["f", "\U0001f4a9"]),
+    ("minimum", {"minimum": -2}, [-1, 0, -2, -2.0, "x"], [-2.0001, -3]),
+    ("multipleOf", {"multipleOf": 2}, [10, "foo"], [7]),
+    ("multipleOf", {"type": "number", "multipleOf": 1.5}, [0, 4.5], [35]),
+    ("pattern", {"pattern": "^a*$"}, ["aaa", True, 123], ["abc"]),
+    ("pattern", {"pattern": "a+"}, ["xxaayy"], []),
+    ("patternProperties", {"patternProperties": {"f.*o": {"type": "integer"}}},
+     [{"foo": 1}, {"foooooo": 2}, []], [{"foo": "bar"}]),
+    ("prefixItems", {"prefixItems": [{"type": "integer"}, {"type": "string"}]},
+     [[1, "foo"], [1], [1, "foo", True], []], [["foo", 1]]),
+    ("properties", {"properties": {"foo": {"type": "integer"}, "bar": {"type": "string"}}},
+     [{"foo": 1, "bar": "baz"}, {"quux": []}, [], 12], [{"foo": 1, "bar": {}}, {"foo": []}]),
+    ("properties", {"properties": {'foo"bar': {"type": "number"}, "foo\tbar": {"type": "number"}}},
+     [{'foo"bar': 1, "foo\tbar": 1}], [{'foo"bar': "1"}]),
+    ("ref", {"properties": {"foo": {"$ref": "#"}}, "additionalProperties": False},
+     [{"foo": False}, {"foo": {"foo": False}}], [{"bar": False}, {"foo": {"bar": False}}]),
+    ("ref", {"$defs": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/b"},
+     [5], ["a"]),
+    ("required", {"properties": {"foo": {}}, "required": ["foo"]}, [{"foo": 1}, [], ""],
+     [{"bar": 1}, {}]),
+    ("type", {"type": "integer"}, [1], [1.1, "1", {}, [], True, None]),
+    ("type", {"type": ["array", "object"]}, [[1, 2], {"foo": 123}], [123, "foo", None]),
+    ("bignum", {"type": "integer"}, [12345678910111213141516171819202122232425262728293031], []),
+]  # fmt: skip
+"""Facts of the JSON-Schema-Test-Suite (github.com/json-schema-org, MIT), draft 2020-12, by its
+files: schemas that the parser takes, with valid and invalid instances."""
+NOT_WRITTEN: list[tuple[str, Any, str]] = [
+    ("properties come in the schema's order", {"properties": {"a": {}, "b": {}}}, '{"b":1,"a":1}'),
+    ("an integer has no fraction", {"type": "integer"}, "1.0"),
+]
+"""Valid instances that no answer is: what 333 of the suite's 355 leaves out."""
+
+
+def test_instances_of_the_suite_are_judged_as_it_does() -> None:
+    wrongly_allowed, not_allowed, count = [], [], 0
+    for keyword, schema, valid, invalid in SUITE:
+        judge = jsonschema.Draft202012Validator(schema)
+        for value in valid:
+            assert judge.is_valid(value), (keyword, value)
+            count += 1
+            if not lets_through(schema, json.dumps(value, ensure_ascii=False)):
+                not_allowed.append((keyword, value))
+        for value in invalid:
+            assert not judge.is_valid(value), (keyword, value)
+            if lets_through(schema, json.dumps(value, ensure_ascii=False)):
+                wrongly_allowed.append((keyword, value))
+    assert not wrongly_allowed
+    assert not not_allowed
+    assert count > 70
+    for reason, schema, text in NOT_WRITTEN:
+        assert jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)), reason
+        assert not lets_through(schema, text), reason

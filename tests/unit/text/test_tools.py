@@ -20,13 +20,12 @@ from quadriga.text.tool_formats import (
     MAX_CALLS,
     MISTRAL,
     ToolFormat,
-    tool_format,
 )
 from quadriga.text.tool_parser import ToolParser
 
 CHECKPOINT = read_checkpoint("quadriga-s")
 TEXT = load_tokenizer(CHECKPOINT.path, CHECKPOINT.id)
-NAMES = frozenset({"get_weather", "add"})
+NAMES: dict[str, dict[str, Any]] = {"get_weather": {}, "add": {}}
 ROME = ("get_weather", '{"city": "Rome \\"x\\" {", "days": [1, 2]}')
 TWO = ("add", "{}")
 FORMS = [HERMES, MISTRAL, LLAMA, LISTED]
@@ -119,13 +118,6 @@ def test_arguments_come_as_they_are_written_and_a_cut_call_stays_cut() -> None:
 def test_arguments_may_come_before_the_name() -> None:
     text = '<tool_call>\n{"arguments": {"name": "x"}, "name": "add"}\n</tool_call>'
     assert read(HERMES, list(text)) == ("", [("add", '{"name": "x"}')])
-
-
-def test_a_template_says_its_format() -> None:
-    assert tool_format("{% if tools %}<tool_call>{% endif %}") is HERMES
-    assert tool_format("{% if tools %}[TOOL_CALLS]{% endif %}") is MISTRAL
-    assert tool_format("{% if tools %}<|python_tag|>{% endif %}") is LLAMA
-    assert tool_format("{{ messages }}") is LISTED
 
 
 WEATHER: dict[str, Any] = {

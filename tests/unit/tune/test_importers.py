@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import json
+import os
+import pickle
+import random
+import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +28,7 @@ from quadriga.engine.models.layers import rms_norm
 from quadriga.errors import ConfigError
 from quadriga.tune.folder import save_halves
 from quadriga.tune.importers import import_exits
+from quadriga.tune.importers.ee_llm import Unread, _load
 from quadriga.tune.states import run_passes
 from tests.equivalence.models import make_spec
 from tests.unit.tune.models import HIDDEN, LAYERS, VOCAB, save_model
@@ -105,6 +114,8 @@ def megatron(root: Path, *, ranks: int, stages: int, **flags: Any) -> dict[int, 
         num_layers=LAYERS,
         exit_layer_nums=numbers,
         untie_exit_output_weights=True,
+        params_dtype=torch.float16,
+        data_path=None,
         **{"use_exit_norm": True, "use_exit_mlp": False, "pre_exit": False} | flags,
     )
     per_stage = LAYERS // stages
@@ -121,9 +132,41 @@ def megatron(root: Path, *, ranks: int, stages: int, **flags: Any) -> dict[int, 
             folder = root / "iter_0000007" / name
             folder.mkdir(parents=True)
             model = {"language_model": {"encoder": encoder, "exit_output_layer": output}}
-            torch.save({"args": said, "model": model}, folder / "model_optim_rng.pt")
+            save_rank(said, model, folder / "model_optim_rng.pt")
     (root / "latest_checkpointed_iteration.txt").write_text("7")
     return {n: rms_norm(state(), norms[n], 1e-6) @ heads[n][:VOCAB].T for n in numbers}
+
+
+def save_rank(said: argparse.Namespace, model: dict[str, Any], file: Path) -> None:
+    """As EE-LLM's defaults save it: an enum of Megatron's, the optimizer, all random generators."""
+    package, module = types.ModuleType("megatron"), types.ModuleType("megatron.enums")
+    kinds = enum.Enum("ModelType", ["encoder_or_decoder"], module="megatron.enums")  # type: ignore[misc]
+    vars(module)["ModelType"] = kinds
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    states = {
+        "random_rng_state": random.Random(1).getstate(),
+        "np_rng_state": np.random.RandomState(1).get_state(),
+        "torch_rng_state": torch.Generator().get_state(),
+        "rng_tracker_states": {"model-parallel-rng": torch.Generator().get_state()},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "megatron", package)
+        patch.setitem(sys.modules, "megatron.enums", module)
+        torch.save(
+            {
+                "args": argparse.Namespace(**vars(said), model_type=kinds(1)),
+                "checkpoint_version": 3.0,
+                "iteration": 7,
+                "model": model,
+                "optimizer": {"optimizer": optimizer.state_dict(), "scale": np.float32(2)},
+                "opt_param_scheduler": {"max_lr": 1e-4, "num_steps": 2**40},
+                "rng_state": [states],
+            },
+            file,
+        )
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2)])
@@ -200,8 +243,7 @@ def add_branches(root: Path, checkpoint: Checkpoint, ranks: int) -> dict[int, An
     norms, heads = {}, {n: [] for n in (1, 3)}
     for rank in range(ranks):
         file = root / "iter_0000007" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            data = torch.load(file, weights_only=True)
+        data = _load(file)
         model = data["model"]["language_model"]
         for j, (n, (up, down)) in enumerate(mlps.items()):
             at = f"layers.{n - 1}"
@@ -212,7 +254,9 @@ def add_branches(root: Path, checkpoint: Checkpoint, ranks: int) -> dict[int, An
             model["encoder"][f"{at}.mlp.branch.dense_4h_to_h.weight"] = down.chunk(ranks, 1)[rank]
             norms[n] = model["encoder"][f"{at}.exit_norm.weight"]
             heads[n].append(model["exit_output_layer"][f"{j}.weight"])
-        torch.save(data, file)
+        plain = {k: v for k, v in vars(data["args"]).items() if not isinstance(v, Unread)}
+        save_rank(argparse.Namespace(**plain), data["model"], file.with_name("new"))
+        file.with_name("new").replace(file)  # the tensors that were read lie in the old one
     return {n: (mlps[n], norms[n], torch.cat(heads[n])) for n in mlps}
 
 
@@ -223,17 +267,81 @@ def test_exits_that_are_whole_layers_are_refused(checkpoint: Checkpoint, tmp_pat
 
 
 class Code:
-    """What a pickled file may hold and nobody asked for."""
+    """What a pickled file may hold and nobody asked for: a call, when it is read."""
+
+    def __init__(self, call: Callable[..., object], *words: object) -> None:
+        self._made = (call, words)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self._made
 
 
-def test_files_that_hold_code_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    torch.save({"0.weight": Code()}, tmp_path / "heads.pt")
+def save_with(value: object, root: Path) -> None:
+    """A checkpoint of Megatron whose optimizer is something else."""
+    folder = root / "mp_rank_00"
+    folder.mkdir()
+    said = argparse.Namespace(num_layers=LAYERS, exit_layer_nums=[1])
+    torch.save({"args": said, "model": {}, "optimizer": value}, folder / "model_optim_rng.pt")
+
+
+@pytest.mark.parametrize("call", [os.mkdir, exec, Path.mkdir, pickle.loads])
+def test_files_that_hold_code_are_refused(
+    call: Callable[..., object], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Whatever it calls, and wherever in the file it stands."""
+    trace = tmp_path / "it ran"
+    words: object = {
+        exec: f"import os; os.mkdir({str(trace)!r})",
+        pickle.loads: pickle.dumps(Code(os.mkdir, str(trace))),
+        Path.mkdir: trace,
+    }.get(call, str(trace))
+    torch.save({"0.weight": Code(call, words)}, tmp_path / "heads.pt")
     with pytest.raises(ConfigError, match="tensors alone"):
         import_exits("linear", tmp_path / "heads.pt", checkpoint)
+    save_with(Code(call, words), tmp_path)
+    with pytest.raises(ConfigError, match="without running code"):
+        import_exits("ee-llm", tmp_path, checkpoint)
+    assert not trace.exists()
+
+
+def test_what_calls_itself_megatrons_or_numpys_is_not_called(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where such a module is installed, and its function has that name."""
+    called: list[object] = []
+
+    def make(*words: object) -> object:
+        called.append(words)
+        return {}
+
+    make.__module__, make.__qualname__ = "megatron.enums", "make"
+    module = types.ModuleType("megatron.enums")
+    vars(module)["make"] = make
+    monkeypatch.setitem(sys.modules, "megatron", types.ModuleType("megatron"))
+    monkeypatch.setitem(sys.modules, "megatron.enums", module)
+    save_with(
+        [Code(make, "x"), Code(np.memmap, str(tmp_path / "made"), "u1", "w+", 0, 4)], tmp_path
+    )
+    found = _load(tmp_path / "mp_rank_00" / "model_optim_rng.pt")
+    assert vars(found["args"]) == {"num_layers": LAYERS, "exit_layer_nums": [1]}
+    assert not called and not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02}."])
+def test_damaged_files_are_refused(content: bytes, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    save_with({}, tmp_path)
+    (tmp_path / "mp_rank_00" / "model_optim_rng.pt").write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        import_exits("ee-llm", tmp_path, checkpoint)
+
+
+def test_args_that_say_nothing_of_the_exits_are_refused(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     folder = tmp_path / "mp_rank_00"
     folder.mkdir()
-    torch.save({"args": Code(), "model": {}}, folder / "model_optim_rng.pt")
-    with pytest.raises(ConfigError, match="without running code"):
+    torch.save({"args": argparse.Namespace(), "model": {}}, folder / "model_optim_rng.pt")
+    with pytest.raises(ConfigError, match="do not say num_layers"):
         import_exits("ee-llm", tmp_path, checkpoint)
 
 

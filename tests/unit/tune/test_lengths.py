@@ -19,6 +19,7 @@ from quadriga.checkpoint.length_heads import (
 from quadriga.engine.early_exit.length_head import LengthHeads
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError
+from quadriga.tune import lengths
 from quadriga.tune.answers import OwnAnswer
 from quadriga.tune.lengths import (
     QUANTILES,
@@ -76,9 +77,10 @@ def test_states_are_those_of_their_own_token(runner: NativeRunner, data: LengthD
         assert offsets.sort().values.tolist() == list(range(0, len(answer), 7))
         assert torch.equal(data.remaining[mine], len(answer) - 1 - offsets)
         (alone,) = run_passes(runner, [prompt + answer[:-1]], DEPTHS)
-        for gathered, depth in zip(data.states, DEPTHS, strict=True):
+        for index, depth in enumerate(DEPTHS):
             expected = alone.states[depth][len(prompt) - 1 + offsets]
-            torch.testing.assert_close(gathered[mine], expected, rtol=2e-3, atol=2e-3)
+            found = data.inputs(index, mine)[:, :-NUM_COUNTS]
+            torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 
 
 def test_no_request_is_on_two_sides(data: LengthData) -> None:
@@ -88,12 +90,47 @@ def test_no_request_is_on_two_sides(data: LengthData) -> None:
     assert not owners[0] & owners[1] and not owners[0] & owners[2] and not owners[1] & owners[2]
 
 
+def parts_of(first: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first samples to learn from, the others to stop by."""
+    return torch.arange(first), torch.arange(first, total)
+
+
+def test_few_states_are_in_memory_at_a_time_and_the_head_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to the order of sums; every read is a part of the samples."""
+    generator = torch.Generator().manual_seed(5)
+    states = 3.0 + torch.randn(700, HIDDEN, generator=generator)
+    remaining = torch.randint(0, 90, (700,), generator=generator)
+    most, epochs = 0, 0
+
+    def read(some: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        most = max(most, len(some))
+        return states[some]
+
+    def count(done: int) -> None:
+        nonlocal epochs
+        epochs += done
+
+    monkeypatch.setattr(lengths, "BATCH", 32)
+    monkeypatch.setattr(lengths, "MAX_EPOCHS", 4)
+    whole = train_head(read, remaining, *parts_of(500, 700), seed=0, advance=count)
+    assert (most, epochs) == (500, 4)
+    most = 0
+    monkeypatch.setattr(lengths, "AT_ONCE", 64)
+    parts = train_head(read, remaining, *parts_of(500, 700), seed=0)
+    assert most == 64
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=1e-3, atol=1e-4)
+
+
 def test_a_head_learns_what_its_input_tells() -> None:
     generator = torch.Generator().manual_seed(1)
     remaining = torch.randint(0, 300, (1500,), generator=generator)
     states = torch.randn(1500, HIDDEN, generator=generator)
     states[:, 3] = 0.5 * torch.log1p(remaining.float()) - 2.0
-    head = train_head(states[:1200], remaining[:1200], states[1200:], remaining[1200:], seed=0)
+    head = train_head(lambda some: states[some], remaining, *parts_of(1200, 1500), seed=0)
     outputs = apply(head, states[1200:])
     figures = measure(outputs, torch.zeros(300, dtype=torch.long), remaining[1200:])
     blind = (remaining[1200:] - remaining[:1200].median()).abs().float().mean()
@@ -114,14 +151,19 @@ def test_the_engine_says_what_was_trained(data: LengthData, tmp_path: Path) -> N
     save_heads(tmp_path, spec, tensors)
     assert read_length_heads(tmp_path) == spec
     assert set(figures) == {str(depth) for depth in DEPTHS}
+    train, _, test = data.split(seed=0)
+    totals = [len(data.token_ids[i][1]) - 1 for i in sorted(set(data.requests[train].tolist()))]
+    middle = sorted(totals)[(len(totals) - 1) // 2]
+    stands = zip(data.generated[test].tolist(), data.remaining[test].tolist(), strict=True)
+    errors = [abs(max(0, middle - generated) - left) for generated, left in stands]
+    assert figures[str(LAYERS)]["mae_of_median"] == pytest.approx(sum(errors) / len(errors), 1e-3)
     heads = LengthHeads.load(tmp_path, MODEL_HIDDEN, LAYERS)
     assert heads is not None and heads.depths == DEPTHS
     for index, depth in enumerate(data.depths):
         prefix = f"length.{depth}."
         head = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        inputs = data.inputs(index)[:9]
+        inputs = data.inputs(index, torch.arange(9))
         hidden, counts = inputs[:, :-NUM_COUNTS], inputs[:, -NUM_COUNTS:]
-        assert torch.equal(hidden, data.states[index][:9])
         torch.testing.assert_close(
             heads.predict(hidden, depth, counts), apply(head, inputs), rtol=0.05, atol=0.5
         )
@@ -129,7 +171,8 @@ def test_the_engine_says_what_was_trained(data: LengthData, tmp_path: Path) -> N
 
 def test_the_inputs_tell_where_a_token_stands(data: LengthData) -> None:
     """The prompt's length, and how many tokens were generated before its own."""
-    for sample, row in enumerate(data.inputs(0)[:, -NUM_COUNTS:]):
+    everybody = torch.arange(len(data.remaining))
+    for sample, row in enumerate(data.inputs(0, everybody)[:, -NUM_COUNTS:]):
         prompt, _ = data.token_ids[int(data.requests[sample])]
         wanted = counts_of(len(prompt), int(data.generated[sample]))
         assert row.tolist() == pytest.approx(wanted, abs=1e-6)
@@ -176,7 +219,7 @@ def test_the_range_holds_its_share_of_what_was_not_trained_on() -> None:
     generator = torch.Generator().manual_seed(3)
     states = torch.randn(600, HIDDEN, generator=generator)
     remaining = torch.randint(0, 500, (600,), generator=generator)  # nothing to be learnt
-    head = train_head(states[:60], remaining[:60], states[60:], remaining[60:], seed=0)
+    head = train_head(lambda some: states[some], remaining, *parts_of(60, 600), seed=0)
     outputs = apply(head, states[60:])
     truth = remaining[60:].float()
     for i, level in enumerate(QUANTILES, 1):

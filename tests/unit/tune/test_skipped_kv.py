@@ -35,18 +35,24 @@ def sure_model() -> EarlyExitLlama:
     return model
 
 
-def test_least_squares_finds_the_line_and_what_it_leaves() -> None:
+def test_least_squares_finds_the_lines_and_what_they_leave() -> None:
+    """Two layers over the same inputs, each as if it were alone."""
     g = torch.Generator().manual_seed(1)
-    least = LeastSquares(4, 3)
-    weight, bias = torch.randn(3, 4, generator=g), torch.randn(3, generator=g)
+    least = LeastSquares(4, 3, (5, 6))
+    lines = {k: (torch.randn(3, 4, generator=g), torch.randn(3, generator=g)) for k in (5, 6)}
     for _ in range(20):
         x = torch.randn(500, 4, generator=g)
-        least.add(x, x @ weight.T + bias + 0.1 * torch.randn(500, 3, generator=g))
-    found, constant, share = least.solve()
-    noise = 0.03 / (float(weight.square().sum()) + 0.03)
-    torch.testing.assert_close(found, weight, atol=0.01, rtol=0.01)
-    torch.testing.assert_close(constant, bias, atol=0.01, rtol=0.01)
-    assert share == pytest.approx(noise, rel=0.1)
+        noise = 0.1 * torch.randn(500, 3, generator=g)
+        least.add(x, {k: x @ weight.T + bias + noise for k, (weight, bias) in lines.items()})
+    found = least.solve()
+    assert found.keys() == {5, 6} and least.count == 10_000
+    for layer, (weight, bias) in lines.items():
+        mine, constant, share = found[layer]
+        left = 0.03 / (float(weight.square().sum()) + 0.03)
+        torch.testing.assert_close(mine, weight, atol=0.01, rtol=0.01)
+        torch.testing.assert_close(constant, bias, atol=0.01, rtol=0.01)
+        assert share == pytest.approx(left, rel=0.1)
+    assert LeastSquares(4, 3, (5, 6)).solve() == {}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -109,16 +110,56 @@ def check_served(model: Path, out: Path) -> None:
 
 
 def test_a_second_run_finds_everything_and_makes_the_same(
-    llama: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    llama: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model, out = llama
-    before = load_file(out / EXITS_WEIGHTS)
+    before = tmp_path / "before"
+    shutil.copytree(out, before)
     monkeypatch.setattr(LLM, "stream", lambda *_, **__: pytest.fail("it generated again"))
     some = replace(options(model, out), parts=("exits", "thresholds"))
     tune(some, Console(quiet=True))
-    after = load_file(out / EXITS_WEIGHTS)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    check_exits(model, out, before)
+
+
+def test_an_exit_that_was_dropped_comes_back_with_another_budget(
+    llama: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """With a large one all leave at the first, with none at the last; no run names layers."""
+    model, out = llama[0], tmp_path / "out"
+    shutil.copytree(llama[1], out)
+    made = read_checkpoint(str(model), heads=str(out)).exits
+    assert made.layers == (1,)
+    some = replace(options(model, out), parts=("thresholds",), layers=())
+    tune(replace(some, budget=QualityBudget("changed", 0.0)), Console(quiet=True))
+    assert read_checkpoint(str(model), heads=str(out)).exits.layers == (3,)
+    assert all(name.startswith("exits.3.") for name in load_file(out / EXITS_WEIGHTS))
+    tune(replace(some, parts=("maps", "lengths", "report")), Console(quiet=True))
+    tune(some, Console(quiet=True))
+    check_exits(model, out, llama[1])
+    figures = tune(replace(some, parts=("report",)), Console(quiet=True))
+    assert [line for line in figures["given_up"] if "maps" in line] == [
+        "maps for exits after 1: not fitted, so the layers' own projections stand in; do the part "
+        "maps"
+    ]
+    shutil.rmtree(out / "work")
+    tune(some, Console(quiet=True))
+    check_exits(model, out, llama[1])
+
+
+def check_exits(model: Path, out: Path, wanted: Path) -> None:
+    """Both folders have the same, to the bit."""
+    there, same = (read_checkpoint(str(model), heads=str(path)).exits for path in (out, wanted))
+    assert there == same
+    after, before = load_file(out / EXITS_WEIGHTS), load_file(wanted / EXITS_WEIGHTS)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in after)
+
+
+def test_layers_of_other_exits_than_were_made_are_refused(llama: tuple[Path, Path]) -> None:
+    model, out = llama
+    asked = replace(options(model, out), parts=("thresholds",), layers=(2,))
+    with pytest.raises(ConfigError, match=r"--layers: \[2\] are asked for.*exits after \[1, 3\]"):
+        tune(asked, Console(quiet=True))
 
 
 def test_training_brings_an_exit_nearer_to_the_full_depth(

@@ -264,7 +264,7 @@ class DepthSpan(_message.Message):
     def __init__(self, model: _Optional[str] = ..., depth: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "total_tokens", "exits", "rebuilds", "spans", "migrations", "pauses", "breaches", "lowered", "depth_pools", "predicted", "cached_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "total_tokens", "exits", "rebuilds", "spans", "migrations", "pauses", "breaches", "lowered", "expected_layers", "depth_pools", "predicted", "cached_tokens")
     class ExitsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -282,6 +282,7 @@ class Usage(_message.Message):
     PAUSES_FIELD_NUMBER: _ClassVar[int]
     BREACHES_FIELD_NUMBER: _ClassVar[int]
     LOWERED_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_LAYERS_FIELD_NUMBER: _ClassVar[int]
     DEPTH_POOLS_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -295,10 +296,11 @@ class Usage(_message.Message):
     pauses: int
     breaches: int
     lowered: int
+    expected_layers: float
     depth_pools: _containers.RepeatedScalarFieldContainer[str]
     predicted: _containers.RepeatedCompositeFieldContainer[PredictedTokens]
     cached_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., exits: _Optional[_Mapping[int, int]] = ..., rebuilds: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[DepthSpan, _Mapping]]] = ..., migrations: _Optional[int] = ..., pauses: _Optional[int] = ..., breaches: _Optional[int] = ..., lowered: _Optional[int] = ..., depth_pools: _Optional[_Iterable[str]] = ..., predicted: _Optional[_Iterable[_Union[PredictedTokens, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ..., exits: _Optional[_Mapping[int, int]] = ..., rebuilds: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[DepthSpan, _Mapping]]] = ..., migrations: _Optional[int] = ..., pauses: _Optional[int] = ..., breaches: _Optional[int] = ..., lowered: _Optional[int] = ..., expected_layers: _Optional[float] = ..., depth_pools: _Optional[_Iterable[str]] = ..., predicted: _Optional[_Iterable[_Union[PredictedTokens, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "param", "retry_after_s")

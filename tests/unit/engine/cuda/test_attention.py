@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -156,55 +153,6 @@ class FlashStandIn:
 def test_flash_is_asked_the_right_thing(shape: tuple[int, int, int], window: int) -> None:
     config = make_config(*shape)
     check(FlashAttention(FlashStandIn(), config), config, torch.float16, window, 3e-3)
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("shape", [*SHAPES, (2, 3, 20)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_triton_interpreted(
-    dtype: torch.dtype, shape: tuple[int, int, int], window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel's own code, run by Triton's interpreter (which cannot multiply bfloat16)."""
-    pytest.importorskip("triton", reason="triton is not installed: the kernel is not checked")
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is here: tests/gpu checks the compiled kernel")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("set TRITON_INTERPRET=1 before Python starts to interpret kernels")
-    from quadriga.engine.cuda.triton_attention import TritonAttention
-
-    config = make_config(*shape)
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-3
-    attention = TritonAttention(config, dtype)
-    for splits in (1, 4):
-        monkeypatch.setattr(attention, "_splits", lambda *_, n=splits: n)
-        check(attention, config, dtype, window, tolerance)
-
-
-@pytest.mark.timeout(1000)
-def test_the_kernels_are_right_in_a_process_whose_kernels_are_interpreted() -> None:
-    """Triton decides when it is imported; here it may be imported already."""
-    pytest.importorskip("triton", reason="triton is not installed: pip install '.[kernels]'")
-    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("the tests of this file check the kernel itself")
-    ran = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-n",
-            "0",
-            "-k",
-            "test_triton_interpreted",
-            __file__,
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert ran.returncode == 0 and "24 passed" in ran.stdout, ran.stdout[-3000:] + ran.stderr
 
 
 class WaitingFlash(FlashStandIn):

@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-from tests.unit.engine.cuda.test_attention import make_config
-
-pytest.importorskip(
-    "triton", reason="triton is not installed: kernels are not compiled; pip install '.[kernels]'"
-)
-
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quadriga.engine.cuda import triton_attention
+from quadriga.engine.cuda import triton_attention, triton_operations
+from quadriga.engine.cuda.operations import SAYS
 from quadriga.engine.cuda.pages import PAGE_TOKENS
+from tests.unit.engine.cuda.layer_cases import config_of
+from tests.unit.engine.cuda.test_attention import make_config
 
 pytestmark = [
-    pytest.mark.skipif(
-        triton.knobs.runtime.interpret, reason="TRITON_INTERPRET=1 leaves nothing to compile"
-    ),
     # Of Triton about its own defaults.
     pytest.mark.filterwarnings("ignore::UserWarning:triton"),
     pytest.mark.timeout(600),
@@ -43,28 +37,44 @@ NAMES = (
     *("q", "keys", "values", "table", "begins", "lengths", "block_runs", "block_begins"),
     *("out", "part_out", "part_max", "part_sum", "table_stride", "scale", "window"),
 )
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def compiled(
-    architecture: int, dtype: torch.dtype, shape: tuple[int, int, int], *, is_run: bool, splits: int
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    architecture: int,
+    *,
+    unaligned: tuple[str, ...] = (),
+    **options: Any,
 ) -> Any:
-    """`_attend` as `TritonAttention` launches it."""
-    attention = triton_attention.TritonAttention(make_config(*shape), dtype)
-    constants = attention.constants(dtype, PAGE_TOKENS, is_run=is_run, splits=splits)
-    options = {"num_stages": constants.pop("num_stages"), "num_warps": 4}
-    own = POINTERS[dtype]
-    types = dict.fromkeys(NAMES, "*i32")
-    types |= dict.fromkeys(("q", "keys", "values", "out"), own)
-    types |= dict.fromkeys(("part_out", "part_max", "part_sum"), "*fp32")
-    types |= {"table_stride": "i32", "scale": "fp32", "window": "i32"}
-    aligned = [i for i, name in enumerate(NAMES) if name not in ("scale", "window")]
+    """A kernel as a launch compiles it: pointers and sizes are multiples of 16 but for some."""
+    aligned = [i for i, name in enumerate(types) if name not in unaligned]
     source = ASTSource(
-        triton_attention._attend,
+        kernel,
         types | dict.fromkeys(constants, "constexpr"),
         constants,
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def compiled_attention(
+    architecture: int, dtype: torch.dtype, shape: tuple[int, int, int], *, is_run: bool, splits: int
+) -> Any:
+    """`_attend` as `TritonAttention` launches it."""
+    attention = triton_attention.TritonAttention(make_config(*shape), dtype)
+    constants = attention.constants(dtype, PAGE_TOKENS, is_run=is_run, splits=splits)
+    stages = constants.pop("num_stages")
+    types = dict.fromkeys(NAMES, "*i32")
+    types |= dict.fromkeys(("q", "keys", "values", "out"), POINTERS[dtype])
+    types |= dict.fromkeys(("part_out", "part_max", "part_sum"), "*fp32")
+    types |= {"table_stride": "i32", "scale": "fp32", "window": "i32"}
+    return compiled(
+        triton_attention._attend, types, constants, architecture,
+        unaligned=("scale", "window"), num_stages=stages, num_warps=4,
+    )  # fmt: skip
 
 
 def spilled_bytes(kernel: Any, folder: Path) -> int:
@@ -81,13 +91,14 @@ def spilled_bytes(kernel: Any, folder: Path) -> int:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["decode", "prompt"])
 def test_the_kernel_fits_each_gpu(
     kind: str, dtype: torch.dtype, architecture: int, tmp_path: Path
 ) -> None:
     is_run = kind == "prompt"
-    kernel = compiled(architecture, dtype, (2, 4, 64), is_run=is_run, splits=1 if is_run else 4)
+    splits = 1 if is_run else 4
+    kernel = compiled_attention(architecture, dtype, (2, 4, 64), is_run=is_run, splits=splits)
     assert spilled_bytes(kernel, tmp_path) == 0
     assert kernel.metadata.shared <= SHARED_BYTES[architecture]
     if dtype == torch.float32:
@@ -106,6 +117,68 @@ def test_the_kernel_fits_each_gpu(
 @pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
 def test_the_kernel_takes_every_size_of_head(head_dim: int, tmp_path: Path) -> None:
     for is_run in (False, True):
-        kernel = compiled(90, torch.bfloat16, (2, 3, head_dim), is_run=is_run, splits=1)
+        kernel = compiled_attention(90, torch.bfloat16, (2, 3, head_dim), is_run=is_run, splits=1)
         assert spilled_bytes(kernel, tmp_path) == 0
         assert kernel.metadata.shared <= SHARED_BYTES[90]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", POINTERS, ids=str)
+def test_the_small_kernels_fit_each_gpu(
+    dtype: torch.dtype, architecture: int, tmp_path: Path
+) -> None:
+    """What joins attention's splits, and the operations of a layer of 8B and of an exit."""
+    own = POINTERS[dtype]
+    config = replace(config_of(8, 4, 128), hidden_size=4096, ffn_size=14_336)
+    operations = triton_operations.TritonOperations(config)
+    parts = ("part_out", "part_max", "part_sum")
+    rotation = [*("qkv", "q_norm", "k_norm", "cos", "sin"), *("q_out", "keys", "values")]
+    rotated = dict.fromkeys(rotation[:5], own) | {"positions": "*i64", "slots": "*i64"}
+    rotated |= dict.fromkeys(rotation[5:], own) | {"eps": "fp32"}
+    names = ("x", "more", "weight", "added", "normed")
+    kernels = [
+        compiled(
+            triton_attention._join,
+            dict.fromkeys(parts, "*fp32") | {"out": own},
+            {"HEAD": 128, "HEAD_PADDED": 128, "SPLITS": 16},
+            architecture,
+        ),
+        compiled(
+            triton_operations._add_norm,
+            dict.fromkeys(names, own) | {"eps": "fp32"},
+            {"HIDDEN": 4096, "WIDTH": 4096, "ADDS": True},
+            architecture,
+            unaligned=("eps",),
+            num_warps=triton_operations._warps(4096),
+        ),
+        compiled(
+            triton_operations._rotate_and_store,
+            rotated,
+            operations.rotation(norms=True, rotates=True),
+            architecture,
+            unaligned=("eps",),
+        ),
+        compiled(
+            triton_operations._silu_mul,
+            {"up": own, "out": own},
+            {"FFN": 14_336, "BLOCK": triton_operations._INNER},
+            architecture,
+        ),
+        compiled(
+            triton_operations._say,
+            {"logits": own, "wide": "*fp32", "parts": "*fp32"},
+            {"VOCAB": 128_256, "SHARE": 8192, "BLOCK": triton_operations._LOGITS, "SHARES": 16},
+            architecture,
+            num_warps=8,
+        ),
+        compiled(
+            triton_operations._say_joined,
+            {"parts": "*fp32", "said": "*fp32"},
+            {"SHARES": 16, "SAID": SAYS},
+            architecture,
+            num_warps=1,
+        ),
+    ]
+    for kernel in kernels:
+        assert spilled_bytes(kernel, tmp_path) == 0, kernel.name
+        assert kernel.metadata.shared <= SHARED_BYTES[architecture]

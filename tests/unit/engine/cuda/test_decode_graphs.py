@@ -31,14 +31,22 @@ class Layers:
         return x * 2 + where.sum(0)[:, None] + stop - first
 
 
-def make(max_rows: int = 12) -> tuple[DecodeGraphs, Layers, TapeRecorder]:
+def look(x: torch.Tensor, depth: int, logits: torch.Tensor, said: torch.Tensor) -> None:
+    logits.copy_(x[:, :2] + depth)
+    said.copy_(x[:, :3])
+
+
+def make(max_rows: int = 12, max_tokens: int = 0) -> tuple[DecodeGraphs, Layers, TapeRecorder]:
     layers, recorder = Layers(), TapeRecorder()
     made = DecodeGraphs(
         layers.run_each,
         recorder,
+        look=look,
         segment_ends=(2, 3, 6),
         max_rows=max_rows,
+        max_tokens=max_tokens,
         hidden_size=4,
+        vocab_size=2,
         dtype=torch.float32,
         device=torch.device("cpu"),
         capacity=CAPACITY,
@@ -64,7 +72,7 @@ def test_every_batch_has_the_answer_of_its_own() -> None:
         x = torch.randn(count, 4, generator=generator)
         where = torch.stack([torch.randperm(PADDING_ROW)[:count], torch.arange(count) + 20])
         first, stop = ((0, 2), (2, 6), (0, 6))[count % 3]
-        got = made.run(x, where, first, stop)
+        got, _ = made.run(x, where, first, stop)
         wanted = x * 2 + where.sum(0)[:, None] + stop - first
         kept.append((got, wanted))
     for got, wanted in kept:
@@ -93,6 +101,24 @@ def test_what_is_covered() -> None:
     assert not made.covers(1, 2, 1), "prefill goes layer by layer"
 
 
+def test_the_exit_is_looked_up_for_as_many_as_there_are_rows() -> None:
+    made, _, _ = make(max_rows=3, max_tokens=10)
+    made.record_all()
+    for count in (2, 3):
+        x = torch.randn(count, 4, generator=torch.Generator().manual_seed(count))
+        hidden, looked = made.run(x, torch.zeros(2, count, dtype=torch.int64), 3, 6)
+        assert looked is not None and looked.depth == 6 and looked.hidden is hidden
+        assert torch.equal(looked.logits, hidden[:, :2] + 6)
+        assert torch.equal(looked.said, hidden[:, :3])
+    assert made.run(torch.ones(5, 4), torch.zeros(2, 5, dtype=torch.int64), 3, 6)[1] is None
+
+
+def test_tokens_go_along_through_later_segments_alone() -> None:
+    made, _, _ = make(max_rows=3, max_tokens=10)
+    assert made.covers(2, 6, 10) and not made.covers(2, 6, 11)
+    assert made.covers(0, 6, 3) and not made.covers(0, 6, 4)
+
+
 def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
     made, _, _ = make()
@@ -105,7 +131,7 @@ def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_recording_all_leaves_nothing_for_later() -> None:
     made, layers, _ = make(max_rows=3)
     made.record_all()
-    assert made.num_recorded == (3 + 1) * 3
+    assert made.num_recorded == 3 * 6, "sizes, and ranges between four borders"
     recorded = len(layers.calls)
     made.run(torch.ones(2, 4), torch.tensor([[0, 1], [5, 6]]), 2, 3)
     assert len(layers.calls) == recorded
@@ -139,15 +165,15 @@ def test_a_gpu_that_cannot_record_serves_all_the_same(caplog: pytest.LogCaptureF
     made, _, recorder = make()
     where = torch.tensor([[3, 4], [7, 8]])
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(4))
-    wanted = made.run(x, where, 0, 2)
+    wanted, _ = made.run(x, where, 0, 2)
 
     def refuse(work: Callable[[], None]) -> Callable[[], None]:
         work()
         raise RuntimeError("operation not permitted when stream is capturing")
 
     recorder.record = refuse  # type: ignore[method-assign]
-    got = made.run(x, where, 2, 6)
+    got, _ = made.run(x, where, 2, 6)
     assert torch.equal(got, x * 2 + where.sum(0)[:, None] + 4)
     assert "not permitted" in caplog.text
     assert not made.covers(2, 6, 2) and not made.covers(0, 6, 1)
-    assert made.covers(0, 2, 2) and torch.equal(made.run(x, where, 0, 2), wanted)
+    assert made.covers(0, 2, 2) and torch.equal(made.run(x, where, 0, 2)[0], wanted)

@@ -17,14 +17,18 @@ from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.config.resolve import Hardware, resolve
 from quadriga.engine.cuda import loading
+from quadriga.engine.cuda.attention import TorchAttention
 from quadriga.engine.cuda.loading import bytes_per_token, tokens_that_fit
+from quadriga.engine.cuda.operations import Operations
 from quadriga.engine.cuda.pages import PAGE_TOKENS, pages_per_layer
 from quadriga.engine.models.config import read_model_config
 from quadriga.engine.weights.loading import load_weights
 from quadriga.engine.weights.tensor_files import WeightSource
 from quadriga.errors import ConfigError
+from quadriga.interfaces import MAX_DRAFTED
 from tests.equivalence.early_exit_reference import build_deep, save_with_exits
 from tests.equivalence.models import build, make_spec, save
+from tests.unit.engine.cuda.test_attention import make_config
 
 GPU = torch.device("cuda", 0)
 
@@ -87,7 +91,9 @@ def test_capacity_is_lowered_to_the_share(
     page = PAGE_TOKENS * bytes_per_token(spec, config)
     assert page == 256 * 3 * 2 * 16 * 4
     with_memory(monkeypatch, free=100 * page, total=100 * page, reserved=40 * page)
-    assert loading._fit(spec, config, GPU).kv_capacity_tokens == 4 * 96, "all there is to hold"
+    fitted = loading._fit(spec, config, GPU)
+    assert fitted.kv_capacity_tokens == 4 * 96, "all there is to hold"
+    assert fitted.usable_bytes == 50 * page, "the share of it"
     long = replace(spec, row_capacity_tokens=600, kv_capacity_tokens=2400)
     assert loading._fit(long, config, GPU).kv_capacity_tokens == (9 - 4) * 256
     with_memory(monkeypatch, free=8 * page, total=100 * page, reserved=0)
@@ -130,8 +136,8 @@ def test_a_named_capacity_is_held_or_refused(
     config = read_model_config(spec.checkpoint.path)
     named = replace(spec, gpu_memory_share=None)
     needed = 5 * PAGE_TOKENS * bytes_per_token(spec, config)
-    with_memory(monkeypatch, free=needed, total=needed, reserved=0)
-    assert loading._fit(named, config, GPU) is named
+    with_memory(monkeypatch, free=needed, total=needed, reserved=7)
+    assert loading._fit(named, config, GPU) == replace(named, usable_bytes=needed + 7)
     with_memory(monkeypatch, free=needed - 1, total=needed, reserved=0)
     with pytest.raises(ConfigError, match=rf"take {needed} bytes .* {needed - 1} of the GPU's"):
         loading._fit(named, config, GPU)
@@ -151,6 +157,53 @@ def test_configuration() -> None:
     for key, value in (("gpu_memory_share", 0.0), ("gpu_memory_share", 1.1), ("attention", "sdpa")):
         with pytest.raises(ValueError, match=key):
             QuadrigaConfig.model_validate({"engine": {key: value}})
+
+
+def test_operations_that_cannot_run_or_are_wrong_are_found() -> None:
+    config = make_config(1, 1, 16)
+    assert loading._failed(Operations(config), torch.device("cpu")) is None
+
+    class Raising(Operations):
+        def say(self, *_: torch.Tensor) -> None:
+            raise RuntimeError("no C compiler\nat all")
+
+    class Silent(Operations):
+        def say(self, *_: torch.Tensor) -> None:
+            """Nothing."""
+
+    cpu = torch.device("cpu")
+    assert loading._failed(Raising(config), cpu) == "RuntimeError: no C compiler"
+    assert loading._failed(Silent(config), cpu) == "a kernel answers 0 instead of 7"
+
+
+def test_what_passes_need_stays_free(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_model_config(spec.checkpoint.path)
+    page = PAGE_TOKENS * bytes_per_token(spec, config)
+    long = replace(spec, row_capacity_tokens=600, kv_capacity_tokens=2400)
+    with_memory(monkeypatch, free=12 * page, total=100 * page, reserved=0)
+    assert loading._fit(long, config, GPU, 4 * page).kv_capacity_tokens == (7 - 4) * 256
+    named = replace(spec, gpu_memory_share=None)
+    with pytest.raises(ConfigError, match=rf"{5 * page - 1} of .* free beside {7 * page + 1} for"):
+        loading._fit(named, config, GPU, 7 * page + 1)
+
+
+def test_the_dummy_step_computes_the_largest_passes(spec: EngineSpec) -> None:
+    config = read_model_config(spec.checkpoint.path)
+    exits = replace(spec, exits=ExitSpec((1,)), pass_tokens=20, device="cpu", num_rows=2)
+    weights = load_weights(WeightSource(spec.checkpoint.path, torch.float32), config, 3, 96)
+    seen: list[int] = []
+
+    class Counting(Operations):
+        def activate(self, up: torch.Tensor) -> torch.Tensor:
+            seen.append(len(up))
+            return super().activate(up)
+
+    attention, operations = TorchAttention(config), Counting(config)
+    loading.dummy_step(exits, config, weights, attention, operations)
+    assert seen == [20] * 3, "as many as a chunk"
+    seen.clear()
+    loading.dummy_step(replace(exits, num_rows=4), config, weights, attention, operations)
+    assert seen == [4 * (1 + MAX_DRAFTED)] * 3, "as many as are verified"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from actors.rpc.lifecycle import fingerprint, new_replica_name, parse_replica_name
 from quadriga.config.kv_memory import NodeMemory
 from quadriga.config.resolve import Hardware
 from quadriga.control.desired import resolve_on
+from quadriga.control.replica_names import fingerprint, new_replica_name, parse_replica_name
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.errors import ConfigError
 

@@ -1,0 +1,129 @@
+"""Start the ranks of an engine: rank 0 opens a meeting point, all load their parts and meet."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import replace
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+
+from quadriga.checkpoint.folder import on_this_node
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.engine.loaded_model import EngineParts, skips_of
+from quadriga.engine.models.config import ModelConfig, read_model_config
+from quadriga.engine.tensor_parallel.leader import ParallelCache, ParallelDecoder
+from quadriga.engine.tensor_parallel.part import Part
+from quadriga.engine.tensor_parallel.ranks import Ranks
+from quadriga.engine.weights.shards import Shard
+from quadriga.errors import ConfigError
+from quadriga.process_groups import host_store, join_store, route_to
+
+logger = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 600.0
+"""For every rank to have its part of the weights."""
+
+
+class RankStarter(Protocol):
+    """Starts the ranks behind the first one, somewhere; rank 0 ends them."""
+
+    @property
+    def host(self) -> str:
+        """The address at which they reach rank 0."""
+
+    def start(self, spec: EngineSpec, port: int) -> None:
+        """Have `serve_rank(spec, rank, host, port)` run for the ranks 1 … k − 1; does not wait."""
+
+    def lost(self, reason: str) -> None:
+        """The ranks are of no more use; called from any thread."""
+
+
+class RankThreads:
+    """`RankStarter` in this process: for offline generation, and for tests."""
+
+    host = "127.0.0.1"
+
+    def start(self, spec: EngineSpec, port: int) -> None:
+        """See `RankStarter.start`."""
+        for rank in range(1, spec.tensor_parallel):
+            threading.Thread(
+                target=self._serve, args=(spec, rank, port), name=f"rank-{rank}", daemon=True
+            ).start()
+
+    def _serve(self, spec: EngineSpec, rank: int, port: int) -> None:
+        try:
+            serve_rank(spec, rank, self.host, port)
+        except (RuntimeError, ConfigError) as exc:  # rank 0 says so to who asks it
+            logger.info("rank %d is over: %s", rank, exc)
+
+    def lost(self, reason: str) -> None:
+        """Whoever asks rank 0 next learns of it."""
+
+
+def load_parallel(spec: EngineSpec, config: ModelConfig, starter: RankStarter) -> EngineParts:
+    """Start the other ranks, load rank 0's part, and wait until all have theirs.
+
+    Raises:
+        ConfigError: A part of the checkpoint or the spec cannot be served.
+    """
+    size = spec.tensor_parallel
+    store, port = host_store(starter.host, LOAD_TIMEOUT_S)
+    starter.start(spec, port)
+    part = Part(spec, config, Shard(0, size))
+    for rank in range(1, size):
+        try:
+            store.wait([_loaded(rank)], timedelta(seconds=LOAD_TIMEOUT_S))
+        except RuntimeError as exc:
+            raise ConfigError(
+                f"engine.tensor_parallel: rank {rank} of {size} did not load {spec.checkpoint.id} "
+                f"in {LOAD_TIMEOUT_S:.0f} s",
+                param="engine.tensor_parallel",
+            ) from exc
+        if failure := store.get(_loaded(rank)).decode():
+            raise ConfigError(f"rank {rank} of {size}: {failure}", param="model")
+    dtype = part.eager.weights.dtype
+    ranks = part.join(Ranks(store, rank=0, size=size, host=starter.host, dtype=dtype))
+    ranks.lost = starter.lost
+    cache = ParallelCache(config.num_kv_heads, part, ranks)
+    skipped = skips_of(spec, config, cache, dtype)
+    return EngineParts(spec, ParallelDecoder(config, part, ranks), cache, skipped)
+
+
+def serve_rank(spec: EngineSpec, rank: int, host: str, port: int) -> None:
+    """Be a rank behind the first one, until rank 0 ends it.
+
+    Args:
+        host, port: Rank 0's meeting point.
+
+    Raises:
+        ConfigError: The checkpoint is not on this node, or cannot be served.
+        RuntimeError: Rank 0 or another one died, or fell silent.
+    """
+    torch.set_num_threads(spec.threads)
+    store = join_store(host, port, LOAD_TIMEOUT_S)
+    try:
+        spec = replace(spec, checkpoint=on_this_node(spec.checkpoint, spec.cache_dir))
+        config = read_model_config(spec.checkpoint.path)
+        part = Part(spec, config, Shard(rank, spec.tensor_parallel))
+    except ConfigError as exc:
+        store.set(_loaded(rank), str(exc))
+        raise
+    store.set(_loaded(rank), "")
+    part.join(
+        Ranks(
+            store,
+            rank=rank,
+            size=spec.tensor_parallel,
+            host=route_to(host),
+            dtype=part.eager.weights.dtype,
+        )
+    )
+    part.follow()
+
+
+def _loaded(rank: int) -> str:
+    """Key under which a rank says that it is ready, or, in words, why not."""
+    return f"loaded-{rank}"

@@ -1,0 +1,298 @@
+"""An engine over several ranks says what one over the whole model says, in float32."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM as AutoModel
+from transformers import LlamaConfig, MistralConfig, OPTConfig, Qwen3Config
+
+from quadriga.checkpoint.exits import ExitParams
+from quadriga.config.engine_spec import EngineSpec
+from quadriga.core.request import SequenceState
+from quadriga.engine.model_runner import NativeRunner
+from quadriga.engine.tensor_parallel import ranks as ranks_module
+from quadriga.engine.tensor_parallel.part import Part
+from quadriga.engine.tensor_parallel.ranks import Op, Order, RanksLost
+from quadriga.errors import ConfigError
+from tests.equivalence.models import GATED, SIZES, make_spec, make_state, randomise, save
+from tests.equivalence.moving import Member
+from tests.equivalence.test_lossless import (
+    assert_logprobs_are_near,
+    make_loop,
+    mixed,
+    run,
+    states,
+    tokens_of,
+)
+from tests.equivalence.test_migrated import SEEDED, Traffic, assert_same, bundled, undisturbed
+from tests.equivalence.test_migrated import sequences as to_move
+
+FOUR = {"num_attention_heads": 8, "vocab_size": 132}
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(
+        **(GATED | FOUR | {"num_key_value_heads": 4}), attention_bias=True, mlp_bias=True
+    ),
+    "mistral": lambda: MistralConfig(
+        **(GATED | FOUR | {"num_key_value_heads": 4}), sliding_window=7, tie_word_embeddings=True
+    ),
+    "qwen3": lambda: Qwen3Config(**(GATED | FOUR | {"num_key_value_heads": 4}), head_dim=16),
+    "opt": lambda: OPTConfig(
+        **(SIZES | FOUR), ffn_dim=72, do_layer_norm_before=False, word_embed_proj_dim=24
+    ),
+}
+EXITS = '{"kind": "shared", "layers": [1, 2], "criterion": "margin", "threshold": 0.2}'
+PROMPTS = 9
+SILENCE_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A random model of each family, with an exit behind each layer."""
+    made = {}
+    for name, config in FAMILIES.items():
+        model = AutoModel.from_config(config(), attn_implementation="eager").eval()
+        made[name] = save(randomise(model), tmp_path_factory.mktemp(name))
+        (made[name] / "exits.json").write_text(EXITS)
+    return made
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[..., NativeRunner]]:
+    """Loads runners, whose ranks end with the test."""
+    made: list[NativeRunner] = []
+
+    def load(spec: EngineSpec, size: int = 1) -> NativeRunner:
+        made.append(NativeRunner.load(replace(spec, tensor_parallel=size)))
+        return made[-1]
+
+    yield load
+    for runner in made:
+        runner.close()
+
+
+def spec_of(path: Path, **overrides: Any) -> EngineSpec:
+    spec = make_spec(path, **({"compile": "wait"} | overrides))
+    return replace(spec, exits=spec.checkpoint.exits)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "compiled"),
+    [
+        ("llama", 2, "wait"),
+        ("llama", 4, "wait"),
+        ("llama", 4, "off"),
+        ("mistral", 2, "off"),
+        ("qwen3", 2, "wait"),
+        ("opt", 4, "wait"),
+        ("opt", 2, "off"),
+    ],
+)
+def test_every_family_greedy_sampled_with_exits_and_drafts(
+    checkpoints: dict[str, Path], load: Callable[..., NativeRunner],
+    name: str, size: int, compiled: str,
+) -> None:  # fmt: skip
+    spec = spec_of(checkpoints[name], compile=compiled)
+    loop, made = make_loop(load(spec, size), chunk_tokens=16), states(mixed, PROMPTS)
+    got, wanted_states = run(loop, made), states(mixed, PROMPTS)
+    wanted = run(make_loop(load(spec), chunk_tokens=16), wanted_states)
+    assert tokens_of(got) == tokens_of(wanted)
+    assert_logprobs_are_near(got, wanted)
+    assert [s.exit_layers for s in made] == [s.exit_layers for s in wanted_states]
+    assert {k for s in made for k in s.exit_layers} == {1, 2, 3}
+    assert loop.decode.counters.drafted > 0
+
+
+@pytest.mark.parametrize("mode", ["project", "alias", "copy", "replay"])
+def test_every_way_to_fill_skipped_layers(
+    checkpoints: dict[str, Path], load: Callable[..., NativeRunner], mode: Any
+) -> None:
+    spec = spec_of(checkpoints["llama"], skipped_kv=mode, replay_newest=2)
+    bounded = lambda i: ExitParams(0.2, "bounded")  # noqa: E731
+    got = run(make_loop(load(spec, 2)), states(bounded, PROMPTS))
+    assert tokens_of(got) == tokens_of(run(make_loop(load(spec)), states(bounded, PROMPTS)))
+
+
+def test_exits_with_heads_and_maps_of_their_own(load: Callable[..., NativeRunner]) -> None:
+    spec = replace(bundled("quadriga-s"), skipped_kv="linear", replay_newest=1)
+    one, two = Member(spec, rebatches=True, runner=load(spec)), load(spec, 2)
+    wanted = undisturbed(one, to_move(4, 30, threshold=0.9))
+    got = undisturbed(Member(spec, rebatches=True, runner=two), to_move(4, 30, threshold=0.9))
+    assert_same(got, wanted)
+    assert len({k for s in got for k in s.exit_layers}) > 1, "tokens leave at several exits"
+
+
+def test_paused_and_resumed(
+    checkpoints: dict[str, Path], load: Callable[..., NativeRunner]
+) -> None:
+    spec = spec_of(checkpoints["llama"])
+    loop, paused = make_loop(load(spec, 2), reservation="used"), 0
+
+    def disturb(step: int) -> None:
+        nonlocal paused
+        running = loop.decode.running
+        if step % 4 == 0 and running:
+            paused += loop.decode.pause(running[-1].sequence_id)
+
+    got = run(loop, states(mixed, PROMPTS), disturb)
+    assert tokens_of(got) == tokens_of(run(make_loop(load(spec)), states(mixed, PROMPTS)))
+    assert paused > 3
+
+
+def test_prompts_that_begin_alike_share_their_kv(
+    checkpoints: dict[str, Path], load: Callable[..., NativeRunner]
+) -> None:
+    spec = spec_of(checkpoints["llama"], num_rows=3)
+
+    def made() -> list[SequenceState]:
+        """Three beginnings, of which there is room for two."""
+        return [
+            replace(
+                make_state([*range(start, start + 66), 5 + i], max_tokens=8), sequence_id=f"s{i}"
+            )
+            for i, start in enumerate((3, 20, 3, 40, 3, 20))
+        ]
+
+    loop = make_loop(load(spec, 2), prefix_caching=True, max_slots=1)
+    got = run(loop, made())
+    assert tokens_of(got) == tokens_of(run(make_loop(load(spec)), made()))
+    prefixes = loop.prefill.prefixes
+    assert prefixes is not None
+    totals = prefixes.count()
+    assert totals.hits > 0 and totals.evicted > 0
+
+
+def test_moved_between_engines_of_one_two_and_four_ranks(
+    checkpoints: dict[str, Path], load: Callable[..., NativeRunner]
+) -> None:
+    """At any step, with tokens that wait at exits, out of host memory, and back."""
+    spec = spec_of(checkpoints["llama"], row_capacity_tokens=80)
+    wanted = undisturbed(Member(spec, rebatches=True, runner=load(spec)), to_move(5, 24, **SEEDED))
+    members = [Member(spec, rebatches=True, runner=load(spec, k)) for k in (1, 2, 2, 4)]
+    traffic = Traffic(members, to_move(5, 24, **SEEDED), random.Random(4), pauses=0.1)
+    assert_same(traffic.run(), wanted)
+    assert traffic.moves > 15 and traffic.waited > 0
+
+
+def test_rebuilt_from_its_tokens_alone(
+    checkpoints: dict[str, Path], load: Callable[..., NativeRunner]
+) -> None:
+    """Every token goes as deep again as it once went."""
+    spec = spec_of(checkpoints["llama"])
+    wanted = states(mixed, 8)
+    run(make_loop(load(spec)), wanted)
+    todo, random_ = states(mixed, 8), random.Random(5)
+    done: dict[str, SequenceState] = {}
+    runner = load(spec, 2)
+    while todo:
+        loop = make_loop(runner, random_.randrange(99))
+        for state in todo:
+            loop.submit(state)
+        ended: set[str] = set()
+        for _ in range(random_.randint(8, 20)):
+            ended |= {o.sequence_id for o in loop.step() if o.finish is not None}
+        done |= {s.sequence_id: s for s in todo if s.sequence_id in ended}
+        todo = [s for s in todo if s.sequence_id not in ended]
+        for state in todo:
+            loop.release(state.sequence_id)
+    assert [done[s.sequence_id].output_ids for s in wanted] == [s.output_ids for s in wanted]
+
+
+def test_a_rank_holds_its_share(
+    checkpoints: dict[str, Path], load: Callable[..., NativeRunner]
+) -> None:
+    spec = spec_of(checkpoints["llama"])
+    one, four = load(spec), load(spec, 4)
+    mine, whole = four.weights, one.weights
+    assert mine.embed.nbytes * 4 == whole.embed.nbytes
+    assert mine.heads[3].weight.nbytes * 4 == whole.heads[3].weight.nbytes
+    matrices = [(layer.qkv, layer.out, layer.up, layer.down) for layer in mine.layers]
+    of_whole = [(layer.qkv, layer.out, layer.up, layer.down) for layer in whole.layers]
+    for ours, theirs in zip(sum(matrices, ()), sum(of_whole, ()), strict=True):
+        assert ours.weight.nbytes * 4 == theirs.weight.nbytes
+    assert four.numerics == f"{one.numerics} over 4 ranks"
+    with pytest.raises(ConfigError, match="over several ranks keeps the 3 layers"):
+        four.check_drop(1)
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, fail: Callable[[Part, Order], None]) -> None:
+    """Have ranks behind the first do something else instead of running layers."""
+    obey = Part._obey
+
+    def instead(part: Part, order: Order) -> None:
+        (fail if order.op is Op.LAYERS else obey)(part, order)
+
+    monkeypatch.setattr(Part, "_obey", instead)
+    monkeypatch.setattr(ranks_module, "SILENCE_TIMEOUT_S", SILENCE_S)
+
+
+@pytest.mark.parametrize("way", ["dies", "is silent"])
+def test_a_rank_that_is_lost_ends_the_engine(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    is_over = threading.Event()
+
+    def fail(part: Part, order: Order) -> None:
+        if way == "dies":
+            raise RuntimeError("it died")
+        is_over.wait(60.0)
+
+    fail_at(monkeypatch, fail)
+    runner = NativeRunner.load(spec_of(checkpoints["llama"], tensor_parallel=2))
+    reasons: list[str] = []
+    runner.model.decoder.ranks.lost = reasons.append  # type: ignore[attr-defined]
+    state = make_state([3, 4, 5])
+    runner.attach(0, state)
+    for _ in range(2):  # it stays lost
+        with pytest.raises(RanksLost, match="layers: "):
+            run_prompt(runner, state)
+    assert len(reasons) == 1
+    is_over.set()
+    runner.close()
+
+
+def run_prompt(runner: NativeRunner, state: SequenceState) -> None:
+    from tests.equivalence.models import whole_prompt
+
+    runner.prefill([whole_prompt(0, state)])
+
+
+def test_an_idle_engine_notices_a_silent_rank(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over, is_lost = threading.Event(), threading.Event()
+    obey = Part._obey
+
+    def instead(part: Part, order: Order) -> None:
+        if order.op is Op.PULSE:
+            is_over.wait(60.0)
+        obey(part, order)
+
+    monkeypatch.setattr(Part, "_obey", instead)
+    monkeypatch.setattr(ranks_module, "SILENCE_TIMEOUT_S", SILENCE_S)
+    monkeypatch.setattr(ranks_module, "PULSE_S", 0.1)
+    runner = NativeRunner.load(spec_of(checkpoints["llama"], tensor_parallel=2))
+    runner.model.decoder.ranks.lost = lambda reason: is_lost.set()  # type: ignore[attr-defined]
+    assert is_lost.wait(30.0)
+    is_over.set()
+
+
+def test_what_a_rank_cannot_load_is_said_by_the_engine(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = Part.__init__
+
+    def refuse(part: Part, spec: EngineSpec, whole: Any, shard: Any) -> None:
+        if shard.rank:
+            raise ConfigError("model: its file is gone", param="model")
+        init(part, spec, whole, shard)
+
+    monkeypatch.setattr(Part, "__init__", refuse)
+    with pytest.raises(ConfigError, match="rank 1 of 2: model: its file is gone"):
+        NativeRunner.load(spec_of(checkpoints["llama"], tensor_parallel=2))

@@ -1,0 +1,164 @@
+"""`python -m loadgen bench rescheduling-turns`: ARES on and off in turns, on one running service.
+
+One prefill and several decode replicas, paced as devices of their own. The same requests go to the
+same processes twice, with placement and moves by forecast and with placement by least work and no
+moves, each way first in every second pair. So a pair shares its machine's mood, its warm caches and
+its chance; what differs is ARES. At every rate, with exits and without:
+
+    good      requests that kept the SLO of `bench rescheduling`, on over off
+    speed     P99 of a token's time, off over on
+
+It fails where an interval over the pairs lies below 0.98: what is on by default may not cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from loadgen.bench.cluster.paced_cluster import (
+    KV_CAPACITY_TOKENS,
+    PROFILE,
+    REQUEST_TIMEOUT_S,
+    settings_of,
+)
+from loadgen.bench.cluster.rescheduling import SLO_TPOT_FACTOR, SLO_TTFT_S, make_specs
+from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
+from loadgen.checker.judge import Judgement
+from loadgen.comparison.pairs import LEAST_RATIO, paired_ratio
+from loadgen.event_loop import run_event_loop
+from loadgen.load.workload import RequestSpec
+from loadgen.options import number, whole
+from loadgen.report.experiment import print_line, say, show
+from loadgen.report.metrics import LoadSlo, LoadSummary, summarise
+from loadgen.report.output import add_out_argument
+from loadgen.runner import Live, LoadOptions, now_s, run_load
+from loadgen.target import Target
+from loadgen.wire.client_http import HttpClient, parse_url
+from quadriga.config.pacing import find_profile
+from quadriga.ports import free_port
+from tests.reliability.cluster.control import ClusterControl, cluster_control
+
+EXITS = {"off": (), "on": ("decode.rebatching=drex", "exits.mode=bounded")}
+FEWEST_GOOD = 0.5
+"""Requests that count as good in a turn without any, so that pairs have a ratio."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--model", default="quadriga-s", help="bundled id")
+    parser.add_argument(
+        "--rates", type=number(0), nargs="+", default=[2.0, 6.0, 10.0], help="requests per second"
+    )
+    parser.add_argument(
+        "--exits", choices=EXITS, nargs="+", default=list(EXITS), help="tokens may leave early"
+    )
+    parser.add_argument("--pairs", type=whole(2), default=4, help="of turns, at each rate")
+    parser.add_argument("--duration-s", type=number(0), default=20.0, help="arrivals of a turn")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
+    parser.add_argument("--decode", type=whole(2, 16), default=3, help="decode replicas")
+    add_out_argument(parser, "results/bench")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure; 1 where a response failed its check, or ARES surely costs."""
+    found: dict[str, dict[str, Any]] = {}
+    args.out.mkdir(parents=True, exist_ok=True)
+    for exits in args.exits:
+        admin_port = free_port()
+        settings = [*settings_of(args, "ares-placement", admin_port), *EXITS[exits]]
+        log = args.out / f"rescheduling-turns-exits-{exits}.log"
+        with started_service(settings, log=log) as service:
+            found |= run_event_loop(lambda e=exits, s=service: _measure(args, e, s))  # type: ignore[misc]
+    columns: dict[str, Callable[[str], object]] = {"exits, rate": lambda name: name}
+    for name in ("good", "speed", "good_shares", "p99_ms", "failed"):
+        columns[name] = lambda key, name=name: found[key][name]  # type: ignore[misc]
+    show(found, columns, title="ARES over none: ratios, with intervals over pairs of turns")
+    costs = [
+        f"{key}: {name} {figure}"
+        for key, figures in found.items()
+        for name in ("good", "speed")
+        if (figure := figures[name]) is not None and figure.is_surely_below(LEAST_RATIO)
+    ]
+    failed = sum(figures["failed"] for figures in found.values())
+    results = {
+        key: figures | {n: figures[n] and figures[n].as_dict() for n in ("good", "speed")}
+        for key, figures in found.items()
+    }
+    print_line(
+        "bench rescheduling-turns", surely_below=costs, failed=failed, results=results,
+        config={
+            "model": args.model, "pairs": args.pairs, "duration_s": args.duration_s,
+            "seed": args.seed, "decode": args.decode, "pace": PROFILE,
+        },
+    )  # fmt: skip
+    return 1 if failed or costs else 0
+
+
+async def _measure(
+    args: argparse.Namespace, exits: str, service: ServiceUnderLoad
+) -> dict[str, dict[str, Any]]:
+    """All rates on one service. Raises: AgentError, ConfigError."""
+    client = HttpClient(
+        parse_url(service.url), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S, api_key=service.api_key
+    )
+    found = {}
+    async with cluster_control(service) as control:
+        await _turn(args, control, client, _specs(args, args.rates[0], 0), is_on=True)
+        for rate in args.rates:
+            pairs: list[tuple[LoadSummary, LoadSummary]] = []
+            for index in range(args.pairs):
+                specs = _specs(args, rate, index)
+                turns = {}
+                for is_on in (index % 2 == 0, index % 2 == 1):
+                    turns[is_on] = await _turn(args, control, client, specs, is_on=is_on)
+                pairs.append((turns[True], turns[False]))
+            key = f"exits {exits}, {rate:g}/s"
+            found[key] = ratios_of(pairs)
+            say(f"{key}: good {found[key]['good']}, speed {found[key]['speed']}")
+    return found
+
+
+def _specs(args: argparse.Namespace, rate: float, index: int) -> list[RequestSpec]:
+    """The requests of a pair: both its turns send the same."""
+    changed = argparse.Namespace(**vars(args))
+    changed.rate, changed.seed = rate, args.seed + index
+    return make_specs(changed)
+
+
+async def _turn(
+    args: argparse.Namespace,
+    control: ClusterControl,
+    client: HttpClient,
+    specs: list[RequestSpec],
+    *,
+    is_on: bool,
+) -> LoadSummary:
+    await control.agent.call("reschedule", is_on)
+    judgement = Judgement(Target(args.model, None))
+    result = await run_load(specs, client, args.model, judgement, LoadOptions(), Live())
+    half_full_s = find_profile(PROFILE).step_s(0, KV_CAPACITY_TOKENS // 2)
+    return summarise(result, LoadSlo(SLO_TTFT_S, SLO_TPOT_FACTOR * half_full_s))
+
+
+def ratios_of(pairs: list[tuple[LoadSummary, LoadSummary]]) -> dict[str, Any]:
+    """What the turns with ARES came to, over those without: at least 1 is as good."""
+    p99s = [(on.tpot.p99 or 0.0, off.tpot.p99 or 0.0) for on, off in pairs]
+    return {
+        "good": paired_ratio([(_good(on), _good(off)) for on, off in pairs]),
+        "speed": paired_ratio([(off, on) for on, off in p99s]),
+        "good_shares": _means([(on.good_share or 0.0, off.good_share or 0.0) for on, off in pairs]),
+        "p99_ms": _means([(1e3 * on, 1e3 * off) for on, off in p99s]),
+        "failed": sum(turn.failed + turn.refused for pair in pairs for turn in pair),
+    }
+
+
+def _means(pairs: list[tuple[float, float]]) -> list[float]:
+    """Of the turns with ARES, and of those without."""
+    return [round(statistics.mean(values), 3) for values in zip(*pairs, strict=True)]
+
+
+def _good(summary: LoadSummary) -> float:
+    return max((summary.good_share or 0.0) * (summary.ok + summary.refused), FEWEST_GOOD)

@@ -1,0 +1,81 @@
+"""The acceptance of a GPU, rehearsed: every stage, and what one that fails does to the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadgen.bench import gpu_acceptance
+from loadgen.bench.gpu_acceptance import RESULT, ROOT, STAGES, AcceptanceStage
+
+ABSENT = ("ray", "pydantic", "llguidance", "xxhash", "hypothesis")
+"""Beside flash-attn, which is nowhere in tests."""
+LIMIT_S = 900
+"""Of a rehearsal on a busy machine; alone it takes a minute or two."""
+
+
+def report_of(folder: Path) -> Any:
+    return json.loads((folder / RESULT).read_text())
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_every_stage_is_rehearsed_where_torch_transformers_and_pytest_are_alone(
+    tmp_path: Path,
+) -> None:
+    stubs, out = tmp_path / "stubs", tmp_path / "out"
+    stubs.mkdir()
+    for name in ABSENT:
+        (stubs / f"{name}.py").write_text(f"raise ImportError('{name} is not installed')\n")
+    command = [sys.executable, "-m", "loadgen.bench.gpu_acceptance", "--out", str(out)]
+    ran = subprocess.run(
+        [*command, "--rehearse", "--budget-s", str(LIMIT_S)],
+        cwd=ROOT,
+        # pytest alone, without what this environment adds to it.
+        env=os.environ | {"PYTHONPATH": str(stubs), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    report = report_of(out)
+    assert ran.returncode == 0, (ran.stdout, report)
+    stages = report["stages"]
+    assert list(stages) == [stage.name for stage in STAGES]
+    for stage in STAGES:
+        found = stages[stage.name]
+        assert found["outcome"] == "done"
+        assert "passed" in found["said"] if stage.tests else found["results"], stage.name
+    [graphs] = stages["graphs"]["results"]
+    assert graphs["is_same"]
+    assert all(result["is_right"] for result in stages["logits"]["results"])
+    left = {(r["mode"], r["left_early"]) for r in stages["exits"]["results"]}
+    assert len(left) == 9
+
+
+def test_stages_that_fail_or_hang_leave_the_others_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = (
+        AcceptanceStage("absent", 300),
+        AcceptanceStage("ceilings", 0.01),
+        AcceptanceStage("environment", 300),
+    )
+    monkeypatch.setattr(gpu_acceptance, "STAGES", stages)
+    assert gpu_acceptance.main(["--out", str(tmp_path), "--rehearse", "--budget-s", "600"]) == 1
+    found = report_of(tmp_path)["stages"]
+    assert found["absent"]["outcome"] == "failed with 1" and "KeyError" in found["absent"]["said"]
+    assert found["ceilings"]["outcome"] == "stopped after 0 s"
+    assert found["environment"]["outcome"] == "done"
+    assert "torch" in found["environment"]["results"][0]["versions"]
+
+
+def test_a_budget_that_is_used_up_is_told(tmp_path: Path) -> None:
+    assert gpu_acceptance.main(["--out", str(tmp_path), "--rehearse", "--budget-s", "1"]) == 1
+    found = report_of(tmp_path)["stages"]
+    assert len(found) == len(STAGES)
+    assert {stage["outcome"] for stage in found.values()} == {"not started: the budget is used up"}

@@ -1,0 +1,31 @@
+"""What `paper lossless` says in its last line."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadgen.paper.lossless.experiment import LosslessRow, headline
+
+
+def row(
+    slots: int, mode: str, speedup: float, *, same: bool = True, gap: float = 1.0
+) -> LosslessRow:
+    return LosslessRow("m", slots, mode, 100.0, speedup, same, gap, 1.0, 2.0, 0.9)
+
+
+def test_the_last_line_compares_with_the_better_of_full_depth_and_drafts() -> None:
+    rows = [row(slots, "off", 1.0) for slots in (1, 4)]
+    rows += [row(1, "lossless", 1.8), row(1, "drafts", 2.0), row(1, "smooth", 1.1, gap=1.3)]
+    rows += [row(4, "lossless", 0.97), row(4, "drafts", 0.5), row(4, "smooth", 1.0, gap=1.2)]
+    line = headline(rows)
+    assert line["speedup"] == {"m": {"1": 1.8, "4": 0.97}}
+    assert line["worst_vs_best_mode"] == 0.9
+    assert line["p99_gap_paced"] == 1.3
+
+
+@pytest.mark.parametrize("mode", ["lossless", "drafts", "smooth"])
+def test_one_token_that_differs_is_told_but_of_bounded_exits(mode: str) -> None:
+    rows = [row(1, "off", 1.0), row(1, "lossless", 1.0), row(1, "bounded", 1.5, same=False)]
+    assert headline(rows)["identical"]
+    rows.append(row(1, mode, 1.0, same=False))
+    assert not headline(rows)["identical"]
