@@ -7,7 +7,7 @@ AUDIT ?= .venv-audit
 STAMP := $(VENV)/.installed
 # What fails on a real cluster is run once more in a cluster of its own, and named: failing twice fails.
 # Each suite notes its failures in a cache of its own.
-LIVE_PYTEST = $(BIN)/python -m pytest -m "not slow" -o cache_dir=.pytest_cache/$@
+LIVE_PYTEST = $(BIN)/python -m pytest -m "not slow" --durations 25 -o cache_dir=.pytest_cache/$@
 define LIVE_TESTS
 $(LIVE_PYTEST) $(1) || { test $$? -eq 1 && \
   echo "failed once; these run again in a cluster of their own:" && \
@@ -42,10 +42,10 @@ demo: setup ## Start the service, ask it a few things over HTTP and gRPC, stop i
 test: test-fast test-gpu test-ray test-e2e test-deploy ## Run every test
 
 test-fast: setup ## Unit, property, equivalence, architecture: no Ray
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --max-worker-restart 0 tests/unit tests/property tests/equivalence tests/simulation tests/architecture tests/docs
+	$(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --dist loadfile --max-worker-restart 0 tests/unit tests/property tests/equivalence tests/simulation tests/architecture tests/docs
 
 test-gpu: setup ## What a GPU is asked; without one rehearsed on the CPU
-	QUADRIGA_GPU_TESTS_ON_CPU=1 $(BIN)/python -m pytest -m "not slow" -n 2 --max-worker-restart 0 tests/gpu
+	QUADRIGA_GPU_TESTS_ON_CPU=1 $(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --max-worker-restart 0 tests/gpu
 
 test-ray: setup ## Actors and KV transports on a real local Ray
 	$(call LIVE_TESTS,tests/contract tests/ray)
@@ -59,7 +59,7 @@ test-slow: setup ## What `make test` leaves out: hundreds of moves and resizes, 
 	$(BIN)/python -m pytest -m slow tests/docs tests/deploy
 
 test-deploy: setup ## Helm chart, manifests, image recipe; nodes in network namespaces where root
-	$(BIN)/python -m pytest -m "not slow" tests/deploy
+	$(BIN)/python -m pytest -m "not slow" --durations 15 tests/deploy
 
 docs: setup ## Make again the pages that come from code: metrics, configuration, licences
 	$(BIN)/python deploy/metrics_table.py
