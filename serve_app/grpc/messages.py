@@ -19,7 +19,6 @@ from quadriga.core.request import FinishReason, TokenLogprob
 from quadriga.errors import BodyTooLarge, InvalidRequest, QuadrigaError
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.http.tls import add_tls_port
-from serve_app.openai.rendering import expected_layers
 from serve_app.openai.tool_output import (
     call_id,
     read_answer,
@@ -278,7 +277,7 @@ def usage_message(request: Request) -> Any:
         total_tokens=prompt + output,
         cached_tokens=request.num_cached_tokens,
     )
-    if (layers := expected_layers(request)) is not None:
+    if (layers := request.expected_layers) is not None:
         message.expected_layers = layers
     for sequence in request.sequences:
         for layer in sequence.state.exit_layers:

@@ -60,7 +60,7 @@ def usage(request: Request, *, num_read: int | None = None) -> dict[str, Any]:
         pools = sorted({s.progress.depth_pool for s in sequences if s.progress.depth_pool})
         if pools:
             counts["quadriga"]["depth_pools"] = pools
-        if (layers := expected_layers(request)) is not None:
+        if (layers := request.expected_layers) is not None:
             counts["quadriga"]["expected_layers"] = round(layers, 2)
         predicted = [
             {
@@ -80,12 +80,6 @@ def usage(request: Request, *, num_read: int | None = None) -> dict[str, Any]:
                 {"model": model, "depth": depth, "tokens": tokens} for model, depth, tokens in spans
             ]
     return counts
-
-
-def expected_layers(request: Request) -> float | None:
-    """Layers a token that its choices were expected to run, on average; None where nothing was."""
-    said = [s.progress.expected_layers for s in request.sequences if s.progress.expected_layers]
-    return sum(said) / len(said) if said else None
 
 
 class AnswerFormat(ABC):

@@ -193,6 +193,12 @@ class Request:
         return sum(len(prompt_ids) for prompt_ids in self.prompts)
 
     @property
+    def expected_layers(self) -> float | None:
+        """Layers a token that its choices were expected to run, on average; None if unknown."""
+        known = [layers for s in self.sequences if (layers := s.progress.expected_layers)]
+        return sum(known) / len(known) if known else None
+
+    @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that no sequence of the request has computed."""
         sequences, n = self.sequences, self.n

@@ -107,7 +107,7 @@ def test_room_is_what_the_cluster_calls_room(rules: MemoryRules) -> None:
         board._num_held = held
         size = int(rng.integers(1, 900))
         request = PlaceRequest("s", DEPTH_CLASS, size, size + 1)
-        found = placing._takes(used.astype(float), np.full(8, size + 1))
+        found = size + 1 <= placing._room(used.astype(float))
         for i, name in enumerate(names):
             info = ReplicaInfo(
                 name, Role.DECODE, DEPTH_CLASS, name, name, SMALL.num_slots,
