@@ -75,7 +75,7 @@ async def test_streams_end_where_rebuilding_is_no_use(make_stand: MakeStand) -> 
     text = (await waiting).text
     frames = [json.loads(f[6:]) for f in text.strip().split("\n\n")]
     assert frames[0]["choices"][0]["text"] == "H"
-    assert frames[-1]["error"]["code"] == "replica_died"
+    assert frames[-1]["error"]["code"] == "unavailable"  # no replica is left
     assert "data: [DONE]" not in text
 
 
