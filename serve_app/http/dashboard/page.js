@@ -162,7 +162,7 @@
         cell("sequence", [m.sequence], { title: m.sequence_id }),
         cell("way", [`${m.from} → ${m.to}`]),
         cell("cause", [m.cause]),
-        cell("why", [m.why, ...m.places.map(placeRow)], { class: "wrap" }),
+        cell("why", [node("div", m.why, {}, m.places.map(placeRow))], { class: "wrap" }),
         cell("came to", [marked(m.result)], { class: "wrap" }),
       ]),
     );
