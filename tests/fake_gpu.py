@@ -69,6 +69,12 @@ class FakeTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self.raw.data_ptr()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as its values: torch, given a `data_ptr`, would read a storage that is absent."""
+        values = self.detach().cpu()
+        again = torch._utils._rebuild_device_tensor_from_cpu_tensor
+        return again, (values, self.dtype, str(self.device), self.requires_grad)
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"FakeTensor({self.raw})"
 
