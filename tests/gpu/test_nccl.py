@@ -145,6 +145,11 @@ def test_failures_leave_no_memory_behind(rig: Rig) -> None:
     assert rig.b.staging.taken_bytes == 0  # type: ignore[attr-defined]
 
 
+async def invite_nobody(peer: str, offer: Any) -> None:
+    """The other process only receives: it opens no channel."""
+    raise KVTransportError(f"{peer} is not to be invited", code="refused")
+
+
 def other_process(rank: int, pipe: Connection, dry_run: bool) -> None:
     """Receive what the test's process sends; tell its digests."""
     if dry_run:
@@ -155,7 +160,7 @@ def other_process(rank: int, pipe: Connection, dry_run: bool) -> None:
     sink = Sink()
 
     async def main() -> None:
-        transport = NcclTransport("b", sink, localhost, library)
+        transport = NcclTransport("b", sink, localhost, library, invite_nobody)
         pipe.send("ready")
         while True:
             word, content = await asyncio.to_thread(pipe.recv)
