@@ -27,9 +27,13 @@ from tests.deploy.wheel import (
 
 PACKAGES = ("quadriga", "actors", "serve_app", "loadgen")
 _SDK = ("quadriga.client", "quadriga.protos")
-_SERVICE_METRICS = tuple(
-    f"quadriga.observability.{name}"
-    for name in ("cluster_metrics", "load_history", "metric_table", "metrics")
+_SERVICE_METRICS = (
+    "quadriga.control.control_metrics",
+    "quadriga.replica.replica_metrics",
+    *(
+        f"quadriga.observability.{name}"
+        for name in ("cluster_metrics", "exits_view", "load_history", "metric_table", "metrics")
+    ),
 )
 _GPU_ONLY = tuple(f"quadriga.engine.cuda.triton_{name}" for name in ("attention", "operations"))
 OF_EXTRA: dict[str, tuple[str, ...]] = {
