@@ -19,8 +19,8 @@ BOUNDS = {
     "request_classes": Bound(12, 10),
     "service_lines": Bound(46_780, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(102_170, 58_000),
-    "test_lines": Bound(79_660, 38_000),
+    "product_lines": Bound(102_180, 58_000),
+    "test_lines": Bound(79_700, 38_000),
     "reliability_lines": Bound(5_210, 4_000),
     "actors_lines": Bound(6_552, 6_500),
     "llm_lines": Bound(250, 250),
