@@ -57,7 +57,6 @@ ROUTES_PATH = "/-/routes"
 MAX_KEPT_BYTES = 2048
 """Of an answer that is exchanged, for the log."""
 PUSH_INTERVAL_S = 2.0
-PUSH_TIMEOUT_S = 2.0
 RETRY_S = 1.0
 
 _BY_STATUS: dict[int, type[QuadrigaError]] = {
@@ -125,29 +124,14 @@ class OpenAIErrors:
             self._pushing = asyncio.get_running_loop().create_task(self._push_for_ever())
 
     async def _push_for_ever(self) -> None:
-        await asyncio.to_thread(import_module, "actors.rpc.lifecycle")  # takes a moment
+        push = await asyncio.to_thread(import_module, "actors.metrics.push")  # takes a moment
         while True:
             try:
                 for name in set((await serve_routes(self._app)).values()):
-                    await _push(name)
+                    await push.push_metrics(name, HTTP_SERVER.registry)
             except Exception as exc:  # Serve's routes, and actors of strangers
                 logger.debug("metrics not pushed: %s", exc)
             await asyncio.sleep(PUSH_INTERVAL_S)
-
-
-async def _push(application: str) -> None:
-    """Send this process's counters to an application's hub. Raises: QuadrigaError."""
-    from actors.rpc.lifecycle import controller_name
-    from actors.rpc.ray_rpc import call
-
-    registry = HTTP_SERVER.registry
-    await call(
-        controller_name(application),
-        "push_metrics",
-        registry.source,
-        registry.snapshot(),
-        timeout_s=PUSH_TIMEOUT_S,
-    )
 
 
 class _Exchange:
