@@ -40,6 +40,7 @@ _PRIORS = (0.1, 0.3, 0.5, 0.7, 0.85, 0.9, 0.96, 0.98, 0.99)  # how often a draft
 _PRIOR_CHANCE = 0.85
 _PRIOR_WEIGHT = 8.0  # tokens
 _RATE = 0.01  # a token, of the moving averages
+_SPARED_RATE = 0.05  # a round, of what a plan spares
 _TRIALS = 4  # rounds of each kind, before one that was disturbed is told from others
 _DISTURBED = 3.0  # a round that takes so many times the mean, or more, counts as so many times it
 _FORECAST_ROUNDS = 4  # that a forecast weighs as much as
@@ -145,9 +146,7 @@ class Drafter:
         self._is_trial = False  # it drafts, though that is thought to be slower
         self._is_cut = False  # it was ended before its drafts were as long as they are worth
         self._tokens_each = 0.0
-        self._spared_s = 0.0  # by a pass of a draft that nobody decides on, against any other
-        self._num_spared = 0
-        self._draft_s: dict[int, float] = {}
+        self._first_s: dict[int, float] = {}
         self._verify_s: dict[int, float] = {}
         self._needed: dict[tuple[int, int, int], list[list[float]]] = {}
         self._until_refresh = 0
@@ -158,7 +157,6 @@ class Drafter:
         """The policy over the costs of other segments, the first of which is the same."""
         other = Drafter(costs, self.overhead_s)
         other._agrees, other._seen, other._chance = self._agrees, self._seen, self._chance
-        other._spared_s, other._num_spared = self._spared_s, self._num_spared
         return other
 
     def choose(
@@ -334,9 +332,7 @@ class Drafter:
         if self._idle_since_s is not None:
             self._idle_since_s += seconds
         spared_s = (sum(map(self._pass_s, counts)) - seconds) / len(counts)
-        self._num_spared += 1
-        rate = max(0.05, 1.0 / self._num_spared)
-        self._spared_s += rate * (spared_s - self._spared_s)
+        self.costs.spared_s += _SPARED_RATE * (spared_s - self.costs.spared_s)
 
     def spent(self, seconds: float) -> None:
         """A pass of a round took so long."""
@@ -397,7 +393,7 @@ class Drafter:
         if self._until_refresh < 0:
             self._until_refresh = _REFRESH
             self._tokens_each = tokens_each
-            self._draft_s.clear()
+            self._first_s.clear()
             self._verify_s.clear()
             self._needed.clear()
 
@@ -420,17 +416,18 @@ class Drafter:
         return best
 
     def _pass_s(self, count: int) -> float:
-        """What a pass of new tokens through the first segment and its head takes."""
-        costs, tokens = self.costs, count * self._tokens_each
-        return costs.forecast_s(0, 1, count, tokens, tests=True) + self.overhead_s
+        """What a pass through the first segment and its head takes."""
+        seconds = self._first_s.get(count)
+        if seconds is None:
+            costs, tokens = self.costs, count * self._tokens_each
+            seconds = costs.forecast_s(0, 1, count, tokens, tests=True) + self.overhead_s
+            self._first_s[count] = seconds
+        return seconds
 
     def _drafts_s(self, count: int) -> float:
-        """What one of drafts takes there."""
-        seconds = self._draft_s.get(count)
-        if seconds is None:
-            pass_s = self._pass_s(count)
-            seconds = self._draft_s[count] = max(0.1 * pass_s, pass_s - self._spared_s)
-        return seconds
+        """What such a pass takes by a plan."""
+        pass_s = self._pass_s(count)
+        return max(0.1 * pass_s, pass_s - self.costs.spared_s)
 
     def _verified_s(self, count: int) -> float:
         if not count:
