@@ -276,11 +276,15 @@ class CompiledDecoder:
             places: int64 [n]: where a row's first goes, the others behind it.
 
         Raises:
-            IndexError: A token, position or place is beyond what there is.
+            IndexError: A token, position or place is beyond what there is, or the plan is of other
+                rows.
         """
-        c, count = self.config, len(rows)
+        c, count, most = self.config, len(rows), max(plan.rooms)
+        if not len(plan.rooms) == len(plan.survivals) == len(token_ids) == count:
+            raise IndexError(f"{len(plan.rooms)} rooms do not fit {count} rows")
+        if len(plan.chances) != len(plan.edges) + 1:
+            raise IndexError(f"{len(plan.chances)} chances do not fit {len(plan.edges)} edges")
         rooms = np.array(plan.rooms, dtype=np.int64)
-        most = int(rooms.max())
         self._check_draft(rows, positions + rooms, token_ids, places + rooms, len(states))
         needed_s = np.array(plan.needed_s, dtype=np.float64)
         if needed_s.shape[0] < most or needed_s.shape[1] != count + 1:
@@ -339,16 +343,18 @@ class CompiledDecoder:
         num_states: int,
     ) -> None:
         """Raises: IndexError: The kernel would read or write beyond what there is."""
+        # By Python: numpy takes some microseconds for each of a few numbers.
         cache, vocab = self._eager.cache, self.config.vocab_size
+        some, until = rows.tolist(), stops.tolist()
         if not 0 <= min(token_ids) <= max(token_ids) < vocab:
             raise IndexError(f"token ids must lie in 0..{vocab - 1}, the vocabulary")
-        if not 0 <= rows.min() <= rows.max() < cache.num_rows or stops.max() > cache.capacity:
+        if not 0 <= min(some) <= max(some) < cache.num_rows or max(until) > cache.capacity:
             raise IndexError(
-                f"drafts in rows {rows.tolist()} up to positions {stops.tolist()} are beyond "
-                f"{cache.num_rows} rows of {cache.capacity} positions"
+                f"drafts in rows {some} up to positions {until} are beyond {cache.num_rows} rows "
+                f"of {cache.capacity} positions"
             )
-        if ends.max() > num_states:
-            raise IndexError(f"{num_states} hidden states have no room for {int(ends.max())}")
+        if max(ends.tolist()) > num_states:
+            raise IndexError(f"{num_states} hidden states have no room for {max(ends.tolist())}")
 
     def _scratch_for(self, num_tokens: int) -> int:
         """Address of the layers' scratch memory, grown to what a pass needs."""

@@ -185,6 +185,9 @@ def test_nothing_beyond_what_there_is(tmp_path: Path) -> None:
         (ints[:1], ints[5:6], 7, ints[6:7], plan),
         (ints[:1], ints[5:6], 7, ints[:1], replace(plan, needed_s=[[0.0, 0.0]])),
         (ints[:1], ints[5:6], 7, ints[:1], replace(plan, needed_s=[[0.0]] * 7)),
+        (ints[:1], ints[5:6], 7, ints[:1], replace(plan, survivals=[])),
+        (ints[:1], ints[5:6], 7, ints[:1], replace(plan, rooms=[1, 1])),
+        (ints[:1], ints[5:6], 7, ints[:1], replace(plan, chances=(0.5,))),
     ):
         with pytest.raises(IndexError):
             decoder.draft(1, rows, positions, [token], states, places, of, exits)
