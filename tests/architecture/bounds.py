@@ -21,7 +21,7 @@ BOUNDS = {
     # Of the files alone; `tests/architecture/test_bounds.py`.
     "product_lines": Bound(102_570, 58_000),
     "test_lines": Bound(80_020, 38_000),
-    "reliability_lines": Bound(5_210, 4_000),
+    "reliability_lines": Bound(5_225, 4_000),
     "actors_lines": Bound(6_552, 6_500),
     "llm_lines": Bound(250, 250),
     "readme_words": Bound(900, 900),
