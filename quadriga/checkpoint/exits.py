@@ -115,6 +115,17 @@ class ExitSpec:
             for c in confidences
         ]
 
+    def raw(self, depth: int, confidence: float) -> float:
+        """What the exit itself says where `calibrated` makes this confidence of it."""
+        sure, at = dict(self.sure_from).get(depth), self.calibrated_at
+        if sure is None or confidence >= NEVER:
+            return confidence
+        if sure >= NEVER:
+            return confidence / at
+        if confidence >= at:
+            return sure + (confidence - at) / (1 - at) * (1 - sure)
+        return confidence / at * sure
+
     def cut(self, depth: int) -> ExitSpec:
         """The exits that are left where only `depth` layers are loaded."""
         return replace(self, layers=tuple(k for k in self.layers if k < depth))
