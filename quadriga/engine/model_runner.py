@@ -9,8 +9,8 @@ while sequences are in their rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -614,6 +614,20 @@ class NativeRunner:
     def exit_rows(self) -> list[int]:
         """Rows at the exit of the last `advance`."""
         return list(self._exit.index) if self._exit is not None else []
+
+    @contextmanager
+    def dry_run(self) -> Iterator[None]:
+        """Let passes be run for their time alone: afterwards all is as it was.
+
+        Between two segments of a token only; KV that such a pass writes is either what the real
+        pass will write again, or is marked as missing again.
+        """
+        hidden, positions, exit_ = self.hidden.clone(), self.positions.copy(), self._exit
+        if exit_ is not None:  # its logits may be a buffer of passes
+            exit_ = replace(exit_, found=replace(exit_.found, logits=exit_.found.logits.clone()))
+        with self.skipped.dry_run() if self.skipped is not None else nullcontext():
+            yield
+        self.hidden, self.positions, self._exit = hidden, positions, exit_
 
     # The ways out of a row and back into one.
 

@@ -66,6 +66,14 @@ class PagedStates:
         """See `RowStates.release`."""
         self.pages.release(row)
 
+    def snapshot(self) -> torch.Tensor:
+        """See `RowStates.snapshot`."""
+        return self._states.clone()
+
+    def reset(self, snapshot: torch.Tensor) -> None:
+        """See `RowStates.reset`."""
+        self._states.copy_(snapshot)
+
     def _places(self, rows: Ints, slots: Ints) -> torch.Tensor:
         size = self.pages.page_tokens
         pages = self.pages.table[0, rows, slots // size].astype(np.int64)

@@ -32,6 +32,12 @@ class RowStates(Protocol):
     def release(self, row: int) -> None:
         """The row's states are garbage from now on; their memory may be given back."""
 
+    def snapshot(self) -> torch.Tensor:
+        """Copy of all there is."""
+
+    def reset(self, snapshot: torch.Tensor) -> None:
+        """Put a copy of all there was back."""
+
 
 class MappedStates:
     """The CPU form: dense rows, committed by the first write."""
@@ -64,3 +70,11 @@ class MappedStates:
         end = (row + 1) * self._row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         if end > begin:
             self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def snapshot(self) -> torch.Tensor:
+        """See `RowStates.snapshot`."""
+        return self._states.clone()
+
+    def reset(self, snapshot: torch.Tensor) -> None:
+        """See `RowStates.reset`."""
+        self._states.copy_(snapshot)

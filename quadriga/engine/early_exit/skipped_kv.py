@@ -29,7 +29,8 @@ Source: mechanisms of DREX and of LayerSkip-like systems differ here and the DRE
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -172,6 +173,19 @@ class SkippedKVStore:
         self.start(row, 0)
         if self.keeps_states:
             self._states.release(row)
+
+    @contextmanager
+    def dry_run(self) -> Iterator[None]:
+        """Forget afterwards what passes inside have filled in."""
+        filled, base, counts = self._filled.copy(), self._base.copy(), self.num_filled
+        depths = self._depths.copy()
+        replays = self.mode == "replay" or self._replay_newest > 0
+        states = self._states.snapshot() if replays else None
+        yield
+        self._filled, self._base, self.num_filled = filled, base, counts
+        self._depths[:] = depths
+        if states is not None:
+            self._states.reset(states)
 
     def suspend(self, row: int, num_tokens: int) -> SuspendedSkips:
         """Copy what a row's first `num_tokens` positions left behind."""
