@@ -16,6 +16,49 @@ from quadriga.core.request import SampledToken, SequenceState
 MAX_DRAFTED = 7
 """Tokens that may be drafted in a row behind its waiting one."""
 
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """When rows that draft stop, so that nobody need be asked after each token.
+
+    A row runs its newest draft while it has room, the draft is no end, and all its drafts agree
+    with a probability of `least` or more. The k-th pass over n such rows is run where the tokens
+    that it is expected to give, their probabilities added up, would take longer than
+    `needed_s[k][n]` elsewhere.
+
+    Attributes:
+        survivals: Per row, the probability that its drafts agree, the one it makes now included.
+        rooms: Per row, how many drafts it may run.
+        ends: Tokens that are not run.
+        edges, chances: How often a draft agrees, by the number of edges that its confidence
+            reaches; one more than edges, which ascend.
+        token_s: Seconds that a token takes.
+        needed_s: [passes, rows + 1].
+    """
+
+    survivals: Sequence[float]
+    rooms: Sequence[int]
+    ends: frozenset[int]
+    edges: Sequence[float]
+    chances: Sequence[float]
+    least: float
+    token_s: float
+    needed_s: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What a row drafted in one call.
+
+    Attributes:
+        tokens: All but the last were run.
+        confidences: With which those behind the first were drafted.
+    """
+
+    tokens: list[int]
+    confidences: list[float]
+
+
 LayersDone = Callable[[int, int], None]
 """Called by a runner during prefill with (first_layer, num_layers) whose KV is now complete for
 every chunk of the call."""
@@ -175,12 +218,16 @@ class DraftingRunner(ModelRunner, Protocol):
     them: the row then is as if it had never drafted.
     """
 
-    def draft(self, rows: Sequence[int]) -> list[int]:
+    def draft(self, rows: Sequence[int], plan: DraftPlan | None = None) -> list[Drafted]:
         """Let rows at the exit of the last `advance`, the first one, draft its choices.
 
+        Args:
+            plan: Rows may draft on by it, as if `advance` and `draft` were called again and again;
+                a runner need not. None: one token each.
+
         Returns:
-            The tokens, parallel to `rows`; none is run yet, and none need be. A row has at most
-            `MAX_DRAFTED`.
+            Parallel to `rows`. The newest token of each is not run yet, and need not be. A row runs
+            at most `MAX_DRAFTED`.
         """
 
     def verify(self, rows: Sequence[int]) -> list[list[SampledToken]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import ray
 
 from actors.rpc.lookup import get_actor
+from quadriga.interfaces import DraftPlan
 from quadriga.policies.drafting import DraftAction, DraftChoice, Drafter
 from quadriga.policies.drex import SegmentCosts
 
@@ -37,6 +39,24 @@ class RandomDrafter(Drafter):
             return DraftChoice(DraftAction.VERIFY)
         least = self._random.choice([0.0, *survivals])
         return DraftChoice(DraftAction.DRAFT, least)
+
+    def plan(
+        self,
+        survivals: Sequence[float],
+        rooms: Sequence[int],
+        ends: frozenset[int],
+        positions: int,
+        budget_s: float = float("inf"),
+    ) -> DraftPlan:
+        plan = super().plan(survivals, rooms, ends, positions, budget_s)
+        random, wanted = self._random, [0.0] * 3 + [0.5, float("inf")]
+        return replace(
+            plan,
+            rooms=[random.randint(0, room) for room in rooms],
+            least=random.choice([0.0, *survivals]),
+            token_s=1.0,
+            needed_s=[[random.choice(wanted) * n for n in range(len(r))] for r in plan.needed_s],
+        )
 
     def resized(self, costs: SegmentCosts) -> RandomDrafter:
         other = RandomDrafter(costs, 0, self._eagerness)

@@ -245,7 +245,7 @@ class HandoffSender:
         Args:
             depth_class: The layers of its KV.
             is_live: The sequence is decoding here, and goes on until the commit.
-            depths: Least and most layers of a live one; see `depth_bounds`.
+            depths: Least and most layers of a live one; see `ExitParams.depth_bounds`.
             numerics: Of this replica.
             block_keys: Of the prompt, where the destination may have some of its KV.
 

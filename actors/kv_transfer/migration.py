@@ -42,7 +42,6 @@ from quadriga.observability import tracing
 from quadriga.policies.ares.orders import REASONS
 from quadriga.scheduling.transfer.handoff import LeaseState
 from quadriga.scheduling.transfer.migration_copy import Copy, Ended
-from quadriga.scheduling.transfer.sequence_export import depth_bounds
 
 if TYPE_CHECKING:
     from actors.kv_transfer.handoff_sender import HandoffSender, OutgoingTransfer
@@ -105,8 +104,8 @@ class Migration:
                 state,
                 replace(self.order.depth_class, depth=depth),
                 is_live=True,
-                depths=depth_bounds(
-                    state.exits, depth, deterministic=self._replica.config.deterministic
+                depths=state.exits.depth_bounds(
+                    depth, deterministic=self._replica.config.deterministic
                 ),
                 numerics=self._replica.info_record.numerics,
             )

@@ -115,6 +115,17 @@ class ExitSpec:
             for c in confidences
         ]
 
+    def raw(self, depth: int, confidence: float) -> float:
+        """What the exit itself says where `calibrated` makes this confidence of it."""
+        sure, at = dict(self.sure_from).get(depth), self.calibrated_at
+        if sure is None or confidence >= NEVER:
+            return confidence
+        if sure >= NEVER:
+            return confidence / at
+        if confidence >= at:
+            return sure + (confidence - at) / (1 - at) * (1 - sure)
+        return confidence / at * sure
+
     def cut(self, depth: int) -> ExitSpec:
         """The exits that are left where only `depth` layers are loaded."""
         return replace(self, layers=tuple(k for k in self.layers if k < depth))
@@ -152,6 +163,28 @@ class ExitParams:
     def leaves_early(self) -> bool:
         """Whether its tokens may leave at an exit before the last."""
         return self.threshold < NEVER
+
+    def depth_bounds(self, held: int, *, deterministic: bool) -> tuple[int, int]:
+        """How many layers a replica needs for a sequence to move there, and may have at most.
+
+        A strict sequence goes where it can do at least what it can here; so its tokens are the
+        same. A bounded one may lose layers, and leave early below its threshold where it is then,
+        as if its replica had shrunk. Where answers must not depend on load it goes nowhere else,
+        unless its own limit makes the difference void.
+
+        Args:
+            held: Layers of its KV.
+
+        Returns:
+            (least, most); most is 0 for no bound.
+        """
+        least = min(held, self.max_depth or held)
+        is_limited = 0 < self.max_depth <= held
+        if self.is_strict:
+            return least, 0
+        if deterministic:
+            return least, 0 if is_limited else held
+        return 0, 0
 
 
 def read_exit_params(

@@ -18,9 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quadriga.checkpoint.exits import ExitSpec
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.engine.kernels.build import BuildUnavailable, build_library, cached_library
 from quadriga.engine.kernels.library import (
+    CDraft,
     CHead,
     CKVMap,
     CLayer,
@@ -39,6 +41,7 @@ from quadriga.engine.models.layers import TokenSpan
 from quadriga.engine.weights.checkpoint_weights import Head, LayerAdapters
 from quadriga.engine.weights.loading import load_spec
 from quadriga.errors import ConfigError
+from quadriga.interfaces import DraftPlan
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,21 @@ class KernelPass:
 
     rows: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedRows:
+    """What the kernels drafted for n rows.
+
+    Attributes:
+        num_run: int64 [n], passes over each row.
+        tokens: int64 [n, 1 + most]: the token it began with, then `num_run` that were drafted.
+        confidences: float32 [n, most], theirs, as the exit says them.
+    """
+
+    num_run: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64]
+    confidences: npt.NDArray[np.float32]
 
 
 class _Workers:
@@ -232,6 +250,111 @@ class CompiledDecoder:
             best,
             probs,
         )
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether `draft` is there: every part of a pass over the first segment is a kernel."""
+        return self._eager.weights.project_in is None and self._eager.total is None
+
+    def draft(
+        self,
+        depth: int,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        token_ids: Sequence[int],
+        states: torch.Tensor,
+        places: npt.NDArray[np.int64],
+        plan: DraftPlan,
+        exits: ExitSpec,
+    ) -> DraftedRows:
+        """Draft by a plan with the exit behind the first `depth` layers; greedy.
+
+        Args:
+            rows, positions: int64 [n], of each row's newest draft.
+            token_ids: Those drafts.
+            states: [num_states, hidden] to which hidden states at the exit are written.
+            places: int64 [n]: where a row's first goes, the others behind it.
+
+        Raises:
+            IndexError: A token, position or place is beyond what there is, or the plan is of other
+                rows.
+        """
+        c, count, most = self.config, len(rows), max(plan.rooms)
+        if not len(plan.rooms) == len(plan.survivals) == len(token_ids) == count:
+            raise IndexError(f"{len(plan.rooms)} rooms do not fit {count} rows")
+        if len(plan.chances) != len(plan.edges) + 1:
+            raise IndexError(f"{len(plan.chances)} chances do not fit {len(plan.edges)} edges")
+        rooms = np.array(plan.rooms, dtype=np.int64)
+        self._check_draft(rows, positions + rooms, token_ids, places + rooms, len(states))
+        needed_s = np.array(plan.needed_s, dtype=np.float64)
+        if needed_s.shape[0] < most or needed_s.shape[1] != count + 1:
+            raise IndexError(f"needed_s {needed_s.shape} is not [{most}, {count + 1}]")
+        tokens = np.empty((count, 1 + most), dtype=np.int64)
+        tokens[:, 0] = token_ids
+        confidences = np.empty((count, most), dtype=np.float32)
+        num_run = np.zeros(count, dtype=np.int64)
+        survivals = np.array(plan.survivals, dtype=np.float64)
+        ends = np.array([*plan.ends], dtype=np.int64)
+        edges = np.array([exits.raw(depth, edge) for edge in plan.edges])
+        chances = np.array(plan.chances, dtype=np.float64)
+        into = states.data_ptr() + places * (c.hidden_size * states.element_size())
+        needed = self._library.draft_scratch(self._model, self._heads[depth], count)
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed)
+        learned = self._eager.weights.positions
+        self._library.draft(
+            self._pool,
+            self._model,
+            self._embed,
+            None if learned is None else learned.data_ptr(),
+            depth,
+            self._heads[depth],
+            CDraft(
+                count=count,
+                most=most,
+                rows=rows.ctypes.data,
+                positions=positions.ctypes.data,
+                rooms=rooms.ctypes.data,
+                survivals=survivals.ctypes.data,
+                tokens=tokens.ctypes.data,
+                confidences=confidences.ctypes.data,
+                num_run=num_run.ctypes.data,
+                states=into.ctypes.data,
+                num_ends=len(ends),
+                ends=ends.ctypes.data,
+                num_edges=len(edges),
+                edges=edges.ctypes.data,
+                chances=chances.ctypes.data,
+                least=plan.least,
+                token_s=plan.token_s,
+                needed_s=needed_s.ctypes.data,
+                margin=exits.criterion == "margin",
+            ),
+            self._scratch.data_ptr(),
+        )
+        return DraftedRows(num_run, tokens, confidences)
+
+    def _check_draft(
+        self,
+        rows: npt.NDArray[np.int64],
+        stops: npt.NDArray[np.int64],
+        token_ids: Sequence[int],
+        ends: npt.NDArray[np.int64],
+        num_states: int,
+    ) -> None:
+        """Raises: IndexError: The kernel would read or write beyond what there is."""
+        # By Python: numpy takes some microseconds for each of a few numbers.
+        cache, vocab = self._eager.cache, self.config.vocab_size
+        some, until = rows.tolist(), stops.tolist()
+        if not 0 <= min(token_ids) <= max(token_ids) < vocab:
+            raise IndexError(f"token ids must lie in 0..{vocab - 1}, the vocabulary")
+        if not 0 <= min(some) <= max(some) < cache.num_rows or max(until) > cache.capacity:
+            raise IndexError(
+                f"drafts in rows {some} up to positions {until} are beyond {cache.num_rows} rows "
+                f"of {cache.capacity} positions"
+            )
+        if max(ends.tolist()) > num_states:
+            raise IndexError(f"{num_states} hidden states have no room for {max(ends.tolist())}")
 
     def _scratch_for(self, num_tokens: int) -> int:
         """Address of the layers' scratch memory, grown to what a pass needs."""

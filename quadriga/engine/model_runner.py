@@ -43,7 +43,7 @@ from quadriga.engine.suspended_row import HostTensor, RowRest, SuspendedRow
 from quadriga.engine.transfers import index_on, to_device
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.errors import ConfigError, DeviceMemoryExhausted, InvariantViolation, UnknownModel
-from quadriga.interfaces import LayersDone, PrefillChunk
+from quadriga.interfaces import MAX_DRAFTED, Drafted, DraftPlan, LayersDone, PrefillChunk
 
 if TYPE_CHECKING:
     from quadriga.engine.tensor_parallel.loading import RankStarter
@@ -387,16 +387,46 @@ class NativeRunner:
     def _at(self, indices: Ints) -> torch.Tensor:
         return to_device(indices, self._device)
 
-    def draft(self, rows: Sequence[int]) -> list[int]:
-        """See `DraftingRunner.draft`. Raises: InvariantViolation for a row that is not there."""
-        at = self._exit
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[int], plan: DraftPlan | None = None) -> list[Drafted]:
+        """See `DraftingRunner.draft`; greedy rows draft on in one call of the kernels.
+
+        Raises: InvariantViolation for a row that is not there.
+        """
+        at, drafts = self._exit, self._drafts
         places = at.places(rows) if at is not None and at.segment == 0 else None
         if at is None or places is None:
             raise InvariantViolation(f"rows {list(rows)} are not all at the first exit, just run")
-        chosen = at.sample(places, np.array(places, dtype=np.int64))
-        for row, token in zip(rows, chosen, strict=True):
-            self._drafts.tokens[row].append(token.token_id)
-        return [token.token_id for token in chosen]
+        token_ids = [t.token_id for t in at.sample(places, np.array(places, dtype=np.int64))]
+        for row, token_id in zip(rows, token_ids, strict=True):
+            drafts.tokens[row].append(token_id)
+        decoder = self.model.fastest()
+        if plan is None or not at.is_plain or not isinstance(decoder, CompiledDecoder):
+            return [Drafted([token_id], []) for token_id in token_ids]
+        if not any(plan.rooms) or not decoder.can_draft:
+            return [Drafted([token_id], []) for token_id in token_ids]
+        indices = np.array(rows, dtype=np.int64)
+        num_run = drafts.num_run[indices]
+        ran = decoder.draft(
+            self.model.ends[0],
+            indices,
+            self.positions[indices] + num_run + 1,
+            token_ids,
+            drafts.states,
+            indices * MAX_DRAFTED + num_run,
+            plan,
+            self.spec.exits,
+        )
+        drafts.num_run[indices] += ran.num_run
+        self._exit = None
+        found = []
+        counts = ran.num_run.tolist()
+        for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            tokens = ran.tokens[i, : count + 1].tolist()
+            sure = ran.confidences[i, :count].tolist()
+            drafts.tokens[row] += tokens[1:]
+            found.append(Drafted(tokens, self.spec.exits.calibrated(self.model.ends[0], sure)))
+        return found
 
     def drop_drafts(self, rows: Sequence[int]) -> None:
         """See `DraftingRunner.drop_drafts`."""

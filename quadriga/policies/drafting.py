@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import inf, log2
 
-from quadriga.interfaces import MAX_DRAFTED
+from quadriga.interfaces import MAX_DRAFTED, DraftPlan
 from quadriga.policies.drex.costs import SegmentCosts
 from quadriga.policies.rebatching import Range
 
@@ -40,6 +40,7 @@ _PRIORS = (0.1, 0.3, 0.5, 0.7, 0.85, 0.9, 0.96, 0.98, 0.99)  # how often a draft
 _PRIOR_CHANCE = 0.85
 _PRIOR_WEIGHT = 8.0  # tokens
 _RATE = 0.01  # a token, of the moving averages
+_SPARED_RATE = 0.05  # a round, of what a plan spares
 _TRIALS = 4  # rounds of each kind, before one that was disturbed is told from others
 _DISTURBED = 3.0  # a round that takes so many times the mean, or more, counts as so many times it
 _FORECAST_ROUNDS = 4  # that a forecast weighs as much as
@@ -145,8 +146,9 @@ class Drafter:
         self._is_trial = False  # it drafts, though that is thought to be slower
         self._is_cut = False  # it was ended before its drafts were as long as they are worth
         self._tokens_each = 0.0
-        self._draft_s: dict[int, float] = {}
+        self._first_s: dict[int, float] = {}
         self._verify_s: dict[int, float] = {}
+        self._needed: dict[tuple[int, int, int], list[list[float]]] = {}
         self._until_refresh = 0
         self._idle_since_s: float | None = None
         self._pass_from_s = 0.0
@@ -200,25 +202,77 @@ class Drafter:
             return DraftChoice(DraftAction.VERIFY)
         pass_s, then_s = self._drafts_s(count), self._verified_s(positions + count)
         learns = self._is_trial and positions == pending  # by one draft at least
-        if not learns and not self._is_worth_it(fresh + sum(going), count, positions, value_s):
+        expected_s = (fresh + sum(going)) * value_s
+        if not learns and expected_s <= self._needed_s(count, positions):
             return DraftChoice(DraftAction.VERIFY)
         if pass_s + then_s > budget_s:
             self._is_cut = True
             return DraftChoice(DraftAction.VERIFY)
         return DraftChoice(DraftAction.DRAFT, least)
 
-    def _is_worth_it(self, tokens: float, count: int, positions: int, value_s: float) -> bool:
-        """Whether further passes over `count` rows, the first of which is expected to give so many
-        tokens, pay together before they would be longer than drafts may be."""
-        gain_s, before_s = 0.0, self._verified_s(positions)
+    def plan(
+        self,
+        survivals: Sequence[float],
+        rooms: Sequence[int],
+        ends: frozenset[int],
+        positions: int,
+        budget_s: float = inf,
+    ) -> DraftPlan:
+        """When greedy rows that draft alone stop, as `choose` would say after each token.
+
+        Args:
+            survivals: Per row, the probability that all it has drafted agrees.
+            rooms: Per row, drafts that it may run.
+            ends: Tokens that are not run.
+            positions: To be verified for them.
+            budget_s: See `choose`.
+        """
+        count, passes = len(survivals), max(rooms)
+        if budget_s < inf:
+            most, passes = passes, 0
+            while passes < most and self._fits(passes + 1, count, positions, budget_s):
+                passes += 1
+        key = count, positions, passes
+        needed_s = self._needed.get(key)
+        if needed_s is None:
+            needed_s = self._needed[key] = [
+                [0.0, *[self._needed_s(n, positions + done * count) for n in range(1, count + 1)]]
+                for done in range(passes)
+            ]
+        value_s, least = self._regime(count).token_s, 0.0
+        if not self._is_trial:
+            least = self._least(0, positions, count, value_s)
+        elif passes and positions == count:
+            needed_s = [[0.0] * (count + 1), *needed_s[1:]]  # it learns, by one draft at least
+        return DraftPlan(
+            survivals=survivals,
+            rooms=[min(room, passes) for room in rooms],
+            ends=ends,
+            edges=_EDGES,
+            chances=self._agrees[False],
+            least=least,
+            token_s=value_s,
+            needed_s=needed_s,
+        )
+
+    def _fits(self, passes: int, count: int, positions: int, budget_s: float) -> bool:
+        """Whether so many passes and then all others are over in time."""
+        then_s = self._verified_s(positions + passes * count)
+        return passes * self._drafts_s(count) + then_s <= budget_s
+
+    def _needed_s(self, count: int, positions: int) -> float:
+        """Seconds that the tokens expected of a further pass over `count` rows must be worth: then
+        it pays, or as many such passes together do as it takes before drafts are too long."""
+        least_s, worth, tokens = inf, 0.0, 1.0
+        pass_s, before_s = self._drafts_s(count), self._verified_s(positions)
         for drafted in range(1, MAX_DRAFTED + 1):
-            gain_s += tokens * value_s - self._drafts_s(count)
-            if gain_s > self._verified_s(positions + drafted * count) - before_s:
-                return True
+            worth += tokens
+            then_s = self._verified_s(positions + drafted * count) - before_s
+            least_s = min(least_s, (drafted * pass_s + then_s) / worth)
             tokens *= self._chance
-            if gain_s <= 0.0 or positions + drafted * count >= count * (1 + MAX_DRAFTED):
-                return False
-        return False
+            if positions + drafted * count >= count * (1 + MAX_DRAFTED):
+                break
+        return least_s
 
     def _least(self, fresh: int, positions: int, going: int, value_s: float) -> float:
         """The probability below which a row costs more than it brings: what half of the rows cost
@@ -269,6 +323,16 @@ class Drafter:
             ran.first, ran.stop, positions, num_tokens, seconds, tests=ran.tests, filled=filled
         )
         self.spent(seconds)
+
+    def drafted_on(self, counts: Sequence[int], seconds: float) -> None:
+        """Passes over so many rows each followed by a plan, and took so long together."""
+        if not counts:
+            return
+        self._round_s += seconds
+        if self._idle_since_s is not None:
+            self._idle_since_s += seconds
+        spared_s = (sum(map(self._pass_s, counts)) - seconds) / len(counts)
+        self.costs.spared_s += _SPARED_RATE * (spared_s - self.costs.spared_s)
 
     def spent(self, seconds: float) -> None:
         """A pass of a round took so long."""
@@ -329,8 +393,9 @@ class Drafter:
         if self._until_refresh < 0:
             self._until_refresh = _REFRESH
             self._tokens_each = tokens_each
-            self._draft_s.clear()
+            self._first_s.clear()
             self._verify_s.clear()
+            self._needed.clear()
 
     def _full_s(self, rows: int) -> float:
         """What a full pass takes, by forecast."""
@@ -340,22 +405,29 @@ class Drafter:
 
     def _drafting_s(self, rows: int) -> tuple[float, float]:
         """Tokens and seconds of a round that drafts for the best number of passes, by forecast."""
-        pass_s, each, chance, best = self._drafts_s(rows), 1.0, 1.0, (0.0, inf)
+        first_s, pass_s = self._pass_s(rows), self._drafts_s(rows)
+        each, chance, best = 1.0, 1.0, (0.0, inf)
         for drafted in range(1, MAX_DRAFTED + 1):
             chance *= self._chance
             each += chance
-            seconds = (drafted + 1) * pass_s + self._verified_s(rows * (drafted + 1))
+            seconds = first_s + drafted * pass_s + self._verified_s(rows * (drafted + 1))
             if not best[0] or seconds * best[0] < best[1] * rows * each:
                 best = rows * each, seconds
         return best
 
-    def _drafts_s(self, count: int) -> float:
-        seconds = self._draft_s.get(count)
+    def _pass_s(self, count: int) -> float:
+        """What a pass through the first segment and its head takes."""
+        seconds = self._first_s.get(count)
         if seconds is None:
             costs, tokens = self.costs, count * self._tokens_each
             seconds = costs.forecast_s(0, 1, count, tokens, tests=True) + self.overhead_s
-            self._draft_s[count] = seconds
+            self._first_s[count] = seconds
         return seconds
+
+    def _drafts_s(self, count: int) -> float:
+        """What such a pass takes by a plan."""
+        pass_s = self._pass_s(count)
+        return max(0.1 * pass_s, pass_s - self.costs.spared_s)
 
     def _verified_s(self, count: int) -> float:
         if not count:

@@ -383,13 +383,14 @@ class DecodeLoop:
             drafts.verified(drafting, group, tokens)
         else:
             confidences = runner.advance(rows, 0, 1)
-            drafts.draft(drafting, compress(confidences, [s.drafts for s in group]))
+            sure = compress(confidences, [s.drafts for s in group])
+            counts, drafting_s = drafts.draft(drafting, sure)
             now_s = clock.now_s()
-            seconds, leavers, tokens = now_s - started_s, [], []
+            seconds, leavers, tokens = now_s - started_s - drafting_s, [], []
             if others:
-                sure = list(compress(confidences, [not s.drafts for s in group]))
-                of_others = sum([s.num_tokens for s in others])
-                leavers, passed = judge(batch, ran, others, groups, sure, of_others, now_s)
+                of_them = list(compress(confidences, [not s.drafts for s in group]))
+                num_theirs = sum([s.num_tokens for s in others])
+                leavers, passed = judge(batch, ran, others, groups, of_them, num_theirs, now_s)
                 left = runner.emit([s.row for s in leavers]) if leavers else []
                 tokens = [[token] for token in left]
                 share = (passed or 0) / len(others)
@@ -397,6 +398,7 @@ class DecodeLoop:
                 batch.rebatcher.observe(ran, positions, num_tokens, seconds, passed)
             else:
                 batch.drafter.observe(ran, positions, num_tokens, seconds)
+                batch.drafter.drafted_on(counts, drafting_s)
         self._commit(leavers, tokens, now_s, emissions)
         self._count_time(sum(map(len, tokens)), now_s - started_s, now_s)
 

@@ -27,7 +27,6 @@ from quadriga.policies.ares.forecast import (
     forecast_rows,
     pack,
 )
-from quadriga.scheduling.transfer.sequence_export import depth_bounds
 
 
 @dataclass(slots=True)
@@ -108,7 +107,7 @@ def hold(
     if depths is not None:
         held.share = [n / depths.depth for n in depths.look(states, held.mean)]
         for state in states:
-            bounds = depth_bounds(state.exits, depths.depth, deterministic=deterministic)
+            bounds = state.exits.depth_bounds(depths.depth, deterministic=deterministic)
             held.least_layers.append(bounds[0])
             held.most_layers.append(bounds[1])
     usual = sum(held.share) / len(held.share) if held.share else 1.0

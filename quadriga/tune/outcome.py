@@ -33,19 +33,8 @@ ROUNDS = 3
 
 def raw_thresholds(spec: ExitSpec, level: float) -> dict[int, float]:
     """So sure must a token be at each exit to leave at a threshold that a request names."""
-    sure, at = dict(spec.sure_from), spec.calibrated_at
-    found: dict[int, float] = {}
-    for depth in spec.layers:
-        own = sure.get(depth)
-        if own is None or level >= NEVER:
-            found[depth] = level
-        elif own >= NEVER:
-            found[depth] = NEVER
-        elif level >= at:
-            found[depth] = own + (level - at) / (1 - at) * (1 - own)
-        else:
-            found[depth] = level / at * own
-    return found
+    never = {depth for depth, sure in spec.sure_from if sure >= NEVER}
+    return {k: NEVER if k in never else spec.raw(k, level) for k in spec.layers}
 
 
 def by_domain(

@@ -15,13 +15,13 @@ class Bound(NamedTuple):
 BOUNDS = {
     # Of a running service; `tests/e2e/test_road.py`.
     "road_files": Bound(118, 50),
-    "road_lines": Bound(27_980, 10_000),
+    "road_lines": Bound(28_300, 10_000),
     "request_classes": Bound(12, 10),
-    "service_lines": Bound(46_800, 33_000),
+    "service_lines": Bound(47_180, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(102_180, 58_000),
-    "test_lines": Bound(79_700, 38_000),
-    "reliability_lines": Bound(5_210, 4_000),
+    "product_lines": Bound(102_570, 58_000),
+    "test_lines": Bound(80_020, 38_000),
+    "reliability_lines": Bound(5_225, 4_000),
     "actors_lines": Bound(6_552, 6_500),
     "llm_lines": Bound(250, 250),
     "readme_words": Bound(900, 900),

@@ -22,7 +22,6 @@ from quadriga.scheduling.transfer.sequence_export import (
     PreCopy,
     SequenceReading,
     SequenceRemainder,
-    depth_bounds,
 )
 from tests.equivalence.models import whole_prompt
 
@@ -130,7 +129,7 @@ class Move:
         state, depth = held
         self.transfer_id = f"t{next(_names)}"
         self._epoch = state.epoch + 1
-        least, most = depth_bounds(state.exits, depth, deterministic=deterministic)
+        least, most = state.exits.depth_bounds(depth, deterministic=deterministic)
         self._offer = TransferOffer(
             self.transfer_id,
             sequence_id,

@@ -19,6 +19,7 @@ from quadriga.core.request import SequenceState
 from quadriga.engine.baton.runner import BatonRunner
 from quadriga.errors import KVCacheExhausted
 from quadriga.policies.slot_reservation import WINDOW
+from quadriga.text.tokenizer import load_tokenizer
 from tests.equivalence.models import build, make_spec, make_state, save
 from tests.equivalence.moving import Member, Move, move
 from tests.equivalence.relay_models import FAMILIES as RELAY_FAMILIES
@@ -103,6 +104,36 @@ def test_at_every_step_of_a_short_request(
         step += 1
     assert step >= 8
     assert (waited > 0) is rebatches, "with exits, some tokens were moved while they waited"
+
+
+def test_a_new_replica_goes_on_with_a_token_that_waits_at_an_exit() -> None:
+    """Its first pass is for a sequence that came, not for any that began there."""
+    spec = bundled("quadriga-s")
+    first, middle, _ = spec.exits.layers[0], spec.exits.layers[1], spec.depth
+    text = load_tokenizer(spec.checkpoint.path, spec.checkpoint.id)
+    prompt = text.prompt_ids("Sort: 7 3 9 1 4 8 2 6\n")
+
+    def made() -> SequenceState:
+        state = make_state(prompt, max_tokens=32, **GREEDY)
+        return replace(state, exits=ExitParams(threshold=0.9))
+
+    source = Member(spec, rebatches=True)
+    [wanted] = undisturbed(source, [made()])
+    at = [i for i, layers in enumerate(wanted.exit_layers) if layers == middle][:3]
+    assert len(at) == 3, f"tokens pass the exit at layer {first} and leave at the next"
+    for index in at:
+        state = made()
+        source.begin(state)
+        sequence = source.loop.batch.sequences[state.sequence_id]
+        while len(state.output_ids) < index or sequence.next_segment != 1:
+            source.loop.step()
+        new = Member(spec, rebatches=True)
+        state, transfer = move(source, new, state.sequence_id)
+        assert transfer.resume is not None
+        assert transfer.resume.waited_at == 0
+        while new.loop.has_work:
+            new.loop.step()
+        assert_same([state], [wanted])
 
 
 @pytest.fixture(scope="module")

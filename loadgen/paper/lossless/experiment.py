@@ -8,7 +8,8 @@ turns, so that the machine's moods meet all alike, and the clock is the thread's
 full passes, by what it measured. `drafts` drafts in every round. `bounded` lets tokens leave early
 (DREX, at the model's threshold): its answers differ, and it is shown for comparison. `smooth` is
 `lossless` for requests that ask for gaps of 1.5 full passes (`sla_tbt_ms`): its gaps are those of
-its tokens as the service passes them on, one by one.
+its tokens as the service passes them on, one by one. `asked` is `lossless` without the kernel that
+drafts several tokens in a call.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from loadgen.options import whole
 from loadgen.paper.clocks import ProcessorClock
 from loadgen.paper.drex.closed_loop import ClosedLoopRun
 from loadgen.paper.lossless.lanes import (
+    ASKED,
     BOUNDED,
     DRAFTS,
     LOSSLESS,
@@ -36,7 +38,7 @@ from loadgen.report.output import add_out_argument
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.checkpoint.packaged_models import DEFAULT_MODEL
 
-_WITH_EXITS = (OFF, LOSSLESS, DRAFTS, BOUNDED, SMOOTH)
+_WITH_EXITS = (OFF, LOSSLESS, ASKED, DRAFTS, BOUNDED, SMOOTH)
 _WITHOUT = (OFF, LOSSLESS)
 
 

@@ -16,12 +16,14 @@ from loadgen.paper.native import load_native
 from quadriga.checkpoint.exits import NEVER, ExitParams
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import Clock
+from quadriga.interfaces import DraftPlan
 from quadriga.policies.drafting import DraftAction, DraftChoice, Drafter
 from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.scheduling.calibration import calibrate
 from quadriga.scheduling.decode_loop import DecodeLoop
 
 OFF, LOSSLESS, DRAFTS, BOUNDED, SMOOTH = "off", "lossless", "drafts", "bounded", "smooth"
+ASKED = "asked"
 _SEED = 4242
 _TURN_TOKENS = 24  # a slot
 SMOOTH_GAP = 1.5  # of a full pass: what `smooth` asks for
@@ -42,6 +44,20 @@ class AlwaysDrafts(Drafter):
     ) -> DraftChoice:
         choice = super().choose(fresh, pending, positions, survivals, num_tokens, now_s, budget_s)
         return choice if pending else DraftChoice(DraftAction.DRAFT)
+
+
+class AsksAfterEachToken(Drafter):
+    """Decides after each drafted token, as runners without a kernel that drafts have it."""
+
+    def plan(
+        self,
+        survivals: Sequence[float],
+        rooms: Sequence[int],
+        ends: frozenset[int],
+        positions: int,
+        budget_s: float = float("inf"),
+    ) -> DraftPlan:
+        return super().plan(survivals, [0] * len(rooms), ends, positions, budget_s)
 
 
 def race(
@@ -88,6 +104,8 @@ def race(
         def start(loop: DecodeLoop, name: str = name) -> None:
             if name == DRAFTS:
                 loop.batch.drafter = AlwaysDrafts(loop.batch.rebatcher.costs)
+            elif name == ASKED:
+                loop.batch.drafter = AsksAfterEachToken(loop.batch.rebatcher.costs)
 
         steps = closed_loop(
             suite.prompts,

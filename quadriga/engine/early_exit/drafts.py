@@ -35,7 +35,7 @@ class Drafts:
         self.tokens: list[list[int]] = [[] for _ in range(num_rows)]
         self.num_run: Ints = np.zeros(num_rows, dtype=np.int64)
         self._like = like
-        self._states: torch.Tensor | None = None  # [num_rows · MAX_DRAFTED, hidden]
+        self._states: torch.Tensor | None = None
 
     def drop(self, rows: Sequence[int]) -> None:
         """Forget what is drafted in these rows."""
@@ -51,18 +51,22 @@ class Drafts:
 
     def keep(self, rows: Ints, states: torch.Tensor) -> None:
         """The newest proposals of these rows reached the exit with these states, [n, hidden]."""
-        if self._states is None:
-            self._states = self._like.new_zeros(len(self.tokens) * MAX_DRAFTED, states.shape[1])
         at = to_device(rows * MAX_DRAFTED + self.num_run[rows], states.device)
-        self._states.index_copy_(0, at, states)
+        self.states.index_copy_(0, at, states)
         self.num_run[rows] += 1
+
+    @property
+    def states(self) -> torch.Tensor:
+        """[num_rows · MAX_DRAFTED, hidden], of each row's drafts in turn."""
+        if self._states is None:
+            hidden = self._like.shape[1]
+            self._states = self._like.new_zeros(len(self.tokens) * MAX_DRAFTED, hidden)
+        return self._states
 
     def take(self, rows: Ints, numbers: Ints) -> torch.Tensor:
         """States of drafted tokens, counted from 0 in each row: [n, hidden]."""
-        if self._states is None:
-            return self._like.new_zeros(0, self._like.shape[1])
         at = to_device(rows * MAX_DRAFTED + numbers, self._like.device)
-        return self._states.index_select(0, at)
+        return self.states.index_select(0, at)
 
     def verified(
         self,

@@ -365,6 +365,22 @@ class PassRunner {
   float* low_rank_;
 };
 
+// Whether a row may run its newest draft.
+bool goes_on(const QuadrigaDraft& d, int64_t r) {
+  const int64_t newest = d.tokens[r * (1 + d.most) + d.num_run[r]];
+  return d.num_run[r] < d.rooms[r] && d.survivals[r] > 0.0 && d.survivals[r] >= d.least &&
+         std::find(d.ends, d.ends + d.num_ends, newest) == d.ends + d.num_ends;
+}
+
+// A row's newest draft was run, and this is the next.
+void drafted(const QuadrigaDraft& d, int64_t r, int64_t token, const float* probs) {
+  const float confidence = d.margin ? probs[0] - probs[1] : probs[0];
+  const double* above = std::upper_bound(d.edges, d.edges + d.num_edges, confidence);
+  d.confidences[r * d.most + d.num_run[r]] = confidence;
+  d.survivals[r] *= d.chances[above - d.edges];
+  d.tokens[r * (1 + d.most) + ++d.num_run[r]] = token;
+}
+
 }  // namespace
 }  // namespace quadriga
 
@@ -463,5 +479,49 @@ void quadriga_head(void* pool, const QuadrigaModel* model, const QuadrigaHead* h
     if (best) best[t] = top.index;
     if (probs) quadriga::probabilities(logits + t * head->vocab, head->vocab, top, probs + 2 * t);
   });
+}
+
+int64_t quadriga_draft_scratch(const QuadrigaModel* m, const QuadrigaHead* head, int64_t count) {
+  const int64_t wide = std::max(m->hidden, head->embed);
+  const int64_t of_head = count * (2 * m->hidden + wide + 2 * head->mlp_width);
+  return count * (m->hidden + head->vocab) + std::max(quadriga_scratch(m, count), of_head);
+}
+
+void quadriga_draft(void* pool, const QuadrigaModel* model, const QuadrigaMatrix* embed,
+                    const float* learned, int64_t stop, const QuadrigaHead* head,
+                    const QuadrigaDraft* draft, float* scratch) {
+  const QuadrigaDraft& d = *draft;
+  const int64_t hidden = model->hidden;
+  float* x = scratch;                             // [count, hidden]
+  float* logits = x + d.count * hidden;           // [count, vocab]
+  float* of_pass = logits + d.count * head->vocab;
+  std::vector<int64_t> numbers(5 * d.count);
+  int64_t* going = numbers.data();
+  int64_t *rows = going + d.count, *positions = rows + d.count;
+  int64_t *ids = positions + d.count, *best = ids + d.count;
+  std::vector<float> probs(2 * d.count);
+  for (int64_t pass = 0; pass < d.most; ++pass) {
+    int64_t count = 0;
+    double expected = 0.0;  // tokens
+    for (int64_t r = 0; r < d.count; ++r) {
+      if (!quadriga::goes_on(d, r)) continue;
+      going[count] = r;
+      rows[count] = d.rows[r];
+      positions[count] = d.positions[r] + d.num_run[r];
+      ids[count++] = d.tokens[r * (1 + d.most) + d.num_run[r]];
+      expected += d.survivals[r];
+    }
+    if (!count || expected * d.token_s <= d.needed_s[pass * (d.count + 1) + count]) return;
+    quadriga_rows(embed, hidden, count, ids, x);
+    for (int64_t i = 0; learned && i < count; ++i)
+      for (int64_t j = 0; j < hidden; ++j) x[i * hidden + j] += learned[positions[i] * hidden + j];
+    quadriga_layers(pool, model, 0, stop, count, x, rows, positions, of_pass);
+    quadriga_head(pool, model, head, count, x, of_pass, logits, best, probs.data());
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t r = going[i];
+      std::copy_n(x + i * hidden, hidden, d.states[r] + d.num_run[r] * hidden);
+      quadriga::drafted(d, r, best[i], probs.data() + 2 * i);
+    }
+  }
 }
 }

@@ -78,6 +78,30 @@ struct QuadrigaKVMap {
   QuadrigaLinear kv;  // [2 * kv_heads * head_dim, hidden]
 };
 
+// Rows that draft, and when they stop; arrays have an entry for each of the `count` rows. A draft's
+// confidence is its probability, or by how much that exceeds the second largest.
+struct QuadrigaDraft {
+  int64_t count;
+  int64_t most;              // passes over a row; `tokens` and `confidences` have room for as many
+  const int64_t* rows;       // KV rows
+  const int64_t* positions;  // of the newest drafts
+  const int64_t* rooms;      // passes that each row may take, up to `most`
+  double* survivals;         // probability that all drafts of the row agree; kept up to date
+  int64_t* tokens;           // [count, 1 + most]: the newest draft, and behind it those made here
+  float* confidences;        // [count, most], of those made here
+  int64_t* num_run;          // 0; passes that each row took
+  float* const* states;      // where each row's states go, [most, hidden]
+  int64_t num_ends;
+  const int64_t* ends;  // tokens that are not run
+  int64_t num_edges;
+  const double* edges;     // of confidence, ascending
+  const double* chances;   // [num_edges + 1]: how often a draft agrees, by the edges below it
+  double least;            // survival below which a row stops
+  double token_s;          // what a token takes
+  const double* needed_s;  // [most, count + 1]: the time that a pass over so many rows must spare
+  int64_t margin;          // 1: confidence is the difference of the two largest probabilities
+};
+
 // Null when the threads cannot be started.
 void* quadriga_pool_new(int64_t threads);
 void quadriga_pool_free(void* pool);
@@ -106,4 +130,14 @@ void quadriga_project_kv(void* pool, const QuadrigaModel* model, const QuadrigaK
 // `scratch` holds tokens · (2 · hidden + embed + 2 · mlp_width) floats.
 void quadriga_head(void* pool, const QuadrigaModel* model, const QuadrigaHead* head, int64_t tokens,
                    const float* x, float* scratch, float* logits, int64_t* best, float* probs);
+
+// Floats of scratch memory that drafting for `count` rows needs.
+int64_t quadriga_draft_scratch(const QuadrigaModel* model, const QuadrigaHead* head, int64_t count);
+
+// Draft on: run the newest draft of each row that may go on through layers [0, stop), and take the
+// head's best token for the next, as long as the rows that go on are expected to be worth it.
+//   embed: [vocab, hidden]; learned: [max positions, hidden] of what is added to it, or null.
+void quadriga_draft(void* pool, const QuadrigaModel* model, const QuadrigaMatrix* embed,
+                    const float* learned, int64_t stop, const QuadrigaHead* head,
+                    const QuadrigaDraft* draft, float* scratch);
 }

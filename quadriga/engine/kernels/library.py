@@ -135,6 +135,32 @@ class CHead(Structure):
     )
 
 
+class CDraft(Structure):
+    """Mirror of `QuadrigaDraft`."""
+
+    _fields_ = (
+        ("count", c_int64),
+        ("most", c_int64),
+        ("rows", c_void_p),
+        ("positions", c_void_p),
+        ("rooms", c_void_p),
+        ("survivals", c_void_p),
+        ("tokens", c_void_p),
+        ("confidences", c_void_p),
+        ("num_run", c_void_p),
+        ("states", c_void_p),
+        ("num_ends", c_int64),
+        ("ends", c_void_p),
+        ("num_edges", c_int64),
+        ("edges", c_void_p),
+        ("chances", c_void_p),
+        ("least", c_double),
+        ("token_s", c_double),
+        ("needed_s", c_void_p),
+        ("margin", c_int64),
+    )
+
+
 def pointer(tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
     """Address of a tensor's data. Raises: ValueError unless it is contiguous `dtype` on the CPU."""
     if tensor is None:
@@ -183,3 +209,12 @@ class KernelLibrary:
             c_void_p, POINTER(CModel), POINTER(CKVMap), *self.layers.argtypes[2:],
         ]  # fmt: skip
         self.project_kv.restype = None
+        self.draft_scratch = library.quadriga_draft_scratch
+        self.draft_scratch.argtypes = [POINTER(CModel), POINTER(CHead), c_int64]
+        self.draft_scratch.restype = c_int64
+        self.draft = library.quadriga_draft
+        self.draft.argtypes = [
+            c_void_p, POINTER(CModel), POINTER(CMatrix), c_void_p, c_int64, POINTER(CHead),
+            POINTER(CDraft), c_void_p,
+        ]  # fmt: skip
+        self.draft.restype = None

@@ -34,6 +34,7 @@ class SegmentCosts:
         fill_s: Of filling in one segment's KV at one position that a token has skipped.
         fill_row_s: Of filling in one segment's KV in a row at all, however many positions it lacks:
             the newest few cost more, and going there costs something.
+        spared_s: By which a pass of drafts that follows a `DraftPlan` is shorter than another one.
         filled_share: Of what early tokens skip, the share that is filled in one day; the others
             belong to sequences that end before they go deep again.
     """
@@ -47,7 +48,7 @@ class SegmentCosts:
         # One line per segment, then one per exit's head; seconds at each knot.
         self._base = [[1e-3] * len(self._knots) for _ in range(2 * num_segments)]
         self._slope = [0.0] * num_segments
-        self.fill_s = self.fill_row_s = 0.0
+        self.fill_s = self.fill_row_s = self.spared_s = 0.0
         self.filled_share = 1.0
 
     @property
@@ -88,7 +89,7 @@ class SegmentCosts:
             layers = end - (ends[s - 1] if s else 0)
             other._slope[s] = self._slope[s] if s < common else slope * layers
         other.fill_s, other.fill_row_s = self.fill_s, self.fill_row_s
-        other.filled_share = self.filled_share
+        other.filled_share, other.spared_s = self.filled_share, self.spared_s
         return other
 
     def _head_line(self) -> list[float]:

@@ -296,8 +296,12 @@ class DrexRebatcher:
         return Range(segment, stop, tests=stop < self.costs.num_segments)
 
     def _exits(self) -> tuple[int, ...]:
-        """Exits of the plan and the one that is being probed, ascending; in a survey all."""
-        if self._is_survey:
+        """Exits of the plan and the one that is being probed, ascending; in a survey all.
+
+        Where answers must not depend on the load, all as well: rows that arrived waiting at an exit
+        may be the first to run here, before there is a plan.
+        """
+        if self._is_survey or self._deterministic:
             return tuple(range(len(self._left_by)))
         if self._probe is None:
             return self.plan.exits

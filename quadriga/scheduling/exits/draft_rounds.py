@@ -16,7 +16,7 @@ from itertools import chain
 
 from quadriga.core.request import SampledToken
 from quadriga.errors import InvariantViolation
-from quadriga.interfaces import MAX_DRAFTED, DraftingRunner
+from quadriga.interfaces import MAX_DRAFTED, DraftingRunner, DraftPlan
 from quadriga.policies.drafting import DraftAction, DraftChoice
 from quadriga.policies.rebatching import Range, Waiting
 from quadriga.scheduling.decode_batch import DecodeBatch, summary
@@ -123,20 +123,53 @@ class DraftRounds:
         times = 1 + self._num_held
         batch.drafter.ended(len(group), len(group), drafted=False, times=times)
 
-    def draft(self, drafting: Group, confidences: Iterable[float]) -> None:
-        """Sequences were run to the first exit: let its choices be drafts."""
-        tokens = self.runner.draft([s.row for s in drafting])
-        now_s = self._batch.clock.now_s()
-        for sequence, token_id, confidence in zip(drafting, tokens, confidences, strict=True):
+    def draft(self, drafting: Group, confidences: Iterable[float]) -> tuple[list[int], float]:
+        """Sequences were run to the first exit: let its choices be drafts, and draft on.
+
+        Returns:
+            Rows in each pass by which they drafted on, and what these took together, in seconds.
+        """
+        batch = self._batch
+        began_s = batch.clock.now_s()
+        for sequence, confidence in zip(drafting, confidences, strict=True):
             if sequence.next_segment:
                 sequence.num_drafted += 1
             else:
-                self._batch.wait(sequence, 1, now_s)
+                batch.wait(sequence, 1, began_s)
                 sequence.survival = 1.0
-            is_drawn = not sequence.state.sampling.greedy
-            mark, chance = self._batch.drafter.judge(confidence, is_drawn=is_drawn)
-            sequence.draft_marks.append(mark)
-            sequence.survival *= chance if _may_run(sequence, token_id) else 0.0
+            self._note(sequence, confidence)
+        plan = None
+        if batch.num_drafting == batch.num_decoding:
+            if all(s.state.sampling.greedy for s in drafting):
+                plan = self._plan(drafting, began_s)
+        found = self.runner.draft([s.row for s in drafting], plan)
+        seconds = batch.clock.now_s() - began_s
+        for sequence, drafted in zip(drafting, found, strict=True):
+            for confidence in drafted.confidences:
+                sequence.num_drafted += 1
+                self._note(sequence, confidence)
+            if not _room(sequence) or drafted.tokens[-1] in sequence.end_tokens:
+                sequence.survival = 0.0
+        lengths = [len(drafted.confidences) for drafted in found]
+        counts = [sum([length > i for length in lengths]) for i in range(max(lengths))]
+        return counts, seconds if counts else 0.0
+
+    def _plan(self, drafting: Group, now_s: float) -> DraftPlan:
+        batch, urgent = self._batch, [s.deadline_s for s in drafting if s.gap_s]
+        return batch.drafter.plan(
+            survivals=[s.survival for s in drafting],
+            rooms=[_room(s) for s in drafting],
+            ends=frozenset().union(*[s.end_tokens for s in drafting]),
+            positions=batch.num_drafting + sum([s.num_drafted for s in batch.decoding]),
+            budget_s=min(urgent) - now_s if urgent else math.inf,
+        )
+
+    def _note(self, sequence: RunningSequence, confidence: float) -> None:
+        """A sequence has one draft more, made with this confidence."""
+        is_drawn = not sequence.state.sampling.greedy
+        mark, chance = self._batch.drafter.judge(confidence, is_drawn=is_drawn)
+        sequence.draft_marks.append(mark)
+        sequence.survival *= chance
 
     def verified(self, drafting: Group, group: Group, tokens: list[list[SampledToken]]) -> None:
         """A group's drafts were verified, and gave these tokens."""
@@ -153,15 +186,9 @@ class DraftRounds:
             sequence.draft_marks, sequence.num_drafted, sequence.survival = [], 0, 0.0
 
 
-def _may_run(sequence: RunningSequence, token_id: int) -> bool:
-    """Whether the draft that was just made may be run: the answer does not end before it or with
-    it, its position is promised, and the runner keeps so many."""
-    count = sequence.num_drafted + 1
-    num_tokens = sequence.num_tokens + count
-    most = len(sequence.state.prompt_ids) + sequence.most_tokens
-    return (
-        count <= MAX_DRAFTED
-        and num_tokens < most
-        and num_tokens <= sequence.room_tokens
-        and token_id not in sequence.end_tokens
-    )
+def _room(sequence: RunningSequence) -> int:
+    """Drafts that may be run beyond those that were: the answer does not end with them, their
+    positions are promised, and the runner keeps so many."""
+    most = len(sequence.state.prompt_ids) + sequence.most_tokens - 1
+    room = min(most, sequence.room_tokens) - sequence.num_tokens
+    return max(0, int(min(room, MAX_DRAFTED)) - sequence.num_drafted)

@@ -9,7 +9,8 @@ owner is being settled. A paused one leaves as well, out of host memory: it is p
 after instead of running, and neither has nor gets a row here. It may be paused, or come back, while
 it is read: its KV is the same.
 
-To a replica with fewer layers only their KV goes; see `depth_bounds` for which sequences may.
+To a replica with fewer layers only their KV goes; `ExitParams.depth_bounds` says which sequences
+may.
 
 KV that is there does not change any more, so nothing is sent twice (`PreCopy`). Between two steps
 of the source a piece is taken, small enough not to be felt by others; the sequence adds a position
@@ -31,7 +32,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.kv import KVExtent, ResumePoint
 from quadriga.core.request import SequenceState
 from quadriga.errors import InvariantViolation, MigrationFailed
@@ -220,29 +220,6 @@ class SequenceRemainder:
     state: SequenceState
     reading: SequenceReading
     resume: ResumePoint
-
-
-def depth_bounds(exits: ExitParams, held: int, *, deterministic: bool) -> tuple[int, int]:
-    """Return how many layers a replica needs for a sequence to move there, and may have at most.
-
-    A strict sequence goes where it can do at least what it can here; so its tokens are the same.
-    A bounded one may lose layers, and leave early below its threshold where it is then, as if its
-    replica had shrunk. Where answers must not depend on load it goes nowhere else, unless its own
-    limit makes the difference void.
-
-    Args:
-        held: Layers of its KV.
-
-    Returns:
-        (least, most); most is 0 for no bound.
-    """
-    least = min(held, exits.max_depth or held)
-    is_limited = 0 < exits.max_depth <= held
-    if exits.is_strict:
-        return least, 0
-    if deterministic:
-        return least, 0 if is_limited else held
-    return 0, 0
 
 
 class SequenceExport:

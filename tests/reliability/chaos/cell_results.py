@@ -11,6 +11,9 @@ from loadgen.checker.verdict import FaultKind
 from tests.reliability.chaos.fault_matrix import Cell
 from tests.reliability.load.streams import StreamAnswer
 
+SHOWN_TOKENS = 4
+"""Of two answers, from where they differ."""
+
 
 @dataclass(slots=True)
 class CellResult:
@@ -92,5 +95,8 @@ def _difference(answer: StreamAnswer, wanted: list[int]) -> str:
     spec = answer.spec
     return (
         f"stream {spec.index} ({'gRPC' if answer.is_grpc else 'HTTP'}, T {spec.temperature:g}, "
-        f"{spec.extra}, {answer.num_rebuilds} rebuilds) differs from token {at} on"
+        f"{spec.extra}, {answer.num_rebuilds} rebuilds) differs from token {at} of {len(got)} on: "
+        f"{got[max(0, at - 1) : at + SHOWN_TOKENS]} is not "
+        f"{wanted[max(0, at - 1) : at + SHOWN_TOKENS]}; {answer.request_id}, "
+        f"{answer.verdict.extension}"
     )

@@ -30,7 +30,7 @@ from tests.reliability.chaos.fault_matrix import (
     Stage,
     Victim,
 )
-from tests.reliability.chaos.report import not_run, summary, table
+from tests.reliability.chaos.report import faults, not_run, summary, table
 from tests.reliability.chaos.results_file import ResultsFile
 from tests.reliability.chaos.trials import Trials
 from tests.reliability.cluster.stages import ServiceUnderTest, started_stage
@@ -119,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
     console.print(table(results))
     if any(cell.why_not is not None for cell in cells):
         console.print(not_run(cells))
+    for line in faults(results):
+        print(line)
     seconds = time.monotonic() - began_s
     print(summary(results, seconds=seconds))
     return 0 if all(r.is_ok for r in results) else 1

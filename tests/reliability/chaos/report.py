@@ -28,6 +28,11 @@ def table(results: Sequence[CellResult]) -> Table:
     return made
 
 
+def faults(results: Sequence[CellResult]) -> list[str]:
+    """What went wrong, in words: a line for each stream, and for each run that was none."""
+    return [f"{r.cell}: {word}" for r in results for word in (*r.troubles, *r.faults)]
+
+
 def not_run(cells: Sequence[Cell]) -> Table:
     """The cells of the product that are none, with the reason."""
     made = Table("why not", "cells")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from loadgen.paper.clocks import ProcessorClock
 from loadgen.paper.lossless.experiment import LosslessRow, headline
+from loadgen.paper.lossless.lanes import ASKED, BOUNDED, DRAFTS, LOSSLESS, OFF, SMOOTH, race
 
 
 def row(
@@ -23,9 +25,36 @@ def test_the_last_line_compares_with_the_better_of_full_depth_and_drafts() -> No
     assert line["p99_gap_paced"] == 1.3
 
 
-@pytest.mark.parametrize("mode", ["lossless", "drafts", "smooth"])
+@pytest.mark.parametrize("mode", ["lossless", "asked", "drafts", "smooth"])
 def test_one_token_that_differs_is_told_but_of_bounded_exits(mode: str) -> None:
     rows = [row(1, "off", 1.0), row(1, "lossless", 1.0), row(1, "bounded", 1.5, same=False)]
     assert headline(rows)["identical"]
     rows.append(row(1, mode, 1.0, same=False))
     assert not headline(rows)["identical"]
+
+
+def test_contestants_do_the_same_prompts_each_in_its_own_way() -> None:
+    names, said = (OFF, LOSSLESS, ASKED, DRAFTS, BOUNDED, SMOOTH), list[str]()
+    suite, runs = race(
+        "quadriga-s",
+        names,
+        slots=2,
+        num_prompts=8,
+        max_tokens=40,
+        threads=1,
+        clock=ProcessorClock(),
+        say=said.append,
+    )
+    assert tuple(runs) == names and len(said) == len(names) and len(suite.prompts) == 8
+    for name, run in runs.items():
+        assert len(run.outputs) == 8 and all(run.outputs.values())
+        assert run.tokens_per_s > 0.0 and run.gaps_s
+        if name != BOUNDED:
+            assert run.outputs == runs[OFF].outputs
+    assert runs[OFF].counters.verified == 0
+    for name in (DRAFTS, LOSSLESS, ASKED):
+        counters = runs[name].counters
+        assert 0 <= counters.accepted <= counters.drafted
+    assert runs[DRAFTS].counters.accepted > 0
+    assert runs[BOUNDED].early_share(8) > runs[OFF].early_share(8) == 0.0
+    assert runs[DRAFTS].steps < runs[OFF].steps, "a round gives several tokens in two steps"

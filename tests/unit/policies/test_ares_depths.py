@@ -16,7 +16,6 @@ from quadriga.policies.ares.forecast import PAUSED
 from quadriga.policies.ares.recording import RecordedTick
 from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
-from quadriga.scheduling.transfer.sequence_export import depth_bounds
 from tests.unit.policies.ares_twin import CLASS, Held, snapshot
 
 COSTS = TransferCosts(57_344, 25e9 / 8)
@@ -45,7 +44,7 @@ def orders_of(*snapshots: ReplicaSnapshot) -> list[MigrationOrder]:
 
 
 def bounds_of(exits: ExitParams, held: int, *, deterministic: bool = False) -> tuple[int, int]:
-    return depth_bounds(exits, held, deterministic=deterministic)
+    return exits.depth_bounds(held, deterministic=deterministic)
 
 
 BOUNDED, STRICT = ExitParams(0.9, "bounded"), ExitParams(0.9, "strict")
@@ -138,7 +137,7 @@ def test_no_order_ever_breaks_what_a_sequence_needs(data: st.DataObject) -> None
                 st.sampled_from([BOUNDED, STRICT, replace(BOUNDED, max_depth=4),
                                  replace(STRICT, max_depth=2), ExitParams(1.0, "lossless")])
             )  # fmt: skip
-            bounds = depth_bounds(exits, depth, deterministic=deterministic)
+            bounds = exits.depth_bounds(depth, deterministic=deterministic)
             name = f"s{index}-{number}"
             needs[name] = bounds
             (one,) = some(name, 1, float(data.draw(st.integers(10, 3000))), bounds)

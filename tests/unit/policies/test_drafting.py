@@ -388,3 +388,57 @@ def test_a_full_pass_that_stands_for_others_saves_as_much_for_trials_as_they_all
         tried.append(num_full)
     assert tried[0] == pytest.approx(tried[1], rel=0.2)
     assert tried[0] < 20_000
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    survivals=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=12),
+    read=st.floats(0.0, 20.0),
+    agrees=st.floats(0.0, 1.0),
+)
+def test_a_plan_says_what_would_be_chosen(
+    survivals: list[float], read: float, agrees: float
+) -> None:
+    count = len(survivals)
+    machine = Machine(
+        count, lambda n: 0.2 * (read + n) * MS, lambda n: 0.8 * (read + n) * MS, agrees=agrees
+    )
+    drafter = drafter_of(machine)
+    machine.rounds(drafter, 50)
+    drafter._is_trial = False
+    plan = drafter.plan(survivals, [MAX_DRAFTED] * count, frozenset(), count)
+    choice = drafter.choose(0, count, count, survivals, 100 * count, machine.now_s)
+    going = [s for s in survivals if s >= plan.least]
+    drafts = bool(going) and sum(going) * plan.token_s > plan.needed_s[0][len(going)]
+    assert drafts is (choice.action is DraftAction.DRAFT)
+    if drafts:
+        assert choice.least == plan.least
+
+
+def test_a_plan_ends_in_time_and_within_the_room() -> None:
+    machine = made_of_bytes(4)
+    drafter = drafter_of(machine)
+    machine.rounds(drafter, 50)
+    free = drafter.plan([1.0] * 4, [7, 7, 3, 0], frozenset({2}), 4)
+    assert free.rooms == [7, 7, 3, 0] and free.ends == {2}
+    assert len(free.needed_s) == 7
+    some = drafter.plan([1.0] * 4, [7, 7, 3, 0], frozenset(), 4, 8.4 * MS)
+    assert some.rooms == [2, 2, 2, 0], "two passes of 1.04 ms, and 5.24 ms for 12 positions"
+    none = drafter.plan([1.0] * 4, [7, 7, 3, 0], frozenset(), 4, 1.0 * MS)
+    assert none.rooms == [0] * 4
+
+
+def test_where_passes_by_a_plan_take_less_drafts_are_longer() -> None:
+    machine = Machine(
+        1, lambda n: 1.0 * MS, lambda n: (0.5 + 0.5 * n) * MS, agrees=0.9, overhead_s=0.2 * MS
+    )
+    drafter = drafter_of(machine)
+    machine.rounds(drafter, 100)
+    before = drafter.plan([1.0], [MAX_DRAFTED], frozenset(), 1).needed_s[0][1]
+    for _ in range(100):
+        drafter.drafted_on([1, 1, 1], 3 * 0.5 * MS)
+    assert drafter.costs.spared_s == pytest.approx(0.7 * MS, rel=0.05)
+    for _ in range(40):
+        drafter.choose(1, 0, 0, [], 100, machine.now_s)
+    after = drafter.plan([1.0], [MAX_DRAFTED], frozenset(), 1).needed_s[0][1]
+    assert after < before - 0.5 * MS

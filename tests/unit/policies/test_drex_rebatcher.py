@@ -308,6 +308,16 @@ def test_deterministic_takes_no_choice_by_load() -> None:
     assert counters.explored == counters.stays == 0
 
 
+def test_deterministic_tests_every_exit_before_there_is_a_plan() -> None:
+    """The first rows of a new replica may have come waiting at an exit, from another one."""
+    costs = SegmentCosts(4, 16)
+    rebatcher = DrexRebatcher(costs, counters=ExitCounters(), deterministic=True)
+    waiting = [Waiting(2, 20), NOBODY, NOBODY]
+    assert rebatcher.choose(NOBODY, waiting, 0.0) == Range(1, 2)
+    resized = rebatcher.resized((2, 4, 6, 8), (2, 4, 6))
+    assert resized.choose(NOBODY, [Waiting(2, 20), NOBODY], 0.0) == Range(1, 2)
+
+
 def test_the_default_gap_is_one_and_a_half_full_passes() -> None:
     rebatcher, _ = policy(4e-3, 1e-3)
     assert rebatcher.target_gap_s(6) == pytest.approx(1.5 * 20e-3)
