@@ -39,12 +39,12 @@ serve: setup ## Start the service on this machine: OpenAI HTTP on 127.0.0.1:8000
 demo: setup ## Start the service, ask it a few things over HTTP and gRPC, stop it
 	$(BIN)/python -m serve_app.cli.demo
 
-test: test-fast test-ray test-e2e test-deploy ## Run every test
+test: test-fast test-gpu test-ray test-e2e test-deploy ## Run every test
 
 test-fast: setup ## Unit, property, equivalence, architecture: no Ray
-	$(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --dist loadfile --max-worker-restart 0 tests/unit tests/property tests/equivalence tests/simulation tests/architecture tests/docs tests/gpu
+	$(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --dist loadfile --max-worker-restart 0 tests/unit tests/property tests/equivalence tests/simulation tests/architecture tests/docs
 
-test-gpu: setup ## What a GPU is asked; without one rehearsed on the CPU (ten minutes)
+test-gpu: setup ## What a GPU is asked; without one rehearsed on the CPU (a minute)
 	QUADRIGA_GPU_TESTS_ON_CPU=1 $(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --max-worker-restart 0 tests/gpu
 
 test-ray: setup ## Actors and KV transports on a real local Ray

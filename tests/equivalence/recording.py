@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 FORBIDDEN = ("_local_scalar_dense", "nonzero", "lift_fresh", "unique", "equal.default")
 """On a GPU these wait for the device, or bring data from the host: no graph can hold them."""
@@ -37,6 +36,52 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
+class _Step(NamedTuple):
+    """One operation of a tape.
+
+    Attributes:
+        args, kwargs: As recorded, in lists.
+        takes: (List or dict among them, key there, place of the tensor made by an earlier step).
+        gives: Where the tensors that it makes are kept.
+    """
+
+    func: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    takes: list[tuple[Any, Any, int]]
+    gives: list[int]
+
+
+def _steps(calls: Sequence[tuple[Any, Any, Any, Any]]) -> tuple[list[_Step], int]:
+    """What replays the calls, and how many tensors it makes."""
+    place_of: dict[int, int] = {}
+    steps, num_made = [], 0
+
+    def taken(into: Any) -> list[tuple[Any, Any, int]]:
+        takes = []
+        for key, value in into.items() if isinstance(into, dict) else enumerate(into):
+            if isinstance(value, torch.Tensor) and id(value) in place_of:
+                takes.append((into, key, place_of[id(value)]))
+            elif isinstance(value, list):
+                takes += taken(value)
+        return takes
+
+    for func, args, kwargs, out in calls:
+        own: list[Any] = _in_lists(args)
+        named = {key: _in_lists(value) for key, value in kwargs.items()}
+        takes = taken(own) + taken(named)
+        tensors = _tensors(out)
+        gives = list(range(num_made, num_made + len(tensors)))
+        place_of.update((id(tensor), place) for tensor, place in zip(tensors, gives, strict=True))
+        num_made += len(tensors)
+        steps.append(_Step(func, own, named, takes, gives))
+    return steps, num_made
+
+
+def _in_lists(value: Any) -> Any:
+    return [_in_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 class TapeRecorder:
     """A `Recorder`. Whatever the host computed while recording is frozen, as in a graph.
 
@@ -53,20 +98,18 @@ class TapeRecorder:
         work()
         with _Tape() as tape:
             work()
+        steps, num_made = _steps(tape.calls)
 
         def replay() -> None:
             assert not self.is_closed
             self.num_replays += 1
-            now: dict[int, torch.Tensor] = {}
-
-            def current(tensor: torch.Tensor) -> torch.Tensor:
-                return now.get(id(tensor), tensor)
-
-            for func, args, kwargs, recorded in tape.calls:
-                args, kwargs = tree_map_only(torch.Tensor, current, (args, kwargs))
-                fresh = func(*args, **kwargs)
-                for then, again in zip(_tensors(recorded), _tensors(fresh), strict=True):
-                    now[id(then)] = again
+            made: list[Any] = [None] * num_made
+            for step in steps:
+                for into, key, place in step.takes:
+                    into[key] = made[place]
+                fresh = _tensors(step.func(*step.args, **step.kwargs))
+                for place, tensor in zip(step.gives, fresh, strict=True):
+                    made[place] = tensor
 
         return replay
 

@@ -62,9 +62,18 @@ def bundled_states(model: str, count: int) -> list[SequenceState]:
     ]
 
 
-def reference_model(model: str) -> Any:
+def reference_model(model: str, dtype: torch.dtype = torch.float32) -> Any:
     loader: Any = AutoModelForCausalLM
-    return loader.from_pretrained(ASSETS / model, dtype=torch.float32).eval()
+    return loader.from_pretrained(ASSETS / model, dtype=dtype).eval()
+
+
+def gaps_below_best(reference: Any, state: SequenceState) -> torch.Tensor:
+    """By how many logits each output token misses the reference's best, which it is where 0."""
+    ids = torch.tensor([state.prompt_ids + state.output_ids])
+    with torch.inference_mode():
+        logits = reference(ids).logits[0, len(state.prompt_ids) - 1 : -1].float()
+    chosen = torch.tensor(state.output_ids)
+    return logits.max(dim=-1).values - logits.gather(1, chosen[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("compile", ["off", "auto"])
@@ -84,21 +93,22 @@ def test_float32_says_what_transformers_says(
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("model", MODELS)
 def test_bfloat16_says_nearly_what_transformers_says(model: str, attention: Attention) -> None:
-    """Every token is the float32 model's best, or within half a logit of it; few are not best."""
+    """Every token is nearly the best of `transformers`, in float32 or in bfloat16; few differ.
+
+    In bfloat16, too, because its rounding alone makes `transformers` say tokens that are .63 logits
+    below float32's best: behind an answer's end, where sequences here go on.
+    """
     sequences = bundled_states(model, 60)
     runner = load_on_gpu(bundled(model, attention, dtype="bfloat16", compile="auto"))
     ChurningBatch(runner, seed=1).run(sequences)
     runner.close()
-    reference = reference_model(model)
+    whole, half = reference_model(model), reference_model(model, torch.bfloat16)
     total = different = 0
     for state in sequences:
-        ids = torch.tensor([state.prompt_ids + state.output_ids])
-        with torch.inference_mode():
-            logits = reference(ids).logits[0, len(state.prompt_ids) - 1 : -1]
-        chosen = torch.tensor(state.output_ids)
-        gaps = logits.max(dim=-1).values - logits.gather(1, chosen[:, None])[:, 0]
-        assert gaps.max() < HALF_TOLERANCE_LOGITS
-        total, different = total + len(chosen), different + int((gaps > 0).sum())
+        gaps = gaps_below_best(whole, state)
+        nearer = torch.minimum(gaps, gaps_below_best(half, state))
+        assert nearer.max() < HALF_TOLERANCE_LOGITS
+        total, different = total + len(gaps), different + int((gaps > 0).sum())
     print(f"{model} {attention} bfloat16: {different} of {total} tokens are not float32's best")
     assert different <= MAX_HALF_DIVERGENCE * total
 

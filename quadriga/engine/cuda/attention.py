@@ -56,7 +56,8 @@ class TorchAttention:
         # [T, blocks, page_tokens, kv_heads, head_dim] → [T, kv_heads, longest, head_dim]
         k = keys[pages].flatten(1, 2)[:, :longest].transpose(1, 2)
         v = values[pages].flatten(1, 2)[:, :longest].transpose(1, 2)
-        return attend_each(by_group(q, self._config), k, v, lengths - 1, window).flatten(1)
+        mixed = attend_each(by_group(q, self._config), k, v, lengths - 1, window)
+        return mixed.flatten(1).to(q.dtype)
 
     def runs(
         self,
@@ -78,7 +79,7 @@ class TorchAttention:
             out[s.begin : s.end] = attend_run(
                 grouped[s.begin : s.end], k, v, s.start, first, window
             )
-        return out.flatten(1)
+        return out.flatten(1).to(q.dtype)
 
 
 class FlashAttention:

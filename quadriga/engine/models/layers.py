@@ -162,7 +162,7 @@ def layer_forward(
         q, k, v = split_qkv(qkv, layer, batch.cos, batch.sin, config)
         _store(keys, values, batch, k, v)
         form = _attend_decode if batch.is_decode else _attend_spans
-        return form(by_group(q, config), keys, values, batch, window)
+        return form(by_group(q, config), keys, values, batch, window).to(h.dtype)
 
     return run_layer(x, layer, config, attend, loras, batch.adapted, total or _own)
 
@@ -241,10 +241,14 @@ def split_qkv(
 
 
 def by_group(q: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """Q beside the KV head it reads, and scaled: [T, kv_heads, group, head_dim]."""
+    """Q beside the KV head it reads, and scaled: [T, kv_heads, group, head_dim], float32.
+
+    Attention stays in float32 to its end, as in kernels for GPUs: scores are tens, which bfloat16
+    rounds by up to 1/16 each way, and weights are their exponentials.
+    """
     c = config
     group = c.num_heads // c.num_kv_heads
-    return q.reshape(q.shape[0], c.num_kv_heads, group, c.head_dim).mul(c.head_dim**-0.5)
+    return q.reshape(q.shape[0], c.num_kv_heads, group, c.head_dim).float().mul(c.head_dim**-0.5)
 
 
 def mapped_kv(
@@ -294,22 +298,21 @@ def attend_each(
     """One query per sequence. KV heads are not repeated: a group of queries shares each.
 
     Args:
-        q: Scaled, [T, kv_heads, group, head_dim].
+        q: Scaled, float32 [T, kv_heads, group, head_dim].
         k, v: Positions 0… of each query's sequence: [T, kv_heads, context, head_dim].
         positions: Of the queries, [T].
 
     Returns:
-        [T, kv_heads, group, head_dim]
+        float32 [T, kv_heads, group, head_dim]
     """
-    scores = torch.matmul(q, k.transpose(-1, -2))  # [T, kv_heads, group, context]
+    scores = torch.matmul(q, k.float().transpose(-1, -2))  # [T, kv_heads, group, context]
     at = torch.arange(k.shape[-2], device=q.device)
     last = positions[:, None]
     hidden = at > last
     if window:
         hidden = hidden | (at <= last - window)
     scores = scores.masked_fill(hidden[:, None, None, :], float("-inf"))
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-    return torch.matmul(weights, v)
+    return torch.matmul(torch.softmax(scores, dim=-1), v.float())
 
 
 def attend_run(
@@ -318,22 +321,22 @@ def attend_run(
     """A run of queries of one sequence.
 
     Args:
-        q: Scaled, [count, kv_heads, group, head_dim], at positions start….
+        q: Scaled, float32 [count, kv_heads, group, head_dim], at positions start….
         k, v: Positions [first, start + count): [kv_heads, context, head_dim].
 
     Returns:
-        [count, kv_heads, group, head_dim]
+        float32 [count, kv_heads, group, head_dim]
     """
     count = q.shape[0]
-    scores = torch.matmul(q.permute(1, 2, 0, 3), k[:, None].transpose(-1, -2))
+    scores = torch.matmul(q.permute(1, 2, 0, 3), k.float()[:, None].transpose(-1, -2))
     at = torch.arange(first, start + count, device=q.device)
     last = torch.arange(start, start + count, device=q.device)[:, None]
     hidden = at > last
     if window:
         hidden = hidden | (at <= last - window)
     scores = scores.masked_fill(hidden, float("-inf"))  # [kv_heads, group, count, context]
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-    return torch.matmul(weights, v[:, None]).permute(2, 0, 1, 3)
+    weights = torch.softmax(scores, dim=-1)
+    return torch.matmul(weights, v.float()[:, None]).permute(2, 0, 1, 3)
 
 
 def first_visible(start: int, window: int) -> int:
@@ -344,7 +347,7 @@ def first_visible(start: int, window: int) -> int:
 def _attend_decode(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: Pass, window: int
 ) -> torch.Tensor:
-    """One query per sequence, over the batch's rows."""
+    """One query per sequence, over the batch's rows: float32 [T, q_size]."""
     rows, context = batch.rows, batch.context
     num_blocks = -(-context // KV_BLOCK)
     # [T, num_blocks, kv_heads, KV_BLOCK, head_dim] → [T, kv_heads, context, head_dim]
@@ -361,7 +364,7 @@ def _by_head(blocks: torch.Tensor) -> torch.Tensor:
 def _attend_spans(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: Pass, window: int
 ) -> torch.Tensor:
-    """Runs of queries, sequence by sequence, each over its own row."""
+    """Runs of queries, sequence by sequence, each over its own row: float32 [T, q_size]."""
     out = torch.empty_like(q)
     for s in batch.spans:
         first = first_visible(s.start, window)

@@ -89,6 +89,24 @@ def test_torch(shape: tuple[int, int, int], window: int) -> None:
     check(TorchAttention(config), config, torch.float32, window, 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_torch_rounds_halves_once(dtype: torch.dtype) -> None:
+    """Scores of ±100, where bfloat16's steps are 1/2, stay float32; so do weights."""
+    config = make_config(2, 3, 24)
+    attention = TorchAttention(config)
+    keys, values = pools(config, dtype)
+    q = torch.randn(95, 6, 24, generator=torch.Generator().manual_seed(2)).mul(25).to(dtype)
+    runs = Runs.of(SPANS, attention.block_queries, CPU)
+
+    def mixed(to: torch.dtype) -> list[torch.Tensor]:
+        args = q.to(to), keys.to(to), values.to(to), TABLE
+        each = attention.each(args[0][:4], *args[1:], LENGTHS, 701, 0)
+        return [each, attention.runs(*args, runs, 0)]
+
+    for got, wide in zip(mixed(dtype), mixed(torch.float32), strict=True):
+        assert got.dtype == dtype and torch.equal(got, wide.to(dtype))
+
+
 class FlashStandIn:
     """`flash_attn` 2.8 by its docstrings and the checks of its C++ entry points."""
 
