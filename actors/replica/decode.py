@@ -18,7 +18,7 @@ from quadriga.core.adapters import find_adapter
 from quadriga.core.forecast import LengthOutcome
 from quadriga.core.kv import Accepted, ResumePoint, TransferOffer
 from quadriga.core.migration import MigrationOrder, MigrationReport
-from quadriga.core.output import EngineOutput, progress_of
+from quadriga.core.output import EngineOutput
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.request import ResumableSequence, SequenceState
 from quadriga.engine import load_runner
@@ -173,7 +173,7 @@ class DecodeReplica(Replica[DecodeEngine]):
                 state.epoch,
                 token_ids=list(state.output_ids),
                 exit_layers=list(state.exit_layers),
-                progress=progress_of(state),
+                progress=state.progress(),
                 # A request whose model is chosen may have had some of them counted, and not all.
                 logprobs=list(state.logprobs) if len(state.logprobs) == num_tokens else None,
                 prompt_logprobs=state.prompt_logprobs,
