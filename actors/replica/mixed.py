@@ -43,7 +43,7 @@ class MixedReplica(DecodeReplica):
         except QuadrigaError as exc:
             self.spans.end(state.sequence_id, exc.code)
             raise
-        if self.is_cancelled(state.sequence_id):
+        if self.departed.is_cancelled(state.sequence_id):
             await self._cancel([state.sequence_id], state.ingress_id)
 
     async def resize(self, depth: int, deadline_s: float) -> ResizeReport:

@@ -46,6 +46,7 @@ from quadriga.errors import (
 from quadriga.interfaces import KVSink
 from quadriga.observability import tracing
 from quadriga.observability.logs import configure_logging
+from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.replica.engine_thread import Core, EngineThread
 from quadriga.replica.replica_metrics import ReplicaMetrics
 from quadriga.replica.resizing import Resizing
@@ -80,6 +81,8 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
 
     Attributes:
         reply_spacing_s: Pause after a poll's reply, per sequence in it; see `OutputDispatcher`.
+        calls: To other actors.
+        departed: Sequences that were cancelled or taken over by other replicas.
         report_options: What the scheduler last asked for.
         ranks: Where several share the model, starts the others.
     """
@@ -93,6 +96,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self.name = name
         self.spec = spec
         self.config = QuadrigaConfig.model_validate(config)
+        self.calls = RpcBatcher(call)
         configure_logging(self.config.logging.format, self.config.logging.level, process=self.name)
         tracing.start(name)
         self._fingerprint = fingerprint(spec, config)
@@ -115,7 +119,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self._load_lock = threading.Lock()  # load, its time and `_accepted` belong together
         self._arrived: list[str] = []  # of the engine's thread: since the last load was published
         self._accepted: list[str] = []
-        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        self.departed = DepartedSequences()
         self._news = asyncio.Event()
         self._is_draining = False
         self._is_ending = False
@@ -257,7 +261,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         if self.engine.is_ready:
             await self._cancel(sequence_ids, ingress_id)
         else:
-            self.note_cancelled(sequence_ids)
+            self.departed.cancel(sequence_ids)
 
     async def holding(self, sequence_ids: Sequence[str]) -> list[str]:
         """Which of these sequences this replica owns, or is handing on.
@@ -338,15 +342,14 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
 
     # For the roles.
 
-    def is_cancelled(self, sequence_id: str) -> bool:
-        return sequence_id in self._cancelled
+    def moved_away(self, sequence_id: str, peer: str) -> None:
+        """Another replica owns a sequence from now on."""
+        if not self.departed.move(sequence_id, peer):
+            self.cancel_at(peer, sequence_id, None)
 
-    def note_cancelled(self, sequence_ids: Sequence[str]) -> None:
-        """Remember cancelled sequences, as they may be on their way here."""
-        for sequence_id in sequence_ids:
-            self._cancelled[sequence_id] = None
-        while len(self._cancelled) > MAX_REMEMBERED:
-            self._cancelled.popitem(last=False)
+    def cancel_at(self, peer: str, sequence_id: str, ingress_id: str | None) -> None:
+        """Cancel a sequence that another replica owns: its ingress may not know of the move yet."""
+        background(self.calls.tell(peer, "cancel", [sequence_id], ingress_id))
 
     def arrived(self, sequence_id: str) -> None:
         """Note that a sequence the scheduler sent is here; called on the engine's thread.
@@ -550,7 +553,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self._is_draining = True
         self.mail.close()  # waiting polls are to learn of it now
         app = self.config.name
-        background(RpcBatcher(call).tell(scheduler_name(app), "replica_died", self.name))
+        background(self.calls.tell(scheduler_name(app), "replica_died", self.name))
         if isinstance(error, InvariantViolation):
             self.metrics.violated()
             background(push.push_metrics(self.config.name, self.metrics.registry))
