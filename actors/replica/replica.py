@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import ray
 
 from actors.metrics import push
-from actors.replica.ranks import RankActors
 from actors.rpc.lifecycle import end_this_actor, scheduler_name
 from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
@@ -55,6 +54,7 @@ from quadriga.scheduling.output_dispatcher import OutputDispatcher
 from quadriga.text.grammar import grammars_of
 
 if TYPE_CHECKING:
+    from quadriga.engine.tensor_parallel.loading import RankStarter
     from quadriga.kv_transport.channel import ChannelOffer
 
 Result = TypeVar("Result")
@@ -84,7 +84,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         calls: To other actors.
         departed: Sequences that were cancelled or taken over by other replicas.
         report_options: What the scheduler last asked for.
-        ranks: Where several share the model, starts the others.
+        ranks: Starts the others where several share the model; None where one has it all.
     """
 
     reply_spacing_s: ClassVar[float] = 0.0
@@ -150,9 +150,13 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         is_nice = spec.role is Role.DECODE and spec.engine.device == "cpu"
         nice = self.config.decode.nice if is_nice else 0
         self.engine: EngineThread[Core] = EngineThread(self._load_core, self._engine_failed, nice)
-        self.ranks = RankActors(
-            name, spec, self.config.logging, self._node_ip, nice, self.engine.break_off
-        )
+        self.ranks: RankStarter | None = None
+        if spec.engine.tensor_parallel > 1:
+            from actors.replica.ranks import RankActors
+
+            self.ranks = RankActors(
+                name, spec, self.config.logging, self._node_ip, nice, self.engine.break_off
+            )
         self.engine.start()
         on_sigterm(self._asked_to_go)
         for coroutine in (self._report_forever(), self._watch_ingresses()):
