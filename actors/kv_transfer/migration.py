@@ -42,7 +42,7 @@ from quadriga.scheduling.transfer.handoff import LeaseState
 from quadriga.scheduling.transfer.migration_copy import Copy, Ended
 
 if TYPE_CHECKING:
-    from actors.kv_transfer.handoff_sender import HandoffSender, OutgoingTransfer
+    from actors.kv_transfer.handoff_sender import OutgoingTransfer
     from actors.replica.decode_engine import DecodeEngine
     from actors.replica.replica import Replica
     from quadriga.scheduling.transfer.sequence_export import SequenceRemainder
@@ -72,14 +72,12 @@ class Migration:
         self,
         migrations: Migrations,
         replica: Replica[DecodeEngine],
-        sender: HandoffSender,
         order: MigrationOrder,
     ) -> None:
         self.order = order
         self.verdict: asyncio.Future[MigrationReport] = asyncio.get_running_loop().create_future()
         self._migrations = migrations
         self._replica = replica
-        self._sender = sender
         self._started_s = replica.clock.now_s()
         self._started_unix_s = replica.clock.unix_s()
         self._traceparent: str | None = None
@@ -96,7 +94,7 @@ class Migration:
                 return
             state, depth = held
             self._traceparent = state.traceparent
-            transfer = await self._sender.reserve(
+            transfer = await self._replica.sender.reserve(
                 self.order.destination,
                 state,
                 replace(self.order.depth_class, depth=depth),
@@ -312,7 +310,6 @@ class Migrations:
 
     def __init__(self, replica: Replica[DecodeEngine]) -> None:
         self._replica = replica
-        self._sender: HandoffSender | None = None
         self._under_way: frozenset[str] = frozenset()  # replaced, never changed
 
     @property
@@ -328,7 +325,7 @@ class Migrations:
             self.ended(order, report)
             return report
         self._under_way |= {order.sequence_id}
-        migration = Migration(self, self._replica, self._require_sender(), order)
+        migration = Migration(self, self._replica, order)
         # It runs to its end whatever becomes of the caller.
         background(self._run(migration))
         return await asyncio.shield(migration.verdict)
@@ -339,17 +336,6 @@ class Migrations:
         if order.cause in REASONS:
             scheduler = scheduler_name(self._replica.config.name)
             background(self._replica.calls.tell(scheduler, "moved", order, report))
-
-    def _require_sender(self) -> HandoffSender:
-        """Made at first use: its module needs torch."""
-        from actors.kv_transfer.handoff_sender import HandoffSender
-
-        if self._sender is None:
-            replica = self._replica
-            self._sender = HandoffSender(
-                replica.name, replica.transport, replica.calls, replica.config.transport
-            )
-        return self._sender
 
     async def _run(self, migration: Migration) -> None:
         try:

@@ -38,41 +38,23 @@ class PrefillReplica(Replica[PrefillEngine]):
     BATCHED = frozenset({"submit"})
 
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
-        # Here, not above: the controller imports this module, and has no torch.
-        from actors.kv_transfer.handoff_sender import HandoffSender
-
         self.sequences: dict[str, RunningSequence] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         super().__init__(name, spec, config)
-        self.sender = HandoffSender(name, self.transport, self.calls, self.config.transport)
         self.placement = DecodePlacement(self.config, self.calls, PlacementTurns(self.sequences))
         background(self._never_ending(self.placement.keep_view()))
 
     # RPC
 
     async def submit(self, state: SequenceState) -> None:
-        """Queue a sequence for prefill.
-
-        Raises:
-            Overloaded: The queue is full; with the time after which to retry.
-            QuadrigaError: See `prepare`.
-        """
+        """Queue a sequence for prefill. Raises: QuadrigaError: See `prepare` and `enqueue`."""
         await self.prepare(state)
         sequence = self.sequences[state.sequence_id] = RunningSequence(state)
-        self.spans.begin("prefill", state)
-
-        def queue(core: PrefillEngine) -> None:
-            core.loop.submit(sequence)
-            self.arrived(state.sequence_id)
-
         try:
-            await self.engine.call(queue)
-        except QuadrigaError as exc:
+            await self.enqueue(state, lambda core: core.loop.submit(sequence))
+        except QuadrigaError:
             self.sequences.pop(state.sequence_id, None)
-            self.spans.end(state.sequence_id, exc.code)
             raise
-        if self.departed.is_cancelled(state.sequence_id):
-            await self._cancel([state.sequence_id], state.ingress_id)
 
     # From the engine thread, on the event loop
 

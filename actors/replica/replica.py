@@ -91,6 +91,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
 
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
         # Here, not above: the controller imports this module, and has no torch.
+        from actors.kv_transfer.handoff_sender import HandoffSender
         from actors.kv_transfer.transport_hub import TransportHub
 
         self.name = name
@@ -132,6 +133,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             self._host_for,
             device=spec.engine.device,
         )
+        self.sender = HandoffSender(name, self.transport, self.calls, self.config.transport)
         decodes = spec.role.does(Role.DECODE)
         self.info_record = ReplicaInfo(
             name=name,
@@ -483,6 +485,26 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             raise DeadlineExceeded("the deadline passed before the request was queued")
         await self.compile_grammar(state)
         self.mail.expect(state.ingress_id)
+
+    async def enqueue(self, state: SequenceState, submit: Callable[[Core], None]) -> None:
+        """Have the engine queue a sequence that is prepared.
+
+        Raises:
+            Overloaded: The queue is full; with the time after which to retry.
+        """
+
+        def queue(core: Core) -> None:
+            submit(core)
+            self.arrived(state.sequence_id)
+
+        self.spans.begin("prefill", state)
+        try:
+            await self.engine.call(queue)
+        except QuadrigaError as exc:
+            self.spans.end(state.sequence_id, exc.code)
+            raise
+        if self.departed.is_cancelled(state.sequence_id):
+            await self._cancel([state.sequence_id], state.ingress_id)
 
     async def compile_grammar(self, state: SequenceState) -> None:
         """Have the grammar of its answer ready before the engine needs it, which must not wait.

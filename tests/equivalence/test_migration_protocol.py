@@ -85,9 +85,7 @@ class Side(DecodeReplica):
         self.transport = network  # type: ignore[assignment]
         self.calls = RpcBatcher(network.call)
         self.migrations = Migrations(self)
-        self.migrations._sender = HandoffSender(
-            name, network.line(name), self.calls, self.config.transport
-        )
+        self.sender = HandoffSender(name, network.line(name), self.calls, self.config.transport)
         self.told: list[EngineOutput] = []
 
     def emit(self, emissions: Any, *, wakes: bool = True) -> None:

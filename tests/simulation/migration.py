@@ -93,7 +93,7 @@ class Decode(DecodeReplica):
         self.transport = world.transport_of(name)
         self.calls = RpcBatcher(world.call_of(name))
         self.migrations = Migrations(self)
-        self.migrations._sender = HandoffSender(name, self.transport, self.calls, CONFIG.transport)
+        self.sender = HandoffSender(name, self.transport, self.calls, CONFIG.transport)
         self.receiver = HandoffReceiver(CLASS, self, self.clock, ["local"])
         background(self._sweep())
         background(self._steps())

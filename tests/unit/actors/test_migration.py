@@ -192,7 +192,7 @@ class Replica:
         self.calls = RpcBatcher(calls)
         self.departed = DepartedSequences()
         self.migrations = Migrations(self)  # type: ignore[arg-type]
-        self.migrations._sender = self  # type: ignore[assignment]
+        self.sender = self
 
     async def reserve(
         self,
