@@ -21,13 +21,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from actors.rpc.lifecycle import scheduler_name
-from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.background import background
 from quadriga.core.migration import (
     MigrationCause,
@@ -44,7 +42,7 @@ from quadriga.scheduling.transfer.handoff import LeaseState
 from quadriga.scheduling.transfer.migration_copy import Copy, Ended
 
 if TYPE_CHECKING:
-    from actors.kv_transfer.handoff_sender import HandoffSender, OutgoingTransfer
+    from actors.kv_transfer.handoff_sender import OutgoingTransfer
     from actors.replica.decode_engine import DecodeEngine
     from actors.replica.replica import Replica
     from quadriga.scheduling.transfer.sequence_export import SequenceRemainder
@@ -58,7 +56,6 @@ REST_DEADLINE_S = 2.0
 MAX_SETTLE_PAUSE_S = 1.0
 MAX_OUTGOING = 2
 """Sequences a replica hands over at once: each costs its steps a little."""
-MAX_REMEMBERED = 4096
 
 
 class Migration:
@@ -75,14 +72,12 @@ class Migration:
         self,
         migrations: Migrations,
         replica: Replica[DecodeEngine],
-        sender: HandoffSender,
         order: MigrationOrder,
     ) -> None:
         self.order = order
         self.verdict: asyncio.Future[MigrationReport] = asyncio.get_running_loop().create_future()
         self._migrations = migrations
         self._replica = replica
-        self._sender = sender
         self._started_s = replica.clock.now_s()
         self._started_unix_s = replica.clock.unix_s()
         self._traceparent: str | None = None
@@ -99,7 +94,7 @@ class Migration:
                 return
             state, depth = held
             self._traceparent = state.traceparent
-            transfer = await self._sender.reserve(
+            transfer = await self._replica.sender.reserve(
                 self.order.destination,
                 state,
                 replace(self.order.depth_class, depth=depth),
@@ -215,7 +210,7 @@ class Migration:
                 logger.info("%s at %s: %s", self.order.sequence_id, transfer.peer.name, failure)
             if end is None:
                 self._report("unknown", _reason(reason))
-                if self._replica.is_cancelled(self.order.sequence_id):
+                if self._replica.departed.is_cancelled(self.order.sequence_id):
                     self._conclude("finished", "cancelled: it was cancelled at both ends")
                     return
                 await asyncio.sleep(pause_s)
@@ -229,7 +224,7 @@ class Migration:
     async def _let_go(self, state: SequenceState, transfer: OutgoingTransfer) -> None:
         """The destination owns it: release what is here."""
         sequence_id = self.order.sequence_id
-        self._migrations.moved_away(sequence_id, transfer.peer.name)
+        self._replica.moved_away(sequence_id, transfer.peer.name)
         try:
             await self._engine(lambda core: core.loop.leave(sequence_id))
         except QuadrigaError as exc:  # the engine is over, and this process with it
@@ -313,12 +308,9 @@ def _reason(error: QuadrigaError) -> str:
 class Migrations:
     """All live migrations out of one replica; on its event loop."""
 
-    def __init__(self, replica: Replica[DecodeEngine], calls: RpcBatcher) -> None:
+    def __init__(self, replica: Replica[DecodeEngine]) -> None:
         self._replica = replica
-        self._calls = calls
-        self._sender: HandoffSender | None = None
         self._under_way: frozenset[str] = frozenset()  # replaced, never changed
-        self._moved: OrderedDict[str, str] = OrderedDict()  # sequence → where it went
 
     @property
     def under_way(self) -> Collection[str]:
@@ -333,7 +325,7 @@ class Migrations:
             self.ended(order, report)
             return report
         self._under_way |= {order.sequence_id}
-        migration = Migration(self, self._replica, self._require_sender(), order)
+        migration = Migration(self, self._replica, order)
         # It runs to its end whatever becomes of the caller.
         background(self._run(migration))
         return await asyncio.shield(migration.verdict)
@@ -343,18 +335,7 @@ class Migrations:
         self._replica.metrics.migrated(order.cause, report)
         if order.cause in REASONS:
             scheduler = scheduler_name(self._replica.config.name)
-            background(self._calls.tell(scheduler, "moved", order, report))
-
-    def _require_sender(self) -> HandoffSender:
-        """Made at first use: its module needs torch."""
-        from actors.kv_transfer.handoff_sender import HandoffSender
-
-        if self._sender is None:
-            replica = self._replica
-            self._sender = HandoffSender(
-                replica.name, replica.transport, self._calls, replica.config.transport
-            )
-        return self._sender
+            background(self._replica.calls.tell(scheduler, "moved", order, report))
 
     async def _run(self, migration: Migration) -> None:
         try:
@@ -378,7 +359,7 @@ class Migrations:
             return "under_way: it is on its way already"
         if len(self._under_way) >= MAX_OUTGOING:
             return f"busy: {MAX_OUTGOING} sequences are on their way from here"
-        if replica.is_cancelled(order.sequence_id):
+        if replica.departed.is_cancelled(order.sequence_id):
             return "cancelled: it was cancelled"
         return None
 
@@ -402,26 +383,3 @@ class Migrations:
                 return await self.migrate(order)
 
         return await asyncio.gather(*(move(s.sequence_id, s.num_tokens) for s in states))
-
-    def moved_away(self, sequence_id: str, peer: str) -> None:
-        """Another replica owns a sequence from here on."""
-        self._moved[sequence_id] = peer
-        while len(self._moved) > MAX_REMEMBERED:
-            self._moved.popitem(last=False)
-        if self._replica.is_cancelled(sequence_id):
-            self.forward([sequence_id])
-
-    def came_back(self, sequence_id: str) -> None:
-        """A sequence that was moved away is here again."""
-        self._moved.pop(sequence_id, None)
-
-    def forward(self, sequence_ids: Sequence[str], ingress_id: str | None = None) -> None:
-        """Cancel sequences where they went: the ingress may not know of the moves yet.
-
-        Args:
-            ingress_id: The caller; see `Replica.cancel`.
-        """
-        for sequence_id in sequence_ids:
-            peer = self._moved.pop(sequence_id, None)
-            if peer is not None:
-                background(self._calls.tell(peer, "cancel", [sequence_id], ingress_id))

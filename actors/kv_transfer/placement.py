@@ -109,7 +109,3 @@ class DecodePlacement:
     def report_death(self, peer: str) -> None:
         """Tell the scheduler of a decode replica that is gone."""
         background(self._calls.tell(self._scheduler, "replica_died", peer))
-
-    def cancel_at(self, peer: str, sequence_id: str, ingress_id: str | None) -> None:
-        """Cancel a sequence that a decode replica owns by now; see `Replica.cancel`."""
-        background(self._calls.tell(peer, "cancel", [sequence_id], ingress_id))

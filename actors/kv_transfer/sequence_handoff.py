@@ -190,7 +190,7 @@ class PrefillHandoff:
         is_owned = await transfer.abort() in (LeaseState.COMMITTED, None)
         if is_owned and not self._replica.is_ending:
             state = self._state
-            self._placement.cancel_at(transfer.peer.name, state.sequence_id, state.ingress_id)
+            self._replica.cancel_at(transfer.peer.name, state.sequence_id, state.ingress_id)
 
     async def _send_all(self, transfer: OutgoingTransfer) -> int:
         """Send what the destination lacks, as it becomes complete. Returns the bytes sent."""

@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 from actors.kv_transfer.migration import Migrations
 from actors.replica.decode_engine import DecodeEngine
 from actors.replica.replica import Replica
-from actors.rpc.ray_rpc import call
-from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.background import background, overslept_s
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.resolve import ReplicaSpec
@@ -18,7 +16,7 @@ from quadriga.core.adapters import find_adapter
 from quadriga.core.forecast import LengthOutcome
 from quadriga.core.kv import Accepted, ResumePoint, TransferOffer
 from quadriga.core.migration import MigrationOrder, MigrationReport
-from quadriga.core.output import EngineOutput, progress_of
+from quadriga.core.output import EngineOutput
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.request import ResumableSequence, SequenceState
 from quadriga.engine import load_runner
@@ -38,7 +36,7 @@ class DecodeReplica(Replica[DecodeEngine]):
 
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
         # First: the engine's thread reads which sequences leave.
-        self.migrations = Migrations(self, RpcBatcher(call))
+        self.migrations = Migrations(self)
         super().__init__(name, spec, config)
         background(self._never_ending(self._sweep()))
 
@@ -115,7 +113,7 @@ class DecodeReplica(Replica[DecodeEngine]):
         resume: ResumePoint | None = None,
     ) -> None:
         """Take the sequence over; may be repeated. Raises: MigrationFailed."""
-        if self.is_cancelled(state.sequence_id):
+        if self.departed.is_cancelled(state.sequence_id):
             await self.receiver.abort(transfer_id, LeaseState.CANCELLED)
             raise MigrationFailed(f"{state.sequence_id} was cancelled", code="cancelled")
         try:
@@ -173,7 +171,7 @@ class DecodeReplica(Replica[DecodeEngine]):
                 state.epoch,
                 token_ids=list(state.output_ids),
                 exit_layers=list(state.exit_layers),
-                progress=progress_of(state),
+                progress=state.progress(),
                 # A request whose model is chosen may have had some of them counted, and not all.
                 logprobs=list(state.logprobs) if len(state.logprobs) == num_tokens else None,
                 prompt_logprobs=state.prompt_logprobs,
@@ -228,7 +226,7 @@ class DecodeReplica(Replica[DecodeEngine]):
     async def join(self, state: SequenceState, resume: ResumePoint | None, depth: int) -> None:
         self._require_wanted(state.sequence_id)
         await self.compile_grammar(state)
-        self.migrations.came_back(state.sequence_id)
+        self.departed.come_back(state.sequence_id)
 
         def join(core: DecodeEngine) -> None:
             self._require_wanted(state.sequence_id)  # a cancellation may have been faster
@@ -243,7 +241,7 @@ class DecodeReplica(Replica[DecodeEngine]):
 
     def _require_wanted(self, sequence_id: str) -> None:
         """Raises: MigrationFailed: Code "cancelled"."""
-        if self.is_cancelled(sequence_id):
+        if self.departed.is_cancelled(sequence_id):
             raise MigrationFailed(f"{sequence_id} was cancelled", code="cancelled")
 
     def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:
@@ -272,7 +270,7 @@ class DecodeReplica(Replica[DecodeEngine]):
     # Replica
 
     async def _cancel(self, sequence_ids: Sequence[str], ingress_id: str | None) -> None:
-        def leave(core: DecodeEngine) -> list[str]:
+        def leave(core: DecodeEngine) -> tuple[list[str], dict[str, str]]:
             # On this thread sequences are adopted, joined and let go: the ingress of one cannot
             # change before it has left, and what is noted as cancelled does not run.
             held = {state.sequence_id: state.ingress_id for state in core.held}
@@ -281,14 +279,15 @@ class DecodeReplica(Replica[DecodeEngine]):
                 for sequence_id in sequence_ids
                 if ingress_id is None or held.get(sequence_id, ingress_id) == ingress_id
             ]
-            self.note_cancelled(over)
+            owners = self.departed.cancel(over)
             # A reserved row belongs to its lease: only what is held is taken out here.
             for sequence_id in held.keys() & set(over):
                 core.let_go(sequence_id)
-            return over
+            return over, owners
 
-        over = await self.engine.call(leave)
-        self.migrations.forward(over, ingress_id)
+        over, owners = await self.engine.call(leave)
+        for sequence_id, peer in owners.items():
+            self.cancel_at(peer, sequence_id, ingress_id)
         for sequence_id in over:
             self.spans.end(sequence_id, "cancelled")
             await self.receiver.cancel(sequence_id)

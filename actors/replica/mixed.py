@@ -14,7 +14,6 @@ from actors.replica.decode_engine import DecodeEngine
 from actors.replica.mixed_engine import MixedEngine
 from quadriga.core.replica import ResizeReport
 from quadriga.core.request import SequenceState
-from quadriga.errors import QuadrigaError
 
 
 class MixedReplica(DecodeReplica):
@@ -24,27 +23,14 @@ class MixedReplica(DecodeReplica):
     BATCHED = DecodeReplica.BATCHED | {"submit"}
 
     async def submit(self, state: SequenceState) -> None:
-        """Queue a sequence, which is computed and decoded here.
-
-        Raises:
-            Overloaded: The queue is full; with the time after which to retry.
-            QuadrigaError: See `prepare`.
-        """
+        """Queue a sequence, which is computed and decoded here; raises as `PrefillReplica`'s."""
         await self.prepare(state)
-        self.spans.begin("prefill", state)
 
-        def queue(core: DecodeEngine) -> None:
+        def submit(core: DecodeEngine) -> None:
             assert isinstance(core, MixedEngine)
             core.submit(state)
-            self.arrived(state.sequence_id)
 
-        try:
-            await self.engine.call(queue)
-        except QuadrigaError as exc:
-            self.spans.end(state.sequence_id, exc.code)
-            raise
-        if self.is_cancelled(state.sequence_id):
-            await self._cancel([state.sequence_id], state.ingress_id)
+        await self.enqueue(state, submit)
 
     async def resize(self, depth: int, deadline_s: float) -> ResizeReport:
         """Always refused: HELIOS, which changes depths, has no mixed replicas."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Collection, Container, Sequence
 from typing import Any
 
 from actors.kv_transfer.placement import DecodePlacement
 from actors.kv_transfer.sequence_handoff import PrefillHandoff
 from actors.replica.prefill_engine import PrefillEngine
-from actors.replica.replica import MAX_REMEMBERED, Replica
-from actors.rpc.ray_rpc import call
-from actors.rpc.rpc_batcher import RpcBatcher
+from actors.replica.replica import Replica
 from quadriga.background import background
 from quadriga.config.resolve import ReplicaSpec
 from quadriga.core.output import EngineOutput
@@ -41,43 +38,23 @@ class PrefillReplica(Replica[PrefillEngine]):
     BATCHED = frozenset({"submit"})
 
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
-        # Here, not above: the controller imports this module, and has no torch.
-        from actors.kv_transfer.handoff_sender import HandoffSender
-
         self.sequences: dict[str, RunningSequence] = {}
-        self._handed_off: OrderedDict[str, str] = OrderedDict()  # sequence → decode replica
         self._tasks: set[asyncio.Task[None]] = set()
         super().__init__(name, spec, config)
-        calls = RpcBatcher(call)
-        self.sender = HandoffSender(name, self.transport, calls, self.config.transport)
-        self.placement = DecodePlacement(self.config, calls, PlacementTurns(self.sequences))
+        self.placement = DecodePlacement(self.config, self.calls, PlacementTurns(self.sequences))
         background(self._never_ending(self.placement.keep_view()))
 
     # RPC
 
     async def submit(self, state: SequenceState) -> None:
-        """Queue a sequence for prefill.
-
-        Raises:
-            Overloaded: The queue is full; with the time after which to retry.
-            QuadrigaError: See `prepare`.
-        """
+        """Queue a sequence for prefill. Raises: QuadrigaError: See `prepare` and `enqueue`."""
         await self.prepare(state)
         sequence = self.sequences[state.sequence_id] = RunningSequence(state)
-        self.spans.begin("prefill", state)
-
-        def queue(core: PrefillEngine) -> None:
-            core.loop.submit(sequence)
-            self.arrived(state.sequence_id)
-
         try:
-            await self.engine.call(queue)
-        except QuadrigaError as exc:
+            await self.enqueue(state, lambda core: core.loop.submit(sequence))
+        except QuadrigaError:
             self.sequences.pop(state.sequence_id, None)
-            self.spans.end(state.sequence_id, exc.code)
             raise
-        if self.is_cancelled(state.sequence_id):
-            await self._cancel([state.sequence_id], state.ingress_id)
 
     # From the engine thread, on the event loop
 
@@ -107,9 +84,7 @@ class PrefillReplica(Replica[PrefillEngine]):
         try:
             peer = await handoff.run()
             self.sequences.pop(sequence_id, None)
-            self._handed_off[sequence_id] = peer
-            while len(self._handed_off) > MAX_REMEMBERED:
-                self._handed_off.popitem(last=False)
+            self.moved_away(sequence_id, peer)
         except QuadrigaError as exc:
             state = sequence.state
             self._failed(
@@ -172,16 +147,13 @@ class PrefillReplica(Replica[PrefillEngine]):
 
     async def _cancel(self, sequence_ids: Sequence[str], ingress_id: str | None) -> None:
         # No other ingress adopts what is here: only where it went it may have been adopted.
-        self.note_cancelled(sequence_ids)
+        for sequence_id, peer in self.departed.cancel(sequence_ids).items():
+            self.cancel_at(peer, sequence_id, ingress_id)
         for sequence_id in sequence_ids:
             sequence = self.sequences.pop(sequence_id, None)
             self.spans.end(sequence_id, "cancelled")
             if sequence is not None and sequence.handoff is not None:
                 sequence.handoff.task.cancel()  # it aborts its transfer and releases the row
-            peer = self._handed_off.pop(sequence_id, None)
-            if peer is not None:
-                # The ingress may not know yet where the sequence went.
-                self.placement.cancel_at(peer, sequence_id, ingress_id)
 
         def release(core: PrefillEngine) -> None:
             for sequence_id in sequence_ids:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import ray
 
 from actors.metrics import push
-from actors.replica.ranks import RankActors
 from actors.rpc.lifecycle import end_this_actor, scheduler_name
 from actors.rpc.ray_rpc import call
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
@@ -46,6 +45,7 @@ from quadriga.errors import (
 from quadriga.interfaces import KVSink
 from quadriga.observability import tracing
 from quadriga.observability.logs import configure_logging
+from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.replica.engine_thread import Core, EngineThread
 from quadriga.replica.replica_metrics import ReplicaMetrics
 from quadriga.replica.resizing import Resizing
@@ -54,6 +54,7 @@ from quadriga.scheduling.output_dispatcher import OutputDispatcher
 from quadriga.text.grammar import grammars_of
 
 if TYPE_CHECKING:
+    from quadriga.engine.tensor_parallel.loading import RankStarter
     from quadriga.kv_transport.channel import ChannelOffer
 
 Result = TypeVar("Result")
@@ -80,19 +81,23 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
 
     Attributes:
         reply_spacing_s: Pause after a poll's reply, per sequence in it; see `OutputDispatcher`.
+        calls: To other actors.
+        departed: Sequences that were cancelled or taken over by other replicas.
         report_options: What the scheduler last asked for.
-        ranks: Where several share the model, starts the others.
+        ranks: Starts the others where several share the model; None where one has it all.
     """
 
     reply_spacing_s: ClassVar[float] = 0.0
 
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
         # Here, not above: the controller imports this module, and has no torch.
+        from actors.kv_transfer.handoff_sender import HandoffSender
         from actors.kv_transfer.transport_hub import TransportHub
 
         self.name = name
         self.spec = spec
         self.config = QuadrigaConfig.model_validate(config)
+        self.calls = RpcBatcher(call)
         configure_logging(self.config.logging.format, self.config.logging.level, process=self.name)
         tracing.start(name)
         self._fingerprint = fingerprint(spec, config)
@@ -115,7 +120,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self._load_lock = threading.Lock()  # load, its time and `_accepted` belong together
         self._arrived: list[str] = []  # of the engine's thread: since the last load was published
         self._accepted: list[str] = []
-        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        self.departed = DepartedSequences()
         self._news = asyncio.Event()
         self._is_draining = False
         self._is_ending = False
@@ -128,6 +133,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             self._host_for,
             device=spec.engine.device,
         )
+        self.sender = HandoffSender(name, self.transport, self.calls, self.config.transport)
         decodes = spec.role.does(Role.DECODE)
         self.info_record = ReplicaInfo(
             name=name,
@@ -146,9 +152,13 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         is_nice = spec.role is Role.DECODE and spec.engine.device == "cpu"
         nice = self.config.decode.nice if is_nice else 0
         self.engine: EngineThread[Core] = EngineThread(self._load_core, self._engine_failed, nice)
-        self.ranks = RankActors(
-            name, spec, self.config.logging, self._node_ip, nice, self.engine.break_off
-        )
+        self.ranks: RankStarter | None = None
+        if spec.engine.tensor_parallel > 1:
+            from actors.replica.ranks import RankActors
+
+            self.ranks = RankActors(
+                name, spec, self.config.logging, self._node_ip, nice, self.engine.break_off
+            )
         self.engine.start()
         on_sigterm(self._asked_to_go)
         for coroutine in (self._report_forever(), self._watch_ingresses()):
@@ -257,7 +267,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         if self.engine.is_ready:
             await self._cancel(sequence_ids, ingress_id)
         else:
-            self.note_cancelled(sequence_ids)
+            self.departed.cancel(sequence_ids)
 
     async def holding(self, sequence_ids: Sequence[str]) -> list[str]:
         """Which of these sequences this replica owns, or is handing on.
@@ -338,15 +348,14 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
 
     # For the roles.
 
-    def is_cancelled(self, sequence_id: str) -> bool:
-        return sequence_id in self._cancelled
+    def moved_away(self, sequence_id: str, peer: str) -> None:
+        """Another replica owns a sequence from now on."""
+        if not self.departed.move(sequence_id, peer):
+            self.cancel_at(peer, sequence_id, None)
 
-    def note_cancelled(self, sequence_ids: Sequence[str]) -> None:
-        """Remember cancelled sequences, as they may be on their way here."""
-        for sequence_id in sequence_ids:
-            self._cancelled[sequence_id] = None
-        while len(self._cancelled) > MAX_REMEMBERED:
-            self._cancelled.popitem(last=False)
+    def cancel_at(self, peer: str, sequence_id: str, ingress_id: str | None) -> None:
+        """Cancel a sequence that another replica owns: its ingress may not know of the move yet."""
+        background(self.calls.tell(peer, "cancel", [sequence_id], ingress_id))
 
     def arrived(self, sequence_id: str) -> None:
         """Note that a sequence the scheduler sent is here; called on the engine's thread.
@@ -477,6 +486,26 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         await self.compile_grammar(state)
         self.mail.expect(state.ingress_id)
 
+    async def enqueue(self, state: SequenceState, submit: Callable[[Core], None]) -> None:
+        """Have the engine queue a sequence that is prepared.
+
+        Raises:
+            Overloaded: The queue is full; with the time after which to retry.
+        """
+
+        def queue(core: Core) -> None:
+            submit(core)
+            self.arrived(state.sequence_id)
+
+        self.spans.begin("prefill", state)
+        try:
+            await self.engine.call(queue)
+        except QuadrigaError as exc:
+            self.spans.end(state.sequence_id, exc.code)
+            raise
+        if self.departed.is_cancelled(state.sequence_id):
+            await self._cancel([state.sequence_id], state.ingress_id)
+
     async def compile_grammar(self, state: SequenceState) -> None:
         """Have the grammar of its answer ready before the engine needs it, which must not wait.
 
@@ -550,7 +579,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self._is_draining = True
         self.mail.close()  # waiting polls are to learn of it now
         app = self.config.name
-        background(RpcBatcher(call).tell(scheduler_name(app), "replica_died", self.name))
+        background(self.calls.tell(scheduler_name(app), "replica_died", self.name))
         if isinstance(error, InvariantViolation):
             self.metrics.violated()
             background(push.push_metrics(self.config.name, self.metrics.registry))

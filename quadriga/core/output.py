@@ -6,53 +6,10 @@ import pickle
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from quadriga.core.forecast import LengthPrediction
-from quadriga.core.request import FinishReason, SequenceState, TokenLogprob
+from quadriga.core.request import FinishReason, TokenLogprob
 from quadriga.errors import QuadrigaError
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceProgress:
-    """What became of a sequence so far, beside its tokens; with some of its outputs.
-
-    Attributes:
-        num_moves, num_pauses, num_breaches: See `SequenceState`; since it was begun last.
-        num_lowered: The same, of its whole life.
-        depth_pool, expected_layers: See `SequenceState`.
-        expected: Tokens of the whole answer, as first predicted; None while nothing is.
-        remaining: Tokens still to come when there were `predicted_at`, as last predicted.
-    """
-
-    num_moves: int = 0
-    num_pauses: int = 0
-    num_breaches: int = 0
-    expected: LengthPrediction | None = None
-    remaining: LengthPrediction | None = None
-    predicted_at: int = 0
-    num_lowered: int = 0
-    depth_pool: str = ""
-    expected_layers: float = 0.0
-
-
-def progress_of(state: SequenceState) -> SequenceProgress:
-    """What a sequence's state says of its life."""
-    said = state.prediction
-    if state.expected is None and said is not None:
-        at = state.predicted_at
-        state.expected = LengthPrediction(at + said.mean, at + said.lower, at + said.upper)
-    return SequenceProgress(
-        state.num_moves,
-        state.num_pauses,
-        state.num_breaches,
-        state.expected,
-        said,
-        state.predicted_at,
-        state.num_lowered,
-        state.depth_pool,
-        state.expected_layers,
-    )
 
 
 @dataclass(slots=True)
@@ -77,8 +34,8 @@ class EngineOutput:
             destination takes over. "done": it has, and the emitter has let go. "failed": it never
             will, and the emitter has the sequence. None in a hand-off after prefill, where the
             emitter has nothing to go on with.
-        progress: With the last token, whenever there is a new prediction, and with a token that is
-            counted against the quality budget.
+        progress: See `SequenceState.progress`; with the last token, whenever there is a new
+            prediction, and with a token that is counted against the quality budget.
     """
 
     sequence_id: str
@@ -93,7 +50,7 @@ class EngineOutput:
     moved_to: str | None = None
     move: Literal["begun", "done", "failed"] | None = None
     depth: int = 0
-    progress: SequenceProgress | None = None
+    progress: dict[str, Any] | None = None
     sure_layers: list[int] | None = None
     cached_tokens: int = 0
     embedding: array[float] | None = None

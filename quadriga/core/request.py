@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
 from quadriga.core.forecast import LengthPrediction
@@ -213,6 +213,18 @@ class SequenceState(RelativeTimeMixin):
     cache_salt: str = ""
     adapter: str = ""
 
+    def progress(self) -> dict[str, Any]:
+        """What became of it so far beside its tokens: the fields that its ingress keeps as well."""
+        said, at = self.prediction, self.predicted_at
+        if self.expected is None and said is not None:
+            self.expected = LengthPrediction(at + said.mean, at + said.lower, at + said.upper)
+        return {name: getattr(self, name) for name in PROGRESS_FIELDS}
+
+    def note_progress(self, progress: dict[str, Any]) -> None:
+        """Take what its replica says became of it."""
+        for name, value in progress.items():
+            setattr(self, name, value)
+
     @property
     def prefix_salt(self) -> str:
         """Prompts share computed KV where this is the same."""
@@ -227,6 +239,19 @@ class SequenceState(RelativeTimeMixin):
     def max_total_tokens(self) -> int:
         """Most tokens the sequence can grow to; what its KV reservation must cover."""
         return len(self.prompt_ids) + self.sampling.max_tokens
+
+
+PROGRESS_FIELDS = (
+    "num_moves",
+    "num_pauses",
+    "num_breaches",
+    "num_lowered",
+    "expected",
+    "prediction",
+    "predicted_at",
+    "expected_layers",
+    "depth_pool",
+)
 
 
 def remaining_of(state: SequenceState) -> LengthPrediction | None:

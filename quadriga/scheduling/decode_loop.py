@@ -17,7 +17,7 @@ from quadriga.checkpoint.exits import Criterion, ExitCounters, ExitUse
 from quadriga.clock import Clock
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.kv import ResumePoint
-from quadriga.core.output import EngineOutput, progress_of
+from quadriga.core.output import EngineOutput
 from quadriga.core.request import SampledToken, SequenceState
 from quadriga.errors import DeadlineExceeded, DeviceMemoryExhausted, InvariantViolation
 from quadriga.interfaces import ModelRunner
@@ -463,7 +463,7 @@ class DecodeLoop:
                 if has_news or finish is not None:
                     sequence.told_at = state.predicted_at
                     sequence.told_lowered = state.num_lowered
-                    emission.progress = progress_of(state)
+                    emission.progress = state.progress()
                 if sequence.is_surveyed:
                     emission.sure_layers = [sequence.sure_after or depth]
                     sequence.is_surveyed = False

@@ -283,14 +283,14 @@ def usage_message(request: Request) -> Any:
         for layer in sequence.state.exit_layers:
             message.exits[layer] += 1
         message.rebuilds += sequence.num_rebuilds
-        message.migrations += sequence.progress.num_moves
-        message.pauses += sequence.progress.num_pauses
-        message.breaches += sequence.progress.num_breaches
-        message.lowered += sequence.progress.num_lowered
-        pool = sequence.progress.depth_pool
+        message.migrations += sequence.state.num_moves
+        message.pauses += sequence.state.num_pauses
+        message.breaches += sequence.state.num_breaches
+        message.lowered += sequence.state.num_lowered
+        pool = sequence.state.depth_pool
         if pool and pool not in message.depth_pools:
             message.depth_pools.append(pool)
-        if (said := sequence.progress.expected) is not None:
+        if (said := sequence.state.expected) is not None:
             message.predicted.add(
                 choice=sequence.index, tokens=said.mean, lower=said.lower, upper=said.upper
             )

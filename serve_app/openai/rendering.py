@@ -52,12 +52,12 @@ def usage(request: Request, *, num_read: int | None = None) -> dict[str, Any]:
         counts["quadriga"] = {
             "exits": {str(k): exits[k] for k in sorted(exits)},
             "rebuilds": sum(s.num_rebuilds for s in sequences),
-            "migrations": sum(s.progress.num_moves for s in sequences),
-            "pauses": sum(s.progress.num_pauses for s in sequences),
-            "breaches": sum(s.progress.num_breaches for s in sequences),
-            "lowered": sum(s.progress.num_lowered for s in sequences),
+            "migrations": sum(s.state.num_moves for s in sequences),
+            "pauses": sum(s.state.num_pauses for s in sequences),
+            "breaches": sum(s.state.num_breaches for s in sequences),
+            "lowered": sum(s.state.num_lowered for s in sequences),
         }
-        pools = sorted({s.progress.depth_pool for s in sequences if s.progress.depth_pool})
+        pools = sorted({s.state.depth_pool for s in sequences if s.state.depth_pool})
         if pools:
             counts["quadriga"]["depth_pools"] = pools
         if (layers := request.expected_layers) is not None:
@@ -70,7 +70,7 @@ def usage(request: Request, *, num_read: int | None = None) -> dict[str, Any]:
                 "upper": round(said.upper, 1),
             }
             for s in sequences
-            if (said := s.progress.expected) is not None
+            if (said := s.state.expected) is not None
         ]
         if predicted:
             counts["quadriga"]["predicted"] = predicted

@@ -195,7 +195,7 @@ class Request:
     @property
     def expected_layers(self) -> float | None:
         """Layers a token that its choices were expected to run, on average; None if unknown."""
-        known = [layers for s in self.sequences if (layers := s.progress.expected_layers)]
+        known = [layers for s in self.sequences if (layers := s.state.expected_layers)]
         return sum(known) / len(known) if known else None
 
     @property

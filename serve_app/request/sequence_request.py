@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quadriga.checkpoint.exits import MAX_LAYERS
 from quadriga.core.forecast import LengthPrediction
-from quadriga.core.output import EngineOutput, SequenceProgress
+from quadriga.core.output import EngineOutput
 from quadriga.core.request import (
     AUTO_MODEL,
     FinishReason,
@@ -65,7 +65,8 @@ class SequenceRequest:
     """One sequence of a request: its state, its text, and the replicas that run it.
 
     Attributes:
-        state: All that is needed to rebuild the sequence elsewhere.
+        state: All that is needed to rebuild the sequence elsewhere; what is begun anew counts on
+            from what it was, and has spent what it has spent of its quality budget.
         pieces: Text that became visible with each output token.
         tail: Text that became visible with the end.
         replica: The owner: it accepted the submission, or sent the newest tokens. None before.
@@ -87,7 +88,6 @@ class SequenceRequest:
             already, and could not notice that the answer is another one.
         profile: The replica whose profile it is part of.
         spans: (model, layers loaded, tokens) one after the other, where depths change.
-        progress: What its replicas said became of it, over all times that it was begun.
         num_cached: Prompt tokens that were not computed for its first token.
         embedding: Of the prompt, where that is what was asked for: float32 [hidden].
         nll, num_scored: Sum of −log p, over so many tokens, where the cluster asked for it.
@@ -124,8 +124,6 @@ class SequenceRequest:
         self.may_begin = True
         self.profile: str | None = None
         self.spans: list[tuple[str, int, int]] = []
-        self.progress = SequenceProgress()
-        self._progress_before = SequenceProgress()  # when it was begun anew
         self.nll = 0.0
         self.num_scored = 0
         self.sure_layers: list[int] = []
@@ -170,7 +168,6 @@ class SequenceRequest:
         self.state.epoch += 1
         self.replica, self.next_owners, self.handing_over = None, {}, set()
         self.last_contact_s, self.failure, self._early = None, None, []
-        self._progress_before = self.progress
         self._has_asked, self.is_ours = False, True
         return self.state.sequence_id
 
@@ -306,7 +303,7 @@ class SequenceRequest:
             self.num_cached = output.cached_tokens
         num_new = self._append(output)
         if output.progress is not None:
-            self._note_progress(output.progress)
+            self.state.note_progress(output.progress)
         if self.finish is None and output.error is not None:
             if is_recoverable(output.error):
                 self.failure = output.error
@@ -350,20 +347,6 @@ class SequenceRequest:
                 self.finish = FinishReason.STOP
                 return i + 1 - skip
         return count - skip
-
-    def _note_progress(self, said: SequenceProgress) -> None:
-        before = self._progress_before
-        self.progress = replace(
-            said,
-            num_moves=before.num_moves + said.num_moves,
-            num_pauses=before.num_pauses + said.num_pauses,
-            num_breaches=before.num_breaches + said.num_breaches,
-            expected=before.expected or said.expected,
-            expected_layers=before.expected_layers or said.expected_layers,
-        )
-        # What is begun anew is placed by what is known of it, and has spent what it has spent.
-        self.state.prediction, self.state.predicted_at = said.remaining, said.predicted_at
-        self.state.num_lowered = said.num_lowered
 
     @property
     def eta(self) -> SequenceEta | None:

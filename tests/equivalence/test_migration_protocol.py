@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.replica import ReplicaInfo, Role
 from quadriga.core.request import SequenceState
 from quadriga.errors import ReplicaError
+from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
@@ -76,17 +77,15 @@ class Side(DecodeReplica):
             name, Role.DECODE, bench.runner.spec.depth_class, "", name, 6, 576
         )
         self._is_draining = self._is_ending = False
-        self._cancelled, self._accepted, self._arrived = OrderedDict(), [], []
+        self.departed, self._accepted, self._arrived = DepartedSequences(), [], []
         self._news = asyncio.Event()
         self.receiver = HandoffReceiver(
             bench.runner.spec.depth_class, self, self.clock, ["local"], any_depth=True
         )
         self.transport = network  # type: ignore[assignment]
-        calls = RpcBatcher(network.call)
-        self.migrations = Migrations(self, calls)
-        self.migrations._sender = HandoffSender(
-            name, network.line(name), calls, self.config.transport
-        )
+        self.calls = RpcBatcher(network.call)
+        self.migrations = Migrations(self)
+        self.sender = HandoffSender(name, network.line(name), self.calls, self.config.transport)
         self.told: list[EngineOutput] = []
 
     def emit(self, emissions: Any, *, wakes: bool = True) -> None:

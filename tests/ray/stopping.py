@@ -56,7 +56,7 @@ def _arm(replica: Any, point: str, signal_number: int) -> None:
         setattr(owner, name, struck)
 
     if point == "offer":
-        before(replica.migrations._require_sender(), "reserve")
+        before(replica.sender, "reserve")
     elif point == "send":
         before(Copy, "send")
     elif point == "committing":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -34,6 +33,7 @@ from quadriga.errors import (
     QuadrigaError,
     ReplicaError,
 )
+from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.sequence import RunningSequence
@@ -155,7 +155,7 @@ def outfit(replica: Any, world: World, name: str, role: Role) -> None:
     replica.mail = SimpleNamespace(expect=lambda ingress_id: None)
     replica.info_record = ReplicaInfo(name, role, CLASS, "", name, 8, 512)
     replica._is_draining = replica._is_ending = False
-    replica._cancelled, replica._arrived = OrderedDict(), []
+    replica.departed, replica._arrived = DepartedSequences(), []
 
 
 class DecodeCore(DecodeEngine):
@@ -176,7 +176,7 @@ class Decode(DecodeReplica):
         self.rows = Rows(KEPT[name])
         self.engine = Engine(DecodeCore(self.rows, self.rows))  # type: ignore[assignment]
         self.migrations = SimpleNamespace(  # type: ignore[assignment]
-            under_way=(), came_back=lambda sequence_id: None, forward=lambda ids, ingress_id: None
+            under_way=()
         )
         self.receiver = HandoffReceiver(CLASS, self, self.clock, ["local"])
         background(self._sweep())
@@ -196,7 +196,7 @@ class Prefill(PrefillReplica):
     def __init__(self, world: World) -> None:
         outfit(self, world, PREFILL, Role.PREFILL)
         self.released = False
-        self.sequences, self._handed_off, self._tasks = {}, OrderedDict(), set()
+        self.sequences, self._tasks = {}, set()
         self.load = SimpleNamespace(num_waiting=0)  # type: ignore[assignment]
         self.metrics = SimpleNamespace(  # type: ignore[assignment]
             handoff_failed=lambda code: None, handed_off=lambda seconds, num_bytes: None
@@ -205,11 +205,11 @@ class Prefill(PrefillReplica):
             loop=SimpleNamespace(release=self._release), read_kv=lambda _, span: some_kv(span)
         )
         self.engine = Engine(core)  # type: ignore[assignment]
-        calls = RpcBatcher(world.call_of(PREFILL))
+        self.calls = RpcBatcher(world.call_of(PREFILL))
         transport = world.transport_of(PREFILL)
-        self.sender = HandoffSender(PREFILL, transport, calls, CONFIG.transport)
+        self.sender = HandoffSender(PREFILL, transport, self.calls, CONFIG.transport)
         self.placement = DecodePlacement(
-            CONFIG, calls, PlacementTurns(self.sequences, asyncio.get_running_loop().time)
+            CONFIG, self.calls, PlacementTurns(self.sequences, asyncio.get_running_loop().time)
         )
 
     def _release(self, sequence_id: str) -> None:
@@ -333,7 +333,7 @@ class World(Network):
         assert not prefill.engine.violations  # type: ignore[attr-defined]
         assert not prefill.sequences and not prefill._tasks, "the prefill replica keeps a sequence"
         assert prefill.released, "the prefill replica keeps a row"
-        handed = prefill._handed_off.get(SEQUENCE)
+        handed = prefill.departed._peers.get(SEQUENCE)
         if handed in self.alive() and not self.is_cancelled:
             assert self._owners() == [handed], f"it went to {handed}, {self._owners()} run it"
         if not self.choices.faults:

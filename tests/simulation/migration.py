@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import QuadrigaError
+from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.decode_loop import DecodeLoop
@@ -78,7 +78,7 @@ class Decode(DecodeReplica):
         self.metrics = SimpleNamespace(migrated=lambda *_: None)  # type: ignore[assignment]
         self.info_record = ReplicaInfo(name, Role.DECODE, CLASS, "", name, 4, 1024)
         self._is_draining = self._is_ending = False
-        self._cancelled, self._arrived = OrderedDict(), []
+        self.departed, self._arrived = DepartedSequences(), []
         runner = TensorRunner(4)
         loop = DecodeLoop(
             runner=runner,
@@ -91,9 +91,9 @@ class Decode(DecodeReplica):
             call=self._command, require_core=lambda: self.core, is_ready=True
         )
         self.transport = world.transport_of(name)
-        calls = RpcBatcher(world.call_of(name))
-        self.migrations = Migrations(self, calls)
-        self.migrations._sender = HandoffSender(name, self.transport, calls, CONFIG.transport)
+        self.calls = RpcBatcher(world.call_of(name))
+        self.migrations = Migrations(self)
+        self.sender = HandoffSender(name, self.transport, self.calls, CONFIG.transport)
         self.receiver = HandoffReceiver(CLASS, self, self.clock, ["local"])
         background(self._sweep())
         background(self._steps())

@@ -89,11 +89,11 @@ async def _no_task(*_: Any, **__: Any) -> None:
 
 
 async def _forgets_what_runs(self: DecodeReplica, ids: Any, ingress_id: str | None) -> None:
-    self.note_cancelled(ids)
+    self.departed.cancel(ids)
 
 
 async def _cancels_the_queue_alone(self: PrefillReplica, ids: Any, ingress_id: str | None) -> None:
-    self.note_cancelled(ids)
+    self.departed.cancel(ids)
     for sequence_id in ids:
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is not None and sequence.handoff is not None:

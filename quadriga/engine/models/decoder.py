@@ -83,12 +83,18 @@ class AnyDecoder(Protocol):
 
     def logits(self, x: torch.Tensor, depth: int) -> torch.Tensor: ...
 
-    def best(self, x: torch.Tensor, depth: int) -> list[int]: ...
+    def best(self, x: torch.Tensor, depth: int) -> list[int]:
+        """Ids of the largest logits: [n, hidden] → n ids; the first of equals."""
+        ids: list[int] = self.logits(x, depth).argmax(dim=-1).tolist()
+        return ids
 
-    def candidates(self, x: torch.Tensor, depth: int) -> Candidates: ...
+    def candidates(self, x: torch.Tensor, depth: int) -> Candidates:
+        """Logits, their first maxima and the two largest probabilities of each row."""
+        logits = self.logits(x, depth)
+        return Candidates(logits, logits.argmax(dim=-1).numpy(), top_two(logits))
 
 
-class Decoder:
+class Decoder(AnyDecoder):
     """The eager implementation, in plain torch; also the reference for every faster one.
 
     Any range of layers can be run by itself, so that a segment between two exits is a call.
@@ -221,13 +227,3 @@ class Decoder:
     def logits(self, x: torch.Tensor, depth: int) -> torch.Tensor:
         """The head of the exit behind `depth` layers: [n, hidden] → float32 [n, vocab]."""
         return apply_head(x, self.weights.heads[depth], self.config)
-
-    def best(self, x: torch.Tensor, depth: int) -> list[int]:
-        """Ids of the largest logits: [n, hidden] → n ids; the first of equals."""
-        ids: list[int] = self.logits(x, depth).argmax(dim=-1).tolist()
-        return ids
-
-    def candidates(self, x: torch.Tensor, depth: int) -> Candidates:
-        """Logits, their first maxima and the two largest probabilities of each row."""
-        logits = self.logits(x, depth)
-        return Candidates(logits, logits.argmax(dim=-1).numpy(), top_two(logits))

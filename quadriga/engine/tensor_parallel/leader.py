@@ -17,7 +17,7 @@ import torch
 from quadriga.engine.compiled import CompiledDecoder
 from quadriga.engine.kv_cache import check_range, check_shape
 from quadriga.engine.models.config import ModelConfig
-from quadriga.engine.models.decoder import Candidates, top_two
+from quadriga.engine.models.decoder import AnyDecoder
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.engine.numerics import torch_code
 from quadriga.engine.tensor_parallel.part import Part
@@ -27,7 +27,7 @@ from quadriga.engine.weights.checkpoint_weights import ModelWeights
 Ints = npt.NDArray[np.int64]
 
 
-class ParallelDecoder:
+class ParallelDecoder(AnyDecoder):
     """`Decoder`'s operations over all ranks.
 
     Args:
@@ -102,16 +102,6 @@ class ParallelDecoder:
         """See `Decoder.logits`."""
         with self.ranks.order(Op.LOGITS, depth, states=x):
             return torch.cat(self._part.logits(x, depth), dim=-1)
-
-    def best(self, x: torch.Tensor, depth: int) -> list[int]:
-        """See `Decoder.best`."""
-        ids: list[int] = self.logits(x, depth).argmax(dim=-1).tolist()
-        return ids
-
-    def candidates(self, x: torch.Tensor, depth: int) -> Candidates:
-        """See `Decoder.candidates`."""
-        logits = self.logits(x, depth)
-        return Candidates(logits, logits.argmax(dim=-1).numpy(), top_two(logits))
 
     def close(self) -> None:
         """Let the other ranks end."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from quadriga.checkpoint.exits import EXITS_WEIGHTS, SKIPPED_KV_WEIGHTS, ExitSpec
@@ -18,9 +20,11 @@ from quadriga.engine.weights.checkpoint_weights import (
     Norm,
 )
 from quadriga.engine.weights.matrix import Form, Matrix, MatrixForm
-from quadriga.engine.weights.shards import Shard
 from quadriga.engine.weights.tensor_files import CPU, TensorFiles, WeightSource
 from quadriga.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quadriga.engine.weights.shards import Shard
 
 _OPT = "model.decoder"
 FORM_OF_SETTING: dict[str, MatrixForm] = {

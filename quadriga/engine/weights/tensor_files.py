@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,9 +26,11 @@ from quadriga.engine.memory import Arena, DeviceArena
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.engine.weights.matrix import FORM_OF_DTYPE, Form, Matrix, MatrixForm
 from quadriga.engine.weights.quantised import QuantisedTensors
-from quadriga.engine.weights.shards import Shard
 from quadriga.engine.weights.shared_memory import SharedArena, SharedParts, is_supported
 from quadriga.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quadriga.engine.weights.shards import Shard
 
 CPU = torch.device("cpu")
 logger = logging.getLogger(__name__)

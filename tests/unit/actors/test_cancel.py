@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from quadriga.clock import ManualClock
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import MigrationFailed, ReplicaDied, TakenOver
+from quadriga.replica.departed_sequences import DepartedSequences
 
 GONE, HEIR = "ingress-0", "ingress-1"
 
@@ -82,7 +82,8 @@ class Decode(DecodeReplica):
         self.loop = Loop(*running)
         self.engine: Any = Engine(Core(self.loop))
         self.clock: Any = ManualClock()
-        self.migrations = Migrations(self, RpcBatcher(unanswered))
+        self.calls = RpcBatcher(unanswered)
+        self.migrations = Migrations(self)
         self.closed_leases: list[str] = []
         self.receiver: Any = SimpleNamespace(cancel=self._close_lease)
         self.spans: Any = SimpleNamespace(begin=lambda *_: None, end=lambda *_, **__: None)
@@ -90,7 +91,7 @@ class Decode(DecodeReplica):
         self.mail: Any = SimpleNamespace(
             expect=lambda _: None, put=self.told.extend, drop=lambda _: None
         )
-        self._cancelled = OrderedDict()
+        self.departed = DepartedSequences()
 
     async def _close_lease(self, sequence_id: str) -> None:
         self.closed_leases.append(sequence_id)
@@ -107,7 +108,7 @@ async def test_only_the_owner_cancels() -> None:
     replica = Decode(a_state("a"), a_state("b", HEIR))
     await replica.cancel(["a", "b", "never-heard-of"], GONE)
     assert replica.ids == ["b"]
-    assert [s for s in ("a", "b", "never-heard-of") if replica.is_cancelled(s)] == [
+    assert [s for s in ("a", "b", "never-heard-of") if replica.departed.is_cancelled(s)] == [
         "a",
         "never-heard-of",
     ]
@@ -120,8 +121,8 @@ async def test_a_cancellation_without_an_ingress_cancels_any_owners_sequence() -
     replica = Decode(a_state("a"), a_state("b", HEIR))
     await replica.cancel(["a", "b"])
     assert replica.ids == []
-    assert replica.is_cancelled("a")
-    assert replica.is_cancelled("b")
+    assert replica.departed.is_cancelled("a")
+    assert replica.departed.is_cancelled("b")
 
 
 @pytest.mark.parametrize("is_adopted_first", [False, True])
@@ -131,7 +132,7 @@ async def test_an_adoption_and_a_cancellation_meet(is_adopted_first: bool) -> No
     done = [await call for call in (calls if is_adopted_first else reversed(calls))]
     assert (True in done) is is_adopted_first
     assert replica.ids == (["a"] if is_adopted_first else [])
-    assert replica.is_cancelled("a") is not is_adopted_first
+    assert replica.departed.is_cancelled("a") is not is_adopted_first
 
 
 async def test_the_former_ingress_is_told_of_an_adoption() -> None:
@@ -148,7 +149,7 @@ async def test_the_former_ingress_is_told_of_an_adoption() -> None:
 async def test_a_sequence_cancelled_while_it_joins_does_not_run() -> None:
     """The event loop asked before the engine's thread had noted it."""
     replica = Decode()
-    replica.engine.before = lambda: replica.note_cancelled(["a"])
+    replica.engine.before = lambda: replica.departed.cancel(["a"])
     with pytest.raises(MigrationFailed) as failure:
         await replica.join(a_state("a"), None, 8)
     assert failure.value.code == "cancelled"
@@ -162,8 +163,8 @@ async def test_a_cancellation_that_follows_a_sequence_names_its_ingress() -> Non
         calls.append(args)
 
     replica = Decode()
-    replica.migrations = Migrations(replica, RpcBatcher(call))
-    replica.migrations.moved_away("a", "app:decode:2")
+    replica.calls = RpcBatcher(call)
+    replica.moved_away("a", "app:decode:2")
     await replica.cancel(["a"], GONE)
     await asyncio.sleep(0)
     assert calls == [("app:decode:2", "cancel", ["a"], GONE)]

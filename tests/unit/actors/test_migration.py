@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from actors.kv_transfer.migration import MAX_OUTGOING, Migration, Migrations
+from actors.replica.replica import Replica as ReplicaActor
 from actors.rpc.lifecycle import scheduler_name
 from actors.rpc.rpc_batcher import Caller, RpcBatcher
 from quadriga.checkpoint.exits import ExitParams
@@ -28,6 +29,7 @@ from quadriga.errors import (
     ReplicaDied,
     ReplicaError,
 )
+from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.sequence import SequenceStatus
 from quadriga.scheduling.slots import SlotTable
@@ -151,6 +153,8 @@ async def unheard(name: str, method: str, *args: object, timeout_s: float) -> No
 class Replica:
     """The source, and the plan for what its transfers meet."""
 
+    moved_away = ReplicaActor.moved_away
+    cancel_at = ReplicaActor.cancel_at
     name = "source"
 
     def __init__(self, calls: Caller = unheard, **fails: list[QuadrigaError]) -> None:
@@ -165,7 +169,6 @@ class Replica:
         self.engine = Engine(self.loop)
         self.metrics, self.mail = Metrics(), Mail()
         self.told: list[EngineOutput] = []
-        self.cancelled: set[str] = set()
         self.fails, self.end = fails, LeaseState.ABORTED
         self.on: Callable[[str], Any] = lambda name: None
         self.transfers: list[Transfer] = []
@@ -186,8 +189,10 @@ class Replica:
         self.info_record = ReplicaInfo(
             self.name, Role.DECODE, CLASS, "", self.name, 4, 1024, numerics="ours"
         )
-        self.migrations = Migrations(self, RpcBatcher(calls))  # type: ignore[arg-type]
-        self.migrations._sender = self  # type: ignore[assignment]
+        self.calls = RpcBatcher(calls)
+        self.departed = DepartedSequences()
+        self.migrations = Migrations(self)  # type: ignore[arg-type]
+        self.sender = self
 
     async def reserve(
         self,
@@ -212,9 +217,6 @@ class Replica:
         transfer = Transfer(offer, info, self.fails, self.end, self.on)
         self.transfers.append(transfer)
         return transfer
-
-    def is_cancelled(self, sequence_id: str) -> bool:
-        return sequence_id in self.cancelled
 
     def remember_peer(self, info: ReplicaInfo) -> None:
         assert info.name == "destination"
@@ -566,7 +568,7 @@ async def test_a_cancellation_while_the_owner_is_unknown() -> None:
     replica = Replica(commit=[LOST], settle=silent)
     replica.take()
     assert (await replica.migrate()).outcome == "unknown"
-    replica.cancelled.add("s")
+    replica.departed.cancel(["s"])
     replica.loop.leave("s")
     await replica.settled()
     assert replica.loop.slots.owners == []
@@ -584,7 +586,7 @@ async def test_a_cancellation_during_the_commit_is_passed_to_the_destination() -
 
     def cancel(name: str) -> None:
         if name == "commit":
-            replica.cancelled.add("s")
+            replica.departed.cancel(["s"])
             replica.loop.leave("s")
 
     replica.on = cancel
@@ -593,24 +595,11 @@ async def test_a_cancellation_during_the_commit_is_passed_to_the_destination() -
     assert calls == [("destination", "cancel", ["s"], None)]
 
 
-async def test_a_later_cancellation_follows_the_sequence_once() -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    async def call(*args: Any, timeout_s: float) -> None:
-        calls.append(args)
-
-    replica = Replica(call)
+async def test_a_later_cancellation_knows_where_the_sequence_went() -> None:
+    replica = Replica()
     replica.take()
     await replica.migrate()
-    replica.migrations.forward(["s", "unknown"], "ingress")
-    replica.migrations.forward(["s"])
-    await asyncio.sleep(0)
-    assert calls == [("destination", "cancel", ["s"], "ingress")]
-    replica.migrations.moved_away("s", "destination")
-    replica.migrations.came_back("s")
-    replica.migrations.forward(["s"])
-    await asyncio.sleep(0)
-    assert len(calls) == 1
+    assert replica.departed.cancel(["s", "unknown"]) == {"s": "destination"}
 
 
 @pytest.mark.parametrize("step", ["send", "rest", "commit"])

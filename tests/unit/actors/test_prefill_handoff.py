@@ -200,6 +200,7 @@ class Prefill:
         self.replica = replica()
         self.replica.config = load_config({"transport": {"deadline_s": deadline_s}})
         self.replica.engine.call = self.read_kv
+        self.replica.cancel_at = lambda peer, *_: self.cancelled.append(peer)
         self.sequence = RunningSequence(a_state(deadline_s=20.0))
 
     async def hand_off(self) -> None:
@@ -227,9 +228,6 @@ class Prefill:
         return KV
 
     async def call(self, name: str, method: str, *args: Any, timeout_s: float) -> Any:
-        if method == "cancel":
-            self.cancelled.append(name)
-            return None
         peer, what = self.peers[name], args[0] if method == "call_many" else method
         fate = peer.fates.get(what)
         if fate == "dies":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from quadriga.config.loader import load_config
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.errors import DeadlineExceeded, MigrationFailed, Overloaded, QuadrigaError
+from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
 
 
@@ -62,9 +62,7 @@ class Prefill(PrefillReplica):
         self.engine: Any = Engine(SimpleNamespace(loop=self.loop))
         self.emitted: list[EngineOutput] = []
         self.cancelled_at: list[tuple[str, str]] = []
-        self.placement: Any = SimpleNamespace(
-            cancel_at=lambda peer, name, _: self.cancelled_at.append((peer, name))
-        )
+        self.placement: Any = None
         self.sender: Any = None
         self.mail: Any = SimpleNamespace(expect=lambda _: None)
         self.spanned: list[dict[str, Any]] = []
@@ -72,12 +70,14 @@ class Prefill(PrefillReplica):
             begin=lambda *_: None, end=lambda *_, **attributes: self.spanned.append(attributes)
         )
         self.sequences = {}
-        self._handed_off = OrderedDict()
         self._tasks = set()
-        self._cancelled = OrderedDict()
+        self.departed = DepartedSequences()
         self._arrived = []
         self._is_draining = self._is_ending = False
         self.staging = StagingBudget()
+
+    def cancel_at(self, peer: str, sequence_id: str, ingress_id: str | None) -> None:
+        self.cancelled_at.append((peer, sequence_id))
 
     def emit(self, emissions: Any, *, wakes: bool = True) -> None:
         self.emitted += [emission for _, emission in emissions]
@@ -179,7 +179,7 @@ async def test_a_cancellation_stops_the_hand_off_and_releases_the_row(
     await replica.settle()
     assert (replica.sequences, replica.emitted) == ({}, [])
     assert replica.staging.held_bytes == 0 and "s" in replica.loop.released
-    assert replica.is_cancelled("s")
+    assert replica.departed.is_cancelled("s")
 
 
 async def test_a_refused_sequence_is_not_in_the_table() -> None:
@@ -192,7 +192,7 @@ async def test_a_refused_sequence_is_not_in_the_table() -> None:
 
 async def test_a_sequence_cancelled_on_its_way_here_is_freed() -> None:
     replica = Prefill()
-    replica.note_cancelled(["s"])
+    replica.departed.cancel(["s"])
     await replica.submit(a_state())
     assert (replica.sequences, replica.loop.released) == ({}, ["s"])
 

@@ -284,13 +284,13 @@ def test_the_last_token_says_what_became_of_a_sequence() -> None:
                 told[emission.sequence_id].append(emission)
     lasts = {name: emissions[-1] for name, emissions in told.items()}
     assert all(emission.finish is FinishReason.LENGTH for emission in lasts.values())
-    pauses = {name: e.progress.num_pauses for name, e in lasts.items() if e.progress is not None}
+    pauses = {name: e.progress["num_pauses"] for name, e in lasts.items() if e.progress is not None}
     assert sum(pauses.values()) == replica.loop.preemption.num_pauses > 3
     first, second, last = (e.progress for e in told["s0"])
     assert first is not None and second is not None and last is not None
-    assert first.expected == second.expected == last.expected == LengthPrediction(45.0, 25.0, 85.0)
-    assert (first.predicted_at, second.predicted_at) == (5, 9)
-    assert last.remaining == LengthPrediction(30.0, 25.0, 50.0)
+    assert all(e["expected"] == LengthPrediction(45.0, 25.0, 85.0) for e in (first, second, last))
+    assert (first["predicted_at"], second["predicted_at"]) == (5, 9)
+    assert last["prediction"] == LengthPrediction(30.0, 25.0, 50.0)
     assert all(len(told[f"s{i}"]) == 1 for i in range(1, 10)), "nothing new, nothing said"
 
 

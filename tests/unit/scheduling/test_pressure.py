@@ -68,7 +68,7 @@ class Replica:
         while self.loop.has_work:
             for _, emission in self.loop.step():
                 if emission.progress is not None:
-                    told[emission.sequence_id] = emission.progress.num_lowered
+                    told[emission.sequence_id] = emission.progress["num_lowered"]
             self.loop.check()
         self.told = told
         return self.loop.preemption.num_pauses

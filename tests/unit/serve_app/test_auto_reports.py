@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from quadriga.core.output import EngineOutput
@@ -121,7 +120,7 @@ def test_the_usage_names_the_side_that_a_choice_ended_on() -> None:
     request = request_of(made)
     assert "depth_pools" not in usage(request)["quadriga"]
     assert list(usage_message(request).depth_pools) == []
-    made.progress = replace(made.progress, depth_pool="deep")
+    made.state.depth_pool = "deep"
     assert usage(request)["quadriga"]["depth_pools"] == ["deep"]
     assert list(usage_message(request).depth_pools) == ["deep"]
 
@@ -133,6 +132,6 @@ def test_the_usage_says_how_many_layers_a_token_were_expected() -> None:
     assert not usage_message(request).HasField("expected_layers")
     request.sequences += [sequence(), sequence()]
     for made, layers in zip(request.sequences, (0.0, 3.0, 4.5), strict=True):
-        made.progress = replace(made.progress, expected_layers=layers)
+        made.state.expected_layers = layers
     assert usage(request)["quadriga"]["expected_layers"] == 3.75
     assert usage_message(request).expected_layers == 3.75

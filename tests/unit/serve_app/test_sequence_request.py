@@ -9,7 +9,7 @@ import pytest
 
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.forecast import LengthPrediction
-from quadriga.core.output import EngineOutput, SequenceProgress
+from quadriga.core.output import EngineOutput
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.errors import Cancelled, InvariantViolation, ReplicaDied, ReplicaError
 from quadriga.text import StopMatcher
@@ -312,29 +312,33 @@ def test_what_is_kept_for_a_resumption_is_bounded_by_its_tokens() -> None:
     assert store.get(("anyone", "r0")) is None
 
 
-def test_what_became_of_a_sequence_is_summed_over_its_beginnings(sequence: SequenceRequest) -> None:
+def test_what_became_of_a_sequence_goes_on_where_it_is_begun_anew(
+    sequence: SequenceRequest,
+) -> None:
     """It moved and was paused, was begun anew elsewhere, and was paused there again."""
-    expected = LengthPrediction(20.0, 10.0, 40.0)
-    before = SequenceProgress(1, 2, 3, expected, LengthPrediction(19.0, 9.0, 39.0), 1, 2)
-    sequence.accept("p", replace(tokens(0, 40, 41), progress=before))
-    assert sequence.progress == before
+    there = replace(sequence.state, num_moves=1, num_pauses=2, num_breaches=3, num_lowered=2)
+    there.prediction, there.predicted_at = LengthPrediction(19.0, 9.0, 39.0), 1
+    there.depth_pool, there.expected_layers = "deep", 5.5
+    sequence.accept("p", replace(tokens(0, 40, 41), progress=there.progress()))
+    assert sequence.state.progress() == there.progress()
+    assert sequence.state.expected == LengthPrediction(20.0, 10.0, 40.0)
     sequence.rename()
+    there = replace(sequence.state, num_pauses=sequence.state.num_pauses + 1, num_lowered=3)
+    there.prediction, there.predicted_at = LengthPrediction(9.0, 9.0, 9.0), 3
     again = tokens(2, 42, epoch=1, finish=FinishReason.LENGTH)
     again.sequence_id = sequence.state.sequence_id
-    assert sequence.state.num_lowered == 2, "it is begun anew with what is left of its budget"
-    after = SequenceProgress(0, 1, 0, LengthPrediction(9.0, 9.0, 9.0), num_lowered=3)
-    sequence.accept("d", replace(again, progress=after))
-    now = sequence.progress
-    assert (now.num_moves, now.num_pauses, now.num_breaches) == (1, 3, 3)
-    assert now.num_lowered == 3, "the first two are among them"
-    assert now.expected == expected, "as it was said at first"
+    sequence.accept("d", replace(again, progress=there.progress()))
+    now = sequence.state
+    assert (now.num_moves, now.num_pauses, now.num_breaches, now.num_lowered) == (1, 3, 3, 3)
+    assert (now.depth_pool, now.expected_layers) == ("deep", 5.5)
+    assert now.expected == LengthPrediction(20.0, 10.0, 40.0), "as it was said at first"
 
 
 def test_seconds_to_go_follow_the_prediction_and_the_pace(sequence: SequenceRequest) -> None:
     sequence.accept("p", tokens(0, 40))
     assert sequence.eta is None, "nothing is predicted"
-    said = SequenceProgress(remaining=LengthPrediction(20.0, 10.0, 40.0), predicted_at=1)
-    sequence.accept("p", replace(tokens(1, 41, 42), progress=said))
+    there = replace(sequence.state, prediction=LengthPrediction(20.0, 10.0, 40.0), predicted_at=1)
+    sequence.accept("p", replace(tokens(1, 41, 42), progress=there.progress()))
     assert sequence.eta is None, "nobody has noted when its tokens came"
     sequence.first_token_s, sequence.last_token_s = 10.0, 10.5
     assert sequence.eta is not None
