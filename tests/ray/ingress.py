@@ -57,7 +57,9 @@ class Stream:
 
     @property
     def is_over(self) -> bool:
-        return self.finish is not None or self.error is not None
+        """Whether nothing follows: the last token may overtake those of an earlier owner."""
+        has_all = max(self.tokens, default=-1) + 1 == len(self.tokens)
+        return self.error is not None or (self.finish is not None and has_all)
 
     @property
     def token_ids(self) -> list[int]:
