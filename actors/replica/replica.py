@@ -529,12 +529,12 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
                 return
             silent = self.mail.silent(longer_than_s=request_s)
             if silent and self.engine.is_ready:
-                await self._cancel_orphans(silent, forget_after_s=FORGET_FACTOR * request_s)
+                await self._cancel_abandoned(silent, forget_after_s=FORGET_FACTOR * request_s)
             self.metrics.gauges(self.load, self.transport.num_fallbacks)
             self.metrics.sent(self.transport.counts)
             background(push.push_metrics(self.config.name, self.metrics.registry))
 
-    async def _cancel_orphans(self, silent: dict[str, float], *, forget_after_s: float) -> None:
+    async def _cancel_abandoned(self, silent: dict[str, float], *, forget_after_s: float) -> None:
         """Free the sequences of silent ingresses, and leave them an error, should they come back.
 
         Args:

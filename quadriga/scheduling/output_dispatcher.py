@@ -17,7 +17,7 @@ MAX_SPACING_S = 0.016
 
 
 @dataclass(slots=True)
-class _Outbox:
+class _OutputLog:
     """Outputs of one ingress, numbered without gaps, and its polls.
 
     Attributes:
@@ -71,7 +71,7 @@ class OutputDispatcher:
         self._clock = clock
         self._absent_s = max(MIN_ABSENCE_S, 2 * poll_timeout_s)
         self._spacing_s = spacing_s
-        self._outboxes: dict[str, _Outbox] = {}
+        self._logs: dict[str, _OutputLog] = {}
         self._any_heard_s = clock.now_s()
         self._is_closed = False
 
@@ -82,23 +82,23 @@ class OutputDispatcher:
             ack: `last_seq` of the last reply the ingress got from this incarnation; 0 at first.
         """
         self.hear(ingress_id)
-        box = self._outbox(ingress_id)
+        log = self._log_of(ingress_id)
         give_up_s = self._clock.now_s() + min(timeout_s, MAX_POLL_S)
         while True:
-            box.news.clear()
+            log.news.clear()
             now_s = self._clock.now_s()
             is_over = now_s >= give_up_s or self._is_closed
-            if is_over or not self._is_held(box, now_s):
+            if is_over or not self._is_held(log, now_s):
                 # What a lost reply held is in here again: the acknowledgement did not cover it.
                 reply = self.collect(ingress_id, ack)
                 if reply.emissions or is_over:
-                    box.is_urgent = False
+                    log.is_urgent = False
                     pause_s = len(reply.emissions) * self._spacing_s
-                    box.opens_s = now_s + min(pause_s, MAX_SPACING_S)
+                    log.opens_s = now_s + min(pause_s, MAX_SPACING_S)
                     return reply
             try:
                 async with asyncio.timeout(give_up_s - now_s):
-                    await box.news.wait()
+                    await log.news.wait()
             except TimeoutError:
                 continue
 
@@ -112,58 +112,58 @@ class OutputDispatcher:
         now_s = self._clock.now_s()
         touched: dict[str, bool] = {}
         for ingress_id, emission in emissions:
-            box = self._outbox(ingress_id)
-            if box.fetched_s is None:
-                box.fetched_s = now_s
+            log = self._log_of(ingress_id)
+            if log.fetched_s is None:
+                log.fetched_s = now_s
             touched[ingress_id] = touched.get(ingress_id, False) or _is_urgent(emission)
-            earlier = box.unsent.get(emission.sequence_id)
+            earlier = log.unsent.get(emission.sequence_id)
             if earlier is None or not _extend(earlier, emission):
-                box.entries.append(emission)
-                box.last_seq += 1
-                box.unsent[emission.sequence_id] = emission
+                log.entries.append(emission)
+                log.last_seq += 1
+                log.unsent[emission.sequence_id] = emission
         if not wakes:
             return
         for ingress_id, is_urgent in touched.items():
-            box = self._outboxes[ingress_id]
-            box.is_urgent = box.is_urgent or is_urgent
-            if not self._is_held(box, now_s):
-                box.news.set()
+            log = self._logs[ingress_id]
+            log.is_urgent = log.is_urgent or is_urgent
+            if not self._is_held(log, now_s):
+                log.news.set()
 
     def collect(self, ingress_id: str, ack: int) -> PollReply:
         """Drop what `ack` acknowledges and return all the rest, without waiting."""
-        box = self._outbox(ingress_id)
-        box.fetched_s = self._clock.now_s()
-        first_seq = box.last_seq - len(box.entries) + 1
-        for _ in range(min(ack, box.sent_seq) - first_seq + 1):
-            box.entries.popleft()
-        box.sent_seq = box.last_seq
-        box.unsent.clear()
-        return PollReply(self._incarnation, box.last_seq, list(box.entries))
+        log = self._log_of(ingress_id)
+        log.fetched_s = self._clock.now_s()
+        first_seq = log.last_seq - len(log.entries) + 1
+        for _ in range(min(ack, log.sent_seq) - first_seq + 1):
+            log.entries.popleft()
+        log.sent_seq = log.last_seq
+        log.unsent.clear()
+        return PollReply(self._incarnation, log.last_seq, list(log.entries))
 
     def unacknowledged(self, ingress_id: str, sequence_id: str) -> list[EngineOutput]:
         """Outputs with tokens of one sequence that its ingress may not have, oldest first."""
-        box = self._outboxes.get(ingress_id)
-        entries = box.entries if box is not None else ()
+        log = self._logs.get(ingress_id)
+        entries = log.entries if log is not None else ()
         return [e for e in entries if e.sequence_id == sequence_id and e.token_ids]
 
-    def _outbox(self, ingress_id: str) -> _Outbox:
-        box = self._outboxes.get(ingress_id)
-        if box is None:
-            box = self._outboxes[ingress_id] = _Outbox()
-        return box
+    def _log_of(self, ingress_id: str) -> _OutputLog:
+        log = self._logs.get(ingress_id)
+        if log is None:
+            log = self._logs[ingress_id] = _OutputLog()
+        return log
 
-    def _is_held(self, box: _Outbox, now_s: float) -> bool:
+    def _is_held(self, log: _OutputLog, now_s: float) -> bool:
         """Whether what is pending waits until `opens_s`; if so, a timer is running."""
-        if box.is_urgent or now_s >= box.opens_s or not box.unsent:
+        if log.is_urgent or now_s >= log.opens_s or not log.unsent:
             return False
-        if box.timer is None:
+        if log.timer is None:
             loop = asyncio.get_running_loop()
-            box.timer = loop.call_later(box.opens_s - now_s, _open, box)
+            log.timer = loop.call_later(log.opens_s - now_s, _open, log)
         return True
 
     def hear(self, ingress_id: str) -> None:
         """Note a sign of life of an ingress."""
-        self._any_heard_s = self._outbox(ingress_id).heard_s = self._clock.now_s()
+        self._any_heard_s = self._log_of(ingress_id).heard_s = self._clock.now_s()
 
     def heard_of_any(self, age_s: float) -> None:
         """Note that another process heard of some ingress `age_s` ago."""
@@ -173,15 +173,15 @@ class OutputDispatcher:
         """Do not count a time as silence in which this process could hear no ingress."""
         now_s = self._clock.now_s()
         self._any_heard_s = min(now_s, self._any_heard_s + seconds)
-        for box in self._outboxes.values():
-            if box.heard_s is not None:
-                box.heard_s = min(now_s, box.heard_s + seconds)
+        for log in self._logs.values():
+            if log.heard_s is not None:
+                log.heard_s = min(now_s, log.heard_s + seconds)
 
     def expect(self, ingress_id: str) -> None:
         """A sequence of this ingress arrives; it is an orphan unless the ingress shows up."""
-        box = self._outbox(ingress_id)
-        if box.heard_s is None:
-            box.heard_s = self._clock.now_s()
+        log = self._log_of(ingress_id)
+        if log.heard_s is None:
+            log.heard_s = self._clock.now_s()
 
     @property
     def silence_s(self) -> float:
@@ -192,21 +192,21 @@ class OutputDispatcher:
         """Seconds of silence of each ingress that was not heard of for longer than this."""
         now_s = self._clock.now_s()
         return {
-            ingress_id: now_s - box.heard_s
-            for ingress_id, box in self._outboxes.items()
-            if box.heard_s is not None and now_s - box.heard_s > longer_than_s
+            ingress_id: now_s - log.heard_s
+            for ingress_id, log in self._logs.items()
+            if log.heard_s is not None and now_s - log.heard_s > longer_than_s
         }
 
     def drop(self, ingress_id: str) -> None:
         """Forget an ingress and all that is pending for it."""
-        box = self._outboxes.pop(ingress_id, None)
-        if box is not None and box.timer is not None:
-            box.timer.cancel()
+        log = self._logs.pop(ingress_id, None)
+        if log is not None and log.timer is not None:
+            log.timer.cancel()
 
     @property
     def num_pending(self) -> int:
         """Unacknowledged outputs over all ingresses."""
-        return sum(len(box.entries) for box in self._outboxes.values())
+        return sum(len(log.entries) for log in self._logs.values())
 
     def drop_absent(self) -> None:
         """Drop the outputs of ingresses that fetch nothing: a drain does not wait for them.
@@ -215,8 +215,8 @@ class OutputDispatcher:
         the last tokens of it.
         """
         now_s = self._clock.now_s()
-        for ingress_id, box in list(self._outboxes.items()):
-            if box.fetched_s is not None and now_s - box.fetched_s > self._absent_s:
+        for ingress_id, log in list(self._logs.items()):
+            if log.fetched_s is not None and now_s - log.fetched_s > self._absent_s:
                 self.drop(ingress_id)
 
     @property
@@ -227,8 +227,8 @@ class OutputDispatcher:
     def close(self) -> None:
         """Let every waiting poll return."""
         self._is_closed = True
-        for box in self._outboxes.values():
-            box.news.set()
+        for log in self._logs.values():
+            log.news.set()
 
 
 def _is_urgent(emission: EngineOutput) -> bool:
@@ -241,9 +241,9 @@ def _is_urgent(emission: EngineOutput) -> bool:
     )
 
 
-def _open(box: _Outbox) -> None:
-    box.timer = None
-    box.news.set()
+def _open(log: _OutputLog) -> None:
+    log.timer = None
+    log.news.set()
 
 
 def _extend(earlier: EngineOutput, emission: EngineOutput) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.architecture.tree import Named, Tree
@@ -18,9 +20,32 @@ def entries(path: Path) -> dict[str, str]:
     return {word: rest for word, _, rest in split}
 
 
-def old_names(tree: Tree, words: set[str]) -> list[Named]:
-    """Classes and functions with an old word as their name, and modules listed as `word.py`."""
-    return [named for named in tree.names() if named.name in words]
+def old_names(tree: Tree, words: Mapping[str, str]) -> list[Named]:
+    """Classes, functions and modules (`word.py`) that have an old word as their name.
+
+    A unit test's module has one, too, where it is called after a module of that name.
+
+    Args:
+        words: With "within" behind those that longer names may not contain either; such names are
+            looked for in the tests as well.
+    """
+    within = [_parts(word) for word, rest in words.items() if rest == "within"]
+
+    def is_old(named: Named, name: str) -> bool:
+        return name in words or any(word in _parts(named.name) for word in within)
+
+    found = [named for named in tree.names(tree.product) if is_old(named, named.name)]
+    for named in tree.names(tree.tests):
+        is_unit = named.name.endswith(".py") and named.place.startswith("tests/unit/")
+        if is_old(named, named.name.removeprefix("test_") if is_unit else ""):
+            found.append(named)
+    return found
+
+
+def _parts(name: str) -> str:
+    """The words of a name in lower case and the singular, each between two spaces."""
+    parts = re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", name.removesuffix(".py"))
+    return f" {' '.join(part.lower().removesuffix('s') for part in parts)} "
 
 
 def shared_names(tree: Tree) -> dict[str, list[str]]:

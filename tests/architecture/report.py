@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.architecture.names import OLD_WORDS, entries, old_names, shared_names
 from tests.architecture.road import Road, measure
-from tests.architecture.tree import ROOT, Named, Tree
+from tests.architecture.tree import ROOT, Tree
 
 RECORDED = ROOT / "results" / "road.json"
 ENTRY_POINTS = ("serve_app.app", "serve_app.__main__")
@@ -37,7 +37,7 @@ def static_figures(tree: Tree) -> dict[str, int]:
         "architecture_words": _words("ARCHITECTURE.md"),
         "circles": len(tree.circles()),
         "largest_folder": tree.folders()[0][1],
-        "old_names": len(_old_names(tree)),
+        "old_names": len(old_names(tree, entries(OLD_WORDS))),
         "shared_class_names": len(shared_names(tree)),
     }
 
@@ -77,9 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.verbose:
         _list("import circles", (" ".join(circle) for circle in tree.circles()))
         _list("folders by modules", (f"{n:3} {folder}" for folder, n in tree.folders()[:12]))
-        _list(
-            "old names", (f"{n.place} {n.name}" for n in old_names(tree, set(entries(OLD_WORDS))))
-        )
+        _list("old names", (f"{n.place} {n.name}" for n in old_names(tree, entries(OLD_WORDS))))
         shared = shared_names(tree).items()
         _list("names of several classes", (f"{name} {' '.join(at)}" for name, at in shared))
     if not options.static:
@@ -90,10 +88,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             _list("classes that live as long as a request", road.classes)
             _list("classes that outlive their request", road.retained)
     print(json.dumps(figures))
-
-
-def _old_names(tree: Tree) -> list[Named]:
-    return old_names(tree, set(entries(OLD_WORDS)))
 
 
 def _measured() -> Road:

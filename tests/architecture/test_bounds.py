@@ -29,8 +29,7 @@ def test_every_figure_is_within_its_bound(figures: dict[str, int]) -> None:
 
 
 def test_no_name_is_an_old_word(tree: Tree) -> None:
-    words = {word for word, rest in entries(OLD_WORDS).items() if rest != "allowed"}
-    assert not [f"{n.place} {n.name}" for n in old_names(tree, words)]
+    assert not [f"{n.place} {n.name}" for n in old_names(tree, entries(OLD_WORDS))]
 
 
 def test_no_two_classes_share_a_name(tree: Tree) -> None:
@@ -49,10 +48,11 @@ def small_tree(tmp_path: Path) -> Tree:
         "shop/shelf.py": for_types,
         "shop/door.py": "class Doorman:\n    pass\n",
         "shop/lamp.py": "import shop.lamp2\nclass Doorman:\n    pass\n",
-        "tests/test_shop.py": "import shop.till\n",
+        "tests/unit/test_till.py": "import shop.till\n\ndef pay():\n    pass\n",
+        "tests/test_shop.py": "class DoormenAndDoormans:\n    pass\n\ndef pay():\n    pass\n",
     }
     for name, text in texts.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     return Tree(tmp_path)
 
@@ -65,11 +65,19 @@ def test_imports_are_followed_and_circles_found(small_tree: Tree) -> None:
 
 
 def test_old_words_and_shared_names_are_found_with_their_places(small_tree: Tree) -> None:
-    found = old_names(small_tree, {"Doorman", "lamp.py", "pay"})
+    found = old_names(small_tree, {"Doorman": "", "lamp.py": "", "pay": ""})
     assert {f"{n.place} {n.name}" for n in found} == {
         "shop/door.py:1 Doorman",
         "shop/lamp.py:1 lamp.py",
         "shop/lamp.py:2 Doorman",
         "shop/till.py:3 pay",
+    }
+    found = old_names(small_tree, {"Doorman": "within", "till.py": ""})
+    assert {f"{n.place} {n.name}" for n in found} == {
+        "shop/door.py:1 Doorman",
+        "shop/lamp.py:2 Doorman",
+        "shop/till.py:1 till.py",
+        "tests/unit/test_till.py:1 test_till.py",
+        "tests/test_shop.py:1 DoormenAndDoormans",
     }
     assert shared_names(small_tree) == {"Doorman": ["shop/door.py:1", "shop/lamp.py:2"]}

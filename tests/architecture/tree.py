@@ -150,9 +150,9 @@ class Tree:
                 if isinstance(node, ast.ClassDef) and not module.is_generated:
                     yield Named(node.name, f"{module.file}:{node.lineno}")
 
-    def names(self) -> Iterator[Named]:
-        """Classes and functions of the product, and its modules as `name.py`."""
-        for module in self.product:
+    def names(self, modules: Iterable[Module]) -> Iterator[Named]:
+        """Classes and functions of modules, and the modules themselves as `name.py`."""
+        for module in modules:
             if module.is_generated:
                 continue
             yield Named(f"{module.name.rpartition('.')[2]}.py", f"{module.file}:1")

@@ -158,7 +158,7 @@ def outfit(replica: Any, world: World, name: str, role: Role) -> None:
     replica.departed, replica._arrived = DepartedSequences(), []
 
 
-class DecodeCore(DecodeEngine):
+class RowsEngine(DecodeEngine):
     """A decode replica's engine around a loop and a runner of its own, without steps."""
 
     def __init__(self, loop: Any, runner: Any) -> None:
@@ -174,7 +174,7 @@ class Decode(DecodeReplica):
     def __init__(self, world: World, name: str) -> None:
         outfit(self, world, name, Role.DECODE)
         self.rows = Rows(KEPT[name])
-        self.engine = Engine(DecodeCore(self.rows, self.rows))  # type: ignore[assignment]
+        self.engine = Engine(RowsEngine(self.rows, self.rows))  # type: ignore[assignment]
         self.migrations = SimpleNamespace(  # type: ignore[assignment]
             under_way=()
         )

@@ -35,7 +35,7 @@ from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import FakeRunner, expected_output
 from tests.ray.ingress import Stream
 from tests.simulation.choices import Choices
-from tests.simulation.handoff import CONFIG, DecodeCore
+from tests.simulation.handoff import CONFIG, RowsEngine
 from tests.simulation.network import WIRE_S, Network
 from tests.simulation.virtual_time import VirtualClock, run_virtually
 
@@ -86,7 +86,7 @@ class Decode(DecodeReplica):
             eos_token_ids=(),
             clock=self.clock,
         )
-        self.core = DecodeCore(loop, runner)
+        self.core = RowsEngine(loop, runner)
         self.engine = SimpleNamespace(  # type: ignore[assignment]
             call=self._command, require_core=lambda: self.core, is_ready=True
         )

@@ -178,9 +178,9 @@ class Oracles:
                 yield f"{name} keeps rows"
         for role in PARTS:
             for name, replica in cluster.replicas(role):
-                for ingress, box in replica.mail._outboxes.items():
-                    if ingress in ingresses and len(box.entries) > MAX_STRAY:
-                        yield f"{name} keeps {len(box.entries)} outputs for {ingress}"
+                for ingress, log in replica.mail._logs.items():
+                    if ingress in ingresses and len(log.entries) > MAX_STRAY:
+                        yield f"{name} keeps {len(log.entries)} outputs for {ingress}"
 
     def _of_ingresses(self) -> Iterator[str]:
         for actor in self._cluster.actors("ingress"):

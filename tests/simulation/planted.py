@@ -61,8 +61,8 @@ _collect = OutputDispatcher.collect
 
 def _collects_once(self: OutputDispatcher, ingress_id: str, ack: int) -> Any:
     reply = _collect(self, ingress_id, ack)
-    box = self._outbox(ingress_id)
-    box.entries.clear()
+    log = self._log_of(ingress_id)
+    log.entries.clear()
     return reply
 
 
@@ -199,7 +199,7 @@ PLANTED: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "dead replicas are not replaced": ((ReplicaManager, "may_spawn", _never),),
     "a resumed stream begins anew": ((server, "_resume_cursors", _first_cursor),),
     "a gap between two owners is not closed": ((RequestManager, "_close_gap", _nothing),),
-    "sequences of ingresses that are gone go on": ((Replica, "_cancel_orphans", _no_task),),
+    "sequences of ingresses that are gone go on": ((Replica, "_cancel_abandoned", _no_task),),
     "a replica started anew is taken for the old one": (
         (output_poller.OutputPoller, "_give_up", _nothing),
     ),

@@ -191,7 +191,7 @@ async def test_a_migration_is_a_span(
     assert span.status.status_code is status
 
 
-async def test_the_grpc_door_reads_it_too(
+async def test_the_grpc_server_reads_it_too(
     make_stand: MakeStand, exporter: InMemorySpanExporter
 ) -> None:
     stand = await make_stand(keys=KEYS)

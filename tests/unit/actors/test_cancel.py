@@ -170,7 +170,7 @@ async def test_a_cancellation_that_follows_a_sequence_names_its_ingress() -> Non
     assert calls == [("app:decode:2", "cancel", ["a"], GONE)]
 
 
-async def test_an_orphan_that_is_adopted_at_the_last_moment_goes_on() -> None:
+async def test_a_sequence_that_is_adopted_at_the_last_moment_goes_on() -> None:
     replica = Decode(a_state("a"), a_state("b"), a_state("c", HEIR))
     held = replica._held
 
@@ -180,6 +180,6 @@ async def test_an_orphan_that_is_adopted_at_the_last_moment_goes_on() -> None:
         return found
 
     replica._held = and_then  # type: ignore[method-assign]
-    await replica._cancel_orphans({GONE: 61.0}, forget_after_s=600.0)
+    await replica._cancel_abandoned({GONE: 61.0}, forget_after_s=600.0)
     assert replica.ids == ["b", "c"]
     assert {ingress_id for ingress_id, _ in replica.told} == {GONE}

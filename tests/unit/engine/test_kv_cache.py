@@ -1,4 +1,4 @@
-"""KV rows: what is written is read, memory comes and goes with use."""
+"""KV in rows and in pages: what is written is read; in rows, memory comes and goes with use."""
 
 from __future__ import annotations
 
@@ -11,20 +11,8 @@ import torch
 
 from quadriga.engine.kv_cache import KV_BLOCK, RowKVCache
 from quadriga.errors import InvariantViolation
-
-
-def make(
-    *, num_rows: int = 3, capacity: int = 50, budget: int | None = None, head_dim: int = 4
-) -> RowKVCache:
-    return RowKVCache(
-        num_layers=3,
-        num_rows=num_rows,
-        num_kv_heads=2,
-        capacity=capacity,
-        head_dim=head_dim,
-        dtype=torch.float32,
-        budget_tokens=num_rows * capacity if budget is None else budget,
-    )
+from tests.unit.engine.kv_caches import AnyCache, paged_cache
+from tests.unit.engine.kv_caches import row_cache as make
 
 
 def committed_bytes(cache: RowKVCache) -> int:
@@ -41,17 +29,21 @@ def committed_bytes(cache: RowKVCache) -> int:
     return total
 
 
+@pytest.fixture(params=[make, paged_cache], ids=["rows", "pages"])
+def cache(request: pytest.FixtureRequest) -> AnyCache:
+    made: AnyCache = request.param()
+    return made
+
+
 @pytest.mark.parametrize(("start", "stop"), [(0, 50), (0, 1), (15, 17), (16, 32), (31, 50), (7, 7)])
-def test_read_returns_what_was_written(start: int, stop: int) -> None:
-    cache = make()
+def test_read_returns_what_was_written(cache: AnyCache, start: int, stop: int) -> None:
     kv = torch.randn(2, 2, 2, stop - start, 4)
     cache.write(1, 1, start, kv)
     assert torch.equal(cache.read(1, 1, 2, start, stop), kv)
     assert cache.read(1, 1, 2, start, stop).is_contiguous()
 
 
-def test_a_write_touches_nothing_else() -> None:
-    cache = make()
+def test_a_write_touches_nothing_else(cache: AnyCache) -> None:
     before = torch.randn(3, 2, 2, 50, 4)
     for row in range(3):
         cache.write(row, 0, 0, before)
@@ -66,8 +58,8 @@ def test_a_write_touches_nothing_else() -> None:
     assert (changed[1][:, :, 20:29] == 1).all()
 
 
-def test_parts_in_any_order_make_the_whole() -> None:
-    cache, whole = make(), torch.randn(3, 2, 2, 50, 4)
+def test_parts_in_any_order_make_the_whole(cache: AnyCache) -> None:
+    whole = torch.randn(3, 2, 2, 50, 4)
     for layer in (2, 0, 1):
         for start in range(49, -1, -7):
             first = max(0, start - 6)
@@ -79,16 +71,18 @@ def test_parts_in_any_order_make_the_whole() -> None:
     ("row", "layer", "layers", "start", "stop"),
     [(3, 0, 1, 0, 1), (-1, 0, 1, 0, 1), (0, 2, 2, 0, 1), (0, 0, 1, 0, 51), (0, 0, 1, 5, 4)],
 )
-def test_out_of_range(row: int, layer: int, layers: int, start: int, stop: int) -> None:
+def test_out_of_range(
+    cache: AnyCache, row: int, layer: int, layers: int, start: int, stop: int
+) -> None:
     with pytest.raises(InvariantViolation):
-        make().read(row, layer, layers, start, stop)
+        cache.read(row, layer, layers, start, stop)
 
 
-def test_misshapen_write() -> None:
+def test_misshapen_write(cache: AnyCache) -> None:
     with pytest.raises(InvariantViolation, match="does not fit"):
-        make().write(0, 0, 0, torch.zeros(1, 2, 3, 5, 4))
+        cache.write(0, 0, 0, torch.zeros(1, 2, 3, 5, 4))
     with pytest.raises(InvariantViolation):
-        make().write(0, 0, 48, torch.zeros(1, 2, 2, 5, 4))
+        cache.write(0, 0, 48, torch.zeros(1, 2, 2, 5, 4))
 
 
 def test_capacity_need_not_be_whole_blocks() -> None:

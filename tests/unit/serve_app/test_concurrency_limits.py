@@ -15,7 +15,7 @@ from quadriga.core.routing import Admission, AdmitRequest
 from quadriga.errors import Overloaded
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.auth.rate_limiter import MAX_READERS, ConcurrencyLimiter
-from serve_app.grpc import server as grpc_door
+from serve_app.grpc import server as grpc_server
 from serve_app.grpc.server import GrpcServer
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
 from tests.unit.serve_app.test_engine_client import is_idle, until
@@ -59,7 +59,7 @@ async def test_slow_bodies_do_not_use_up_all_calls(stand: Stand, route: str) -> 
 async def test_of_too_many_health_watches_the_last_gets_the_state_once(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_door, "HEALTH_WATCH_INTERVAL_S", 0.001)
+    monkeypatch.setattr(grpc_server, "HEALTH_WATCH_INTERVAL_S", 0.001)
     server = GrpcServer(stand.engine)
     server._watches = ConcurrencyLimiter(1, "watch")
     await until(lambda: server.health("").status == SERVING)

@@ -14,56 +14,7 @@ from quadriga.engine.cuda import paged_cache
 from quadriga.engine.cuda.paged_cache import PagedKVCache
 from quadriga.engine.cuda.paged_states import PagedStates
 from quadriga.errors import InvariantViolation, KVCacheExhausted
-
-CPU = torch.device("cpu")
-
-
-def make(*, num_rows: int = 3, budget: int = 150, **overrides: Any) -> PagedKVCache:
-    options: dict[str, Any] = {
-        "segment_ends": (1, 3),
-        "num_rows": num_rows,
-        "num_kv_heads": 2,
-        "capacity": 50,
-        "head_dim": 4,
-        "dtype": torch.float32,
-        "budget_tokens": budget,
-        "device": CPU,
-        "page_tokens": 16,
-    }
-    return PagedKVCache(**(options | overrides))
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 50), (0, 1), (15, 17), (16, 32), (31, 50), (7, 7)])
-def test_read_returns_what_was_written(start: int, stop: int) -> None:
-    cache = make()
-    kv = torch.randn(2, 2, 2, stop - start, 4)
-    cache.write(1, 1, start, kv)
-    assert torch.equal(cache.read(1, 1, 2, start, stop), kv)
-    assert cache.read(1, 1, 2, start, stop).is_contiguous()
-
-
-def test_a_write_touches_nothing_else() -> None:
-    cache = make()
-    before = torch.randn(3, 2, 2, 50, 4)
-    for row in range(3):
-        cache.write(row, 0, 0, before)
-    cache.write(1, 1, 20, torch.ones(1, 2, 2, 9, 4))
-    assert torch.equal(cache.read(0, 0, 3, 0, 50), before)
-    assert torch.equal(cache.read(2, 0, 3, 0, 50), before)
-    changed = cache.read(1, 0, 3, 0, 50)
-    assert torch.equal(changed[0], before[0]) and torch.equal(changed[2], before[2])
-    assert torch.equal(changed[1][:, :, 29:], before[1][:, :, 29:])
-    assert torch.equal(changed[1][:, :, :20], before[1][:, :, :20])
-    assert (changed[1][:, :, 20:29] == 1).all()
-
-
-def test_parts_in_any_order_make_the_whole() -> None:
-    cache, whole = make(), torch.randn(3, 2, 2, 50, 4)
-    for layer in (2, 0, 1):
-        for start in range(49, -1, -7):
-            first = max(0, start - 6)
-            cache.write(0, layer, first, whole[layer : layer + 1, :, :, first : start + 1])
-    assert torch.equal(cache.read(0, 0, 3, 0, 50), whole)
+from tests.unit.engine.kv_caches import paged_cache as make
 
 
 def test_what_was_never_computed_is_zero() -> None:
@@ -100,20 +51,7 @@ def test_layers_are_copied_where_they_are_missing() -> None:
         assert torch.equal(got[:, :, :, [3, 20, 39]], kv[:, :, :, [3, 20, 39]])
 
 
-@pytest.mark.parametrize(
-    ("row", "layer", "layers", "start", "stop"),
-    [(3, 0, 1, 0, 1), (-1, 0, 1, 0, 1), (0, 2, 2, 0, 1), (0, 0, 1, 0, 51), (0, 0, 1, 5, 4)],
-)
-def test_out_of_range(row: int, layer: int, layers: int, start: int, stop: int) -> None:
-    with pytest.raises(InvariantViolation):
-        make().read(row, layer, layers, start, stop)
-
-
-def test_misshapen_or_too_much() -> None:
-    with pytest.raises(InvariantViolation, match="does not fit"):
-        make().write(0, 0, 0, torch.zeros(1, 2, 3, 5, 4))
-    with pytest.raises(InvariantViolation):
-        make().write(0, 0, 48, torch.zeros(1, 2, 2, 5, 4))
+def test_more_than_there_are_pages_for() -> None:
     cache = make(budget=0)  # a page for each row and layer
     with pytest.raises(KVCacheExhausted):
         cache.write(0, 0, 0, torch.zeros(3, 2, 2, 50, 4))
@@ -184,7 +122,8 @@ def test_a_copy_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch) -
 
 def test_states_are_kept_in_pages() -> None:
     states = PagedStates(
-        num_rows=2, capacity=50, hidden_size=3, budget_tokens=60, dtype=torch.float32, device=CPU,
+        num_rows=2, capacity=50, hidden_size=3, budget_tokens=60, dtype=torch.float32,
+        device=torch.device("cpu"),
         page_tokens=16,
     )  # fmt: skip
     rows, slots = np.array([0, 1, 0, 0]), np.array([0, 5, 16, 49])

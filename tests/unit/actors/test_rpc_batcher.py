@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.rpc import rpc_batcher as batches
+from actors.rpc import rpc_batcher
 from actors.rpc.rpc_batcher import MAX_BATCH, BatchedCalls, RpcBatcher
 from quadriga.errors import KVCacheExhausted, ReplicaDied, ReplicaError
 
@@ -63,7 +63,7 @@ async def test_calls_of_one_turn_travel_together() -> None:
 async def test_a_lone_call_leaves_at_once_and_close_followers_are_gathered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batches, "GATHER_S", 0.2)
+    monkeypatch.setattr(rpc_batcher, "GATHER_S", 0.2)
     calls, line = batcher()
     async with asyncio.timeout(20):
         assert await calls.call("a", "double", 1, timeout_s=1) == 2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from actors.rpc import ray_rpc as calls
+from actors.rpc import ray_rpc
 from quadriga.errors import ReplicaDied
 
 
@@ -41,8 +41,8 @@ class Actor:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     store = Store()
-    monkeypatch.setattr(calls.ray, "get_actor", store.get_actor)
-    monkeypatch.setattr(calls, "_handles", {})
+    monkeypatch.setattr(ray_rpc.ray, "get_actor", store.get_actor)
+    monkeypatch.setattr(ray_rpc, "_handles", {})
     yield store
     store.gate.set()
 
@@ -50,20 +50,20 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 async def test_a_look_up_ends_by_the_deadline_of_its_call(store: Store) -> None:
     began_s = time.monotonic()
     with pytest.raises(ReplicaDied, match=r"did not answer within 0\.1 s where slow is") as error:
-        await calls.call("slow", "echo", "a", timeout_s=0.1)
+        await ray_rpc.call("slow", "echo", "a", timeout_s=0.1)
     assert error.value.code == "unreachable"
     assert time.monotonic() - began_s < 5.0
 
 
 async def test_concurrent_calls_share_one_look_up(store: Store) -> None:
     with pytest.raises(ReplicaDied):
-        await calls.call("one", "echo", "a", timeout_s=0.05)
-    asking = [asyncio.create_task(calls.call("one", "echo", s, timeout_s=20.0)) for s in "bcd"]
+        await ray_rpc.call("one", "echo", "a", timeout_s=0.05)
+    asking = [asyncio.create_task(ray_rpc.call("one", "echo", s, timeout_s=20.0)) for s in "bcd"]
     await asyncio.sleep(0.05)
     store.gate.set()
     assert await asyncio.gather(*asking) == ["b", "c", "d"]
     assert store.asked == ["one"]
-    assert await calls.call("one", "echo", "e", timeout_s=20.0) == "e"
+    assert await ray_rpc.call("one", "echo", "e", timeout_s=20.0) == "e"
     assert store.asked == ["one"]
 
 
@@ -76,7 +76,7 @@ def test_only_an_actor_that_ray_does_not_know_counts_as_dead(
     def get_actor(*_: Any, **__: Any) -> Any:
         raise raised
 
-    monkeypatch.setattr(calls.ray, "get_actor", get_actor)
+    monkeypatch.setattr(ray_rpc.ray, "get_actor", get_actor)
     with pytest.raises(ReplicaDied) as error:
-        calls.get_actor("nobody, ever")
+        ray_rpc.get_actor("nobody, ever")
     assert error.value.code == code
