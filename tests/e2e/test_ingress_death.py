@@ -24,7 +24,7 @@ from tests.e2e.observe import wait_until_free
 
 NUM_STREAMS = 8
 MAX_TOKENS = 400
-MAX_DEATHS = 4
+MAX_DEATHS = 12
 RESTART_S = 30.0
 
 

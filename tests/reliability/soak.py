@@ -52,7 +52,7 @@ SETTINGS = (
     "lifecycle.heartbeat_interval_s=0.5",
 )
 NUM_SPECS = 16
-READY_TIMEOUT_S = 90.0
+READY_TIMEOUT_S = 240.0
 CALM_S = 3.0
 """Without load before the base line is taken, and at least before it is compared."""
 WARM_UP_EVERY_S = 0.2
