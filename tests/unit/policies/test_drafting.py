@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loadgen.paper.lossless.lanes import AlwaysDrafts
 from quadriga.interfaces import MAX_DRAFTED
-from quadriga.policies.drafting import DraftAction, DraftChoice, Drafter
+from quadriga.policies.drafting import DraftAction, Drafter
 from quadriga.policies.drex import SegmentCosts
 from quadriga.policies.rebatching import Range
 
@@ -311,23 +311,6 @@ def test_it_is_hardly_slower_than_the_better_of_full_passes_and_of_drafts_in_eve
     drafting = relative_s(always.rounds(drafts, 1500), always)
     assert relative < 1.02
     assert relative < 1.02 * drafting
-
-
-class AlwaysDrafts(Drafter):
-    """Every round drafts, as long as it pays."""
-
-    def choose(
-        self,
-        fresh: int,
-        pending: int,
-        positions: int,
-        survivals: Sequence[float],
-        num_tokens: int,
-        now_s: float,
-        budget_s: float = inf,
-    ) -> DraftChoice:
-        choice = super().choose(fresh, pending, positions, survivals, num_tokens, now_s, budget_s)
-        return choice if pending else DraftChoice(DraftAction.DRAFT)
 
 
 def test_a_round_that_would_be_late_is_not_begun_and_one_under_way_is_ended() -> None:
