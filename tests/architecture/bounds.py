@@ -22,7 +22,7 @@ BOUNDS = {
     "product_lines": Bound(102_570, 58_000),
     "test_lines": Bound(80_180, 38_000),
     "reliability_lines": Bound(5_225, 4_000),
-    "actors_lines": Bound(6_552, 6_500),
+    "actors_lines": Bound(6_500, 6_500),
     "llm_lines": Bound(250, 250),
     "readme_words": Bound(900, 900),
     "architecture_words": Bound(2_500, 2_500),

@@ -378,3 +378,41 @@ def test_rescue_goes_on_while_a_replica_has_fewer_layers_and_scouts_get_nothing(
     assert not scouts & {d[end] for d in orders for end in ("source", "destination")}
     app.ensure(**{"scheduler.ares.mode": "off"})
     app.until_idle()
+
+
+@pytest.mark.timeout(200)
+def test_balance_goes_on_while_a_replica_has_fewer_layers(resizing: App) -> None:
+    """The class is split in two of one replica each; what the deeper one ran is cancelled, and so
+    it takes from the shallower one without being ordered by anybody but the scheduler."""
+    app = resizing
+    (deeper, shallower), _ = serving(app)
+    ingress = app.ingress()
+    with held((deeper, shallower), 0.1):
+        streams = [submit(ingress, LIMITED, seed, 250) for seed in range(6)]
+        ingress.until(lambda: all(len(s.tokens) > 2 for s in streams), 60.0)
+        assert resize(shallower, 4).depth == 4
+        kept = [s for s in streams if s.replica == shallower]
+        assert len(kept) > 1
+        ingress.cancel(*(s for s in streams if s.replica == deeper))
+        app.ensure(
+            **{
+                "scheduler.ares.mode": "ares",
+                "scheduler.ares.interval_s": 0.5,
+                "scheduler.ares.rescue_within_s": 0.0,  # nobody is forecast to be full
+            }
+        )
+        ingress.until(lambda: any(s.replica == deeper for s in kept), 60.0)
+    assert resize(shallower, 8).depth == 8
+    ingress.finish(*kept, timeout_s=100.0)
+    assert [s.error for s in kept] == [None] * len(kept)
+    assert all(len(s.token_ids) == 250 for s in kept)
+    view: dict[str, Any] = call(scheduler_name(app.name), "operators_view", timeout_s=10.0)
+    mine = {s.state.sequence_id for s in kept}
+    first = next(d for d in reversed(view["recent"]) if d["sequence_id"] in mine)
+    assert (first["cause"], first["source"], first["destination"]) == (
+        "balance",
+        shallower,
+        deeper,
+    )
+    app.ensure(**{"scheduler.ares.mode": "off", "scheduler.ares.rescue_within_s": 100.0})
+    app.until_idle()
