@@ -187,6 +187,7 @@ class HeliosController:
         """The history and the machine as plain values, for operators."""
         view = self.operator.view()
         view["counters"]["escalated"] = self._strict.num_moved
+        view["counters"]["scaled"] = self._scaling.num_orders if self._scaling is not None else 0
         view["scaling"] = self._scaling.view() if self._scaling is not None else None
         return view
 

@@ -35,13 +35,18 @@ class HandOver:
 
 
 class Scaling:
-    """Applies the scaling policy to the places of one deployment."""
+    """Applies the scaling policy to the places of one deployment.
+
+    Attributes:
+        num_orders: Of all that were carried out.
+    """
 
     def __init__(self, config: ScalingConfig, pools: HeliosPools, clock: Clock) -> None:
         self._pools = pools
         self._clock = clock
         self._policy = ScalingPolicy(config)
         self._decisions: deque[dict[str, Any]] = deque(maxlen=SHOWN_DECISIONS)
+        self.num_orders = 0
 
     def decide(self, target: DepthClass, snapshots: list[ReplicaSnapshot]) -> list[HandOver]:
         """Add and remove places as the policy wants for the class that serves.
@@ -94,6 +99,7 @@ class Scaling:
         entry = {"at_unix_s": self._clock.unix_s(), "what": type(order).__name__}
         entry |= asdict(order) | {"depth_class": str(order.depth_class)} | facts
         self._decisions.append(entry)
+        self.num_orders += 1
         logger.info("scaling: %s", entry)
 
     def view(self) -> dict[str, Any]:

@@ -41,6 +41,11 @@ SETTINGS = (
     "helios.breach_window_tokens=40",
     "helios.min_coverage=0.3",
     "helios.max_changed_share=1",
+    # Another decode replica while about half of the free load's clients are there.
+    "helios.scaling.enabled=true",
+    "helios.scaling.max_replicas=2",
+    "helios.scaling.utilisation=0.3",
+    "helios.scaling.down_after_s=20",
     "decode.max_slots=8",
     "engine.compile=wait",
     "engine.max_model_len=512",
@@ -63,6 +68,7 @@ LOOK_EVERY_S = 1.0
 COUNTED = {
     "moves": ("quadriga_migrations_total", 'outcome="moved"'),
     "resizes": ("quadriga_resizes_total", 'outcome="resized"'),
+    "scaled": ("quadriga_helios_events_total", 'kind="scaled"'),
     "lowered": ("quadriga_lowered_tokens_total",),
 }
 """Of the last line, and by which metric it is counted."""

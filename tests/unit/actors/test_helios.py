@@ -570,6 +570,7 @@ async def test_the_class_that_serves_grows_and_shrinks(monkeypatch: pytest.Monke
     assert {name, heir} == {"decode:0", "decode:2"}
     places = stand.control.pools.specs()
     assert len([k for k in places if k[0] is Role.DECODE]) == 2, "one that serves, and the scout"
+    assert stand.control.view()["counters"]["scaled"] == 2
 
 
 class Scaled(Stand):
