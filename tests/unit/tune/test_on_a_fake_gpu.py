@@ -55,6 +55,13 @@ def tuned(runner: NativeRunner, work: Path, device: str) -> dict[str, Any]:
     trained = Distiller(store, every, runner.model.config, final, options, seed=0, work=work)
     trained.run(lambda _: None)
     heads = {n: t for k, head in trained.heads.items() for n, t in head.tensors(k).items()}
+    # What was saved on the way is taken up again, to the bit, and nothing is left to do.
+    begun: list[int] = []
+    later = Distiller(store, every, runner.model.config, final, options, seed=0, work=work)
+    later.run(begun.append)
+    assert begun == [trained.num_steps] and later.loss == trained.loss
+    resumed = {n: t for k, head in later.heads.items() for n, t in head.tensors(k).items()}
+    assert all(torch.equal(heads[name].cpu(), resumed[name].cpu()) for name in heads)
     assert {tensor.device.type for tensor in heads.values()} == {torch.device(device).type}
     return {
         "states": {k: store.states(k, every) for k in DEPTHS},
