@@ -235,7 +235,7 @@ CONTROLLER = (
           "1 while the configuration cannot be brought about; the reason is in the status.",
           "is_failing"),
     counter("quadriga_helios_events_total",
-            "Resizes, switches of models, scaling, failed orders, profiles, trips of breach windows.",
+            "Resizes, model switches, scaling, failed orders, profiles, trips of the window.",
             "helios_events", ("kind",)),
     gauge("quadriga_breach_window_tokens",
           "The consecutive breach counter: tokens of its window, and breaches among them.",
