@@ -74,6 +74,11 @@ class GrpcClient:
         request = encode_request(spec, model).SerializeToString()
         return partial(self._stream if spec.stream else self._once, request)
 
+    async def connect(self) -> None:
+        """Connect every channel now instead of at its first call. Raises: TimeoutError."""
+        async with asyncio.timeout(self.timeout_s):
+            await asyncio.gather(*(channel.channel_ready() for channel in self._channels))
+
     async def close(self) -> None:
         """Close the channels, cancelling what is in flight."""
         await asyncio.gather(*(channel.close(grace=None) for channel in self._channels))

@@ -41,7 +41,6 @@ SETTINGS = (
     "helios.breach_window_tokens=40",
     "helios.min_coverage=0.3",
     "helios.max_changed_share=1",
-    # Another decode replica while about half of the free load's clients are there.
     "helios.scaling.enabled=true",
     "helios.scaling.max_replicas=2",
     "helios.scaling.utilisation=0.3",
@@ -151,11 +150,7 @@ class ReschedulingTurns:
             await _switched(control, True)
 
     async def _turn(
-        self,
-        control: ClusterControl,
-        is_on: bool,
-        num_tokens: Callable[[], int],
-        turn_s: float,
+        self, control: ClusterControl, is_on: bool, num_tokens: Callable[[], int], turn_s: float
     ) -> float:
         """Tokens/s of a turn that one scheduler lived through."""
         while True:

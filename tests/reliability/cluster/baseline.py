@@ -18,10 +18,8 @@ HELD = (
     "quadriga_kv_used_tokens",
     "quadriga_ingress_open_requests",
 )
-SLACK_FDS = 8
-"""A look at the moment a connection is being made or a file read is no leak; and a base line after
-seconds has not seen every connection. After 20 minutes and 28 deaths no process but the controller
-had more than 4 more."""
+SLACK_FDS = 4
+"""A look at the moment a connection is being made or a file read is no leak."""
 MEMORY_SLACK = 0.15
 MEMORY_SLACK_BYTES = 24 << 20
 

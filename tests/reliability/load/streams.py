@@ -177,6 +177,7 @@ async def clients_of(
     grpc = GrpcClient(service.grpc, **options)  # type: ignore[arg-type]
     sdk = AsyncClient(service.grpc, api_key=service.api_key)
     try:
+        await grpc.connect()  # all that will be open is open when the base line is taken
         yield StreamClients(http, grpc, sdk, await find_target(http, model))
     finally:
         await grpc.close()
