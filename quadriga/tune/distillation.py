@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -193,8 +192,8 @@ class Distiller:
                 "asked": self._asked,
                 "step": self.step,
                 "loss": self.loss,
-                "heads": {k: _on_host(head.state_dict()) for k, head in self.heads.items()},
-                "optimizer": _on_host(self._optimizer.state_dict()),
+                "heads": {depth: head.state_dict() for depth, head in self.heads.items()},
+                "optimizer": self._optimizer.state_dict(),
             },
             partial,
         )
@@ -211,15 +210,6 @@ class Distiller:
         for depth, head in self.heads.items():
             head.load_state_dict(state["heads"][depth])
         self._optimizer.load_state_dict(state["optimizer"])
-
-
-def _on_host(state: Any) -> Any:
-    """A state with its tensors copied to the host, so that any device can go on with it."""
-    if isinstance(state, Tensor):
-        return state.detach().cpu()
-    if isinstance(state, dict):
-        return {key: _on_host(value) for key, value in state.items()}
-    return state
 
 
 def shortlist(ids: Tensor, vocab: int, seed: int) -> tuple[Tensor | None, Tensor, Tensor | None]:
