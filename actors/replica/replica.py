@@ -126,13 +126,8 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self._is_ending = False
         self._leave_by_s: float | None = None
         self.report_options = ReportOptions()
-        self.transport = TransportHub(
-            self.config.transport.kind,
-            name,
-            self._make_sink(),
-            self._host_for,
-            device=spec.engine.device,
-        )
+        kind, sink = self.config.transport.kind, self._make_sink()
+        self.transport = TransportHub(kind, name, sink, self._host_for, device=spec.engine.device)
         self.sender = HandoffSender(name, self.transport, self.calls, self.config.transport)
         decodes = spec.role.does(Role.DECODE)
         self.info_record = ReplicaInfo(

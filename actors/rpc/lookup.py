@@ -11,14 +11,13 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors.rpc.lifecycle import controller_name, create_or_get, scheduler_name
-from actors.rpc.ray_rpc import NAMESPACE, call, forget_actor, from_ray, get_actor
+from actors.rpc.ray_rpc import NAMESPACE, forget_actor, from_ray, get_actor
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.errors import Unavailable
 
 __all__ = [
     "NAMESPACE",
     "begin_cluster",
-    "call",
     "controller_name",
     "ensure_cluster",
     "forget_actor",

@@ -18,8 +18,11 @@ RAY_FAILED = (RayError, RuntimeError, ValueError, OSError)
 """What Ray raises where its control store is away."""
 
 LOOK_UP_TIMEOUT_S = 5.0
+IDLE_S = 300.0
+"""Handles that were not used for so long are dropped at a look-up: their actors may be dead."""
 
 _handles: dict[str, ActorHandle[Any]] = {}
+_used_s: dict[str, float] = {}
 _looking = ThreadPoolExecutor(4, thread_name_prefix="look-up")
 """Threads of their own: where the control store is slow, only look-ups wait for each other."""
 _look_ups: dict[str, Future[ActorHandle[Any]]] = {}
@@ -34,7 +37,7 @@ def get_actor(name: str) -> ActorHandle[Any]:
         ReplicaDied: There is no such actor; code "unreachable" where the control store does
             not answer.
     """
-    handle = _handles.get(name)
+    handle = _known(name)
     if handle is None:
         try:
             handle = ray.get_actor(name, namespace=NAMESPACE)
@@ -43,7 +46,13 @@ def get_actor(name: str) -> ActorHandle[Any]:
         except RayError as exc:
             why = f"the control store does not answer where {name} is: {exc}"
             raise ReplicaDied(why, code="unreachable") from exc
-        _handles[name] = handle
+        remember_handle(name, handle)
+    return handle
+
+
+def _known(name: str) -> ActorHandle[Any] | None:
+    if (handle := _handles.get(name)) is not None:
+        _used_s[name] = time.monotonic()
     return handle
 
 
@@ -62,8 +71,8 @@ async def find_actor(name: str, timeout_s: float) -> ActorHandle[Any]:
     Raises:
         ReplicaDied: Likewise; code "unreachable" also where the store did not answer in time.
     """
-    if name in _handles:
-        return _handles[name]
+    if (handle := _known(name)) is not None:
+        return handle
     try:
         async with asyncio.timeout(timeout_s):
             return await asyncio.shield(asyncio.wrap_future(_look_up(name)))
@@ -73,13 +82,18 @@ async def find_actor(name: str, timeout_s: float) -> ActorHandle[Any]:
 
 
 def remember_handle(name: str, handle: ActorHandle[Any]) -> None:
-    """Put a handle that was obtained in another way into the cache."""
-    _handles[name] = handle
+    """Put a handle into the cache, and drop those that were long not used."""
+    now_s = time.monotonic()
+    for other, used_s in list(_used_s.items()):
+        if now_s - used_s > IDLE_S:
+            forget_actor(other)
+    _handles[name], _used_s[name] = handle, now_s
 
 
 def forget_actor(name: str) -> None:
     """Drop a cached handle, so that the next call looks the name up again."""
     _handles.pop(name, None)
+    _used_s.pop(name, None)
 
 
 async def restart(name: str) -> None:
@@ -108,12 +122,10 @@ async def call(name: str, method: str, *args: Any, timeout_s: float) -> Any:
             that is not known.
         ReplicaError: Code "timeout" when no answer came in time; the call may still take effect.
     """
-    handle = _handles.get(name)
-    if handle is None:
-        began_s = time.monotonic()
-        handle = await find_actor(name, timeout_s)
-        timeout_s = max(0.0, timeout_s - (time.monotonic() - began_s))
-    return await call_handle(name, handle, method, *args, timeout_s=timeout_s)
+    began_s = time.monotonic()
+    handle = await find_actor(name, timeout_s)
+    left_s = max(0.0, timeout_s - (time.monotonic() - began_s))
+    return await call_handle(name, handle, method, *args, timeout_s=left_s)
 
 
 async def call_handle(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, ItemsView, Iterable
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
@@ -40,7 +40,7 @@ class Process:
         skew_s: What its wall clock is ahead of the others'.
         drift: What it gains on them a second, from `drifts_from_s` on.
         is_full: It gets no more memory.
-        handles: Its cache of Ray's actor handles, by name.
+        handles, used_s: Its cache of Ray's actor handles, by name, and when each was last used.
         at_death: Called when it dies, by the world.
         asked_to_go: What it does at SIGTERM; None: it dies.
     """
@@ -51,6 +51,7 @@ class Process:
         self.skew_s = self.drift = self.drifts_from_s = 0.0
         self.is_full = False
         self.handles: dict[Any, Any] = {}
+        self.used_s: dict[Any, Any] = {}
         self.look_ups: dict[Any, Any] = {}
         self.at_death: list[Callable[[], None]] = []
         self.asked_to_go: Callable[[], None] | None = None
@@ -152,6 +153,9 @@ class PerProcess(dict[Any, Any]):
 
     def pop(self, key: Any, default: Any = None) -> Any:
         return self._own().pop(key, default)
+
+    def items(self) -> ItemsView[Any, Any]:
+        return self._own().items()
 
 
 class Wires:

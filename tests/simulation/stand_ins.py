@@ -351,6 +351,7 @@ def in_virtual_time(
         for module in (replica, controller_module, replica_manager):
             put(module, "fingerprint", _fingerprint)
         put(ray_rpc, "_handles", PerProcess("handles"))
+        put(ray_rpc, "_used_s", PerProcess("used_s"))
         put(ray_rpc, "_look_ups", PerProcess("look_ups"))
         put(ray_rpc, "_looking", InlineExecutor())
         put(placement_groups, "placement_group", ray.placement_group)

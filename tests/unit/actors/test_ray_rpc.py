@@ -43,6 +43,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     store = Store()
     monkeypatch.setattr(ray_rpc.ray, "get_actor", store.get_actor)
     monkeypatch.setattr(ray_rpc, "_handles", {})
+    monkeypatch.setattr(ray_rpc, "_used_s", {})
     yield store
     store.gate.set()
 
@@ -65,6 +66,23 @@ async def test_concurrent_calls_share_one_look_up(store: Store) -> None:
     assert store.asked == ["one"]
     assert await ray_rpc.call("one", "echo", "e", timeout_s=20.0) == "e"
     assert store.asked == ["one"]
+
+
+def test_handles_that_were_long_not_used_are_dropped_at_the_next_look_up(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(ray_rpc.time, "monotonic", lambda: now_s)
+    store.gate.set()
+    for name in ("dead", "called"):
+        ray_rpc.get_actor(name)
+    now_s = ray_rpc.IDLE_S
+    ray_rpc.get_actor("called")
+    now_s += 1.0
+    ray_rpc.get_actor("new")
+    assert set(ray_rpc._handles) == set(ray_rpc._used_s) == {"called", "new"}
+    ray_rpc.get_actor("dead")
+    assert store.asked == ["dead", "called", "new", "dead"]
 
 
 @pytest.mark.parametrize(
