@@ -21,7 +21,7 @@ SEEDS = "0-49"
 LEAST = {"moves": 150, "rebuilds": 40, "adoptions": 5, "suspends": 30, "pages": 30}
 """What the seeds are to be about happens in them, so often at least."""
 FOUND_SOON = (
-    "an abort keeps the row",
+    KEEPS_ROWS := "an abort keeps the row",
     "a row is not released when the hand-off ends",
     "KV is not compared with its checksum",
     "dead replicas are not replaced",
@@ -35,7 +35,6 @@ FOUND_SOON = (
     "a paused sequence does not come back",
 )
 """Of `PLANTED`: within a few seeds. The others take up to thousands."""
-KEEPS_ROWS = "an abort keeps the row"
 
 pytestmark = pytest.mark.timeout(1800)  # of many runs, on a machine that does much else
 
@@ -106,23 +105,18 @@ def test_a_campaign_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
 
 
 def test_a_failing_plan_is_shrunk_to_what_the_same_failure_needs() -> None:
+    from tests.simulation.cluster import run
+
     with planted(KEEPS_ROWS):
         seed, failure = next(
             (seed, ran.failures[0]) for seed in range(50) if (ran := run_seed(seed)).failures
         )
         smallest = shrink(plan(seed), failure)
-        again = run_plan(smallest)
+        again = run(smallest).failures
     assert same_failure(failure) in map(same_failure, again)
     assert len(smallest.faults) < len(plan(seed).faults)
     assert len(smallest.requests) < len(plan(seed).requests) / 2
-    assert run_plan(smallest) == [], "without the fault the same plan is well"
-
-
-def run_plan(chosen: Plan) -> list[str]:
-    """The failures of a plan."""
-    from tests.simulation.cluster import run
-
-    return run(chosen).failures
+    assert run(smallest).failures == [], "without the fault the same plan is well"
 
 
 def test_failures_are_the_same_but_for_names_and_numbers() -> None:

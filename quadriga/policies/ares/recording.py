@@ -9,8 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import pickle
-import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -43,6 +41,8 @@ PACKED = ("rows", "running", "context", "load_s", "tokens")
 PLANNED = ("overload", "depth_pools")
 """Settings by which a plan is made before a tick, and recorded with it."""
 RECENT_BYTES = 4_000_000
+SNAPSHOT_BYTES, ID_BYTES = 2_000, 50
+"""About what a snapshot takes without the bytes of its forecast, and a text without its letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,27 +113,27 @@ class Recording:
 
 
 class RecentTicks:
-    """The newest decisions, in memory, up to so many bytes; compressed, as they repeat each other.
-
-    They never leave the process in this form.
-    """
+    """The newest decisions, in memory, up to about so many bytes."""
 
     def __init__(self, max_bytes: int = RECENT_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._ticks: deque[bytes] = deque()
+        self._ticks: deque[tuple[int, RecordedTick]] = deque()
         self._num_bytes = 0
 
     def add(self, tick: RecordedTick) -> None:
         """Keep a decision, and forget the oldest where there are too many."""
-        packed = zlib.compress(pickle.dumps(tick), level=1)
-        self._ticks.append(packed)
-        self._num_bytes += len(packed)
+        held = [s.forecast for s in tick.snapshots if s.forecast is not None]
+        ids = sum(ID_BYTES + len(name) for forecast in held for name in forecast.sequence_ids)
+        packed = sum(len(getattr(forecast, name)) for forecast in held for name in PACKED)
+        size = ids + packed + SNAPSHOT_BYTES * len(tick.snapshots)
+        self._ticks.append((size, tick))
+        self._num_bytes += size
         while self._num_bytes > self._max_bytes and len(self._ticks) > 1:
-            self._num_bytes -= len(self._ticks.popleft())
+            self._num_bytes -= self._ticks.popleft()[0]
 
     def all(self) -> list[RecordedTick]:
         """What is kept, oldest first."""
-        return [pickle.loads(zlib.decompress(packed)) for packed in list(self._ticks)]
+        return [tick for _, tick in self._ticks]
 
 
 def lines_of(ticks: Iterable[RecordedTick]) -> str:

@@ -165,7 +165,7 @@ def test_the_newest_ticks_are_kept_up_to_a_size(ticks: list[RecordedTick]) -> No
             kept.add(tick)
     num_kept = len(kept.all())
     assert 1 < num_kept < 20 * len(ticks)
-    assert kept.all()[-1] == ticks[-1]
+    assert kept.all()[-1] is ticks[-1]
     for tick in ticks:
         kept.add(tick)
     assert len(kept.all()) == num_kept, "as many again, after the same ticks"
