@@ -20,7 +20,7 @@ import numpy.typing as npt
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.core.grammar import WHITESPACE, Grammar
 from quadriga.errors import InvalidRequest
-from quadriga.text.tokenizer import load_tokenizer
+from quadriga.text.tokenizer import read_definition
 
 MAX_KEPT = 16
 """Compiled grammars that a process keeps; the one used longest ago goes first."""
@@ -280,7 +280,7 @@ def _grammars(
             f"{model_id} has no token that ends an answer, so no answer of it can have a form",
             code="invalid_grammar",
         )
-    return TokenGrammars(load_tokenizer(path, model_id).definition(), vocab_size, end_ids)
+    return TokenGrammars(read_definition(path, model_id), vocab_size, end_ids)
 
 
 def _reason(core: Any) -> str:
