@@ -22,6 +22,7 @@ from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.interfaces import PrefillChunk
+from quadriga.scheduling.decode_loop import DecodeLoop
 
 VOCAB = 130
 SIZES: dict[str, Any] = {
@@ -144,3 +145,43 @@ def make_state(prompt_ids: list[int], **sampling: Any) -> SequenceState:
 def whole_prompt(row: int, state: SequenceState) -> PrefillChunk:
     """The sequence's prompt and output so far, as one chunk."""
     return PrefillChunk(row, state.prompt_ids + state.output_ids, 0, True)
+
+
+def begin(loop: DecodeLoop, state: SequenceState, source: Any, target: Any = None) -> int:
+    """Prefill a sequence and let a loop go on with its KV; returns the row.
+
+    Args:
+        source: The runner that computes the prompt, in row 0 or in the loop's where it has both.
+        target: The loop's runner; None: the same.
+    """
+    slot = loop.reserve(state.sequence_id, state.max_total_tokens, state.num_tokens)
+    row = slot.row if target is None else 0
+    source.attach(row, state)
+    token = source.prefill([whole_prompt(row, state)])[0]
+    kv = source.read_kv(row, 0, source.num_layers, 0, len(state.prompt_ids))
+    source.detach(row)
+    (target or source).write_kv(slot.row, 0, 0, kv)
+    state.output_ids.append(token.token_id)
+    state.exit_layers.append(token.exit_layer)
+    loop.join(state)
+    return slot.row
+
+
+def assert_company_changes_nothing(runner: Any, alone: Any, prompts: list[list[int]]) -> None:
+    """A prompt in pieces beside others has the KV that it has alone and in one piece."""
+    for row, ids in enumerate(prompts):
+        runner.attach(row, make_state(ids))
+    for start in range(0, 9, 3):
+        runner.prefill(
+            [
+                PrefillChunk(row, ids[start : start + 3], start, start + 3 >= len(ids))
+                for row, ids in enumerate(prompts)
+                if start < len(ids)
+            ]
+        )
+    for row, ids in enumerate(prompts):
+        alone.attach(7, make_state(ids))
+        alone.prefill([PrefillChunk(7, ids, 0, True)])
+        wanted = alone.read_kv(7, 0, alone.num_layers, 0, len(ids))
+        assert torch.equal(runner.read_kv(row, 0, runner.num_layers, 0, len(ids)), wanted)
+        alone.detach(7)

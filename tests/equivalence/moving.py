@@ -23,7 +23,7 @@ from quadriga.scheduling.transfer.sequence_export import (
     SequenceReading,
     SequenceRemainder,
 )
-from tests.equivalence.models import whole_prompt
+from tests.equivalence.models import begin
 
 AnyRunner = NativeRunner | BatonRunner
 _names = itertools.count()
@@ -69,17 +69,7 @@ class Member:
 
     def begin(self, state: SequenceState) -> None:
         """Prefill and join."""
-        runner = self.runner
-        slot = self.loop.reserve(state.sequence_id, state.max_total_tokens, state.num_tokens)
-        runner.attach(slot.row, state)
-        token = runner.prefill([whole_prompt(slot.row, state)])[0]
-        assert token is not None
-        kv = runner.read_kv(slot.row, 0, runner.num_layers, 0, len(state.prompt_ids))
-        runner.detach(slot.row)
-        runner.write_kv(slot.row, 0, 0, kv)
-        state.output_ids.append(token.token_id)
-        state.exit_layers.append(token.exit_layer)
-        self.loop.join(state)
+        begin(self.loop, state, self.runner)
 
     @property
     def is_at_base_line(self) -> bool:

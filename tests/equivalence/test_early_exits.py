@@ -37,7 +37,7 @@ from tests.equivalence.early_exit_reference import (
     build_deep,
     save_with_exits,
 )
-from tests.equivalence.models import make_spec, make_state, whole_prompt
+from tests.equivalence.models import begin, make_spec, make_state, whole_prompt
 
 MODES: tuple[SkippedKV, ...] = ("linear", "project", "copy", "alias", "replay")
 PROMPT_LENGTHS = (1, 20, 7, 3, 12, 33, 5)
@@ -157,16 +157,7 @@ class Bench:
 
     def join(self, state: SequenceState) -> None:
         """Prefill the prompt elsewhere and hand the sequence to the loop."""
-        self.prefiller.attach(0, state)
-        token = self.prefiller.prefill([whole_prompt(0, state)])[0]
-        assert token is not None
-        slot = self.loop.reserve(state.sequence_id, state.max_total_tokens)
-        kv = self.prefiller.read_kv(0, 0, self.prefiller.num_layers, 0, len(state.prompt_ids))
-        self.runner.write_kv(slot.row, 0, 0, kv)
-        self.prefiller.detach(0)
-        state.output_ids.append(token.token_id)
-        state.exit_layers.append(token.exit_layer)
-        self.loop.join(state)
+        begin(self.loop, state, self.prefiller, self.runner)
 
     def step(self) -> list[EngineOutput]:
         self.clock.advance(0.001)

@@ -23,7 +23,7 @@ from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from quadriga.tasks import sample_examples
-from tests.equivalence.models import kernel_cache, whole_prompt
+from tests.equivalence.models import begin, kernel_cache
 from tests.random_drafter import RandomDrafter
 
 S = "quadriga-s"
@@ -92,17 +92,7 @@ def replicas_say(llm: LLM, states: list[SequenceState]) -> None:
     waiting = list(states)
     while waiting or loop.has_work:
         while waiting and loop.slots.num_free_rows:
-            state = waiting.pop(0)
-            prefill.attach(0, state)
-            (token,) = prefill.prefill([whole_prompt(0, state)])
-            assert token is not None
-            state.output_ids.append(token.token_id)
-            state.exit_layers.append(token.exit_layer)
-            kv = prefill.read_kv(0, 0, prefill.num_layers, 0, len(state.prompt_ids))
-            prefill.detach(0)
-            slot = loop.reserve(state.sequence_id, state.max_total_tokens)
-            decode.write_kv(slot.row, 0, 0, kv)
-            loop.join(state)
+            begin(loop, waiting.pop(0), prefill, decode)
         loop.step()
 
 

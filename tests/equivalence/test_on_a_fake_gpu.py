@@ -240,12 +240,7 @@ def test_a_row_goes_on_at_another_depth_on_the_device(gpu: FakeGpu) -> None:
 def test_waits_of_drafting(gpu: FakeGpu) -> None:
     runner = on_gpu(gpu, bundled("quadriga-s"))
     rows = [0, 1, 2]
-    for row in rows:
-        state = make_state([5, 6, 7 + row], max_tokens=40)
-        runner.attach(row, state)
-        [token] = runner.prefill([whole_prompt(row, state)])
-        assert token is not None
-        state.output_ids.append(token.token_id)
+    start(runner, rows)
     for _ in range(3):
         with waiting(gpu, 1):
             runner.advance(rows, 0, 1)

@@ -19,7 +19,7 @@ from quadriga.errors import DeviceMemoryExhausted
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
-from tests.equivalence.models import build, make_spec, make_state, save, whole_prompt
+from tests.equivalence.models import begin, build, make_spec, make_state, save
 
 NUM_SEQUENCES = 6
 MAX_TOKENS = 40
@@ -73,16 +73,7 @@ def make_loop(spec: EngineSpec, kv_capacity_tokens: int) -> DecodeLoop:
 def run(loop: DecodeLoop, sequences: list[SequenceState], pause_every: int = 0) -> None:
     runner = loop._runner
     for state in sequences:
-        slot = loop.reserve(state.sequence_id, state.max_total_tokens, len(state.prompt_ids))
-        runner.attach(slot.row, state)
-        token = runner.prefill([whole_prompt(slot.row, state)])[0]
-        assert token is not None
-        kv = runner.read_kv(slot.row, 0, runner.num_layers, 0, len(state.prompt_ids))
-        runner.detach(slot.row)
-        runner.write_kv(slot.row, 0, 0, kv)
-        state.output_ids.append(token.token_id)
-        state.exit_layers.append(token.exit_layer)
-        loop.join(state)
+        begin(loop, state, runner)
     for step in range(4000):
         if not loop.has_work:
             return

@@ -20,7 +20,7 @@ from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.rebuild import Replays, chunk_of, num_prefill_tokens
 from quadriga.text import load_tokenizer
-from tests.equivalence.models import make_spec, make_state, whole_prompt
+from tests.equivalence.models import begin, make_spec, make_state, whole_prompt
 from tests.equivalence.paged import load_on_pages
 
 MODES: tuple[SkippedKV, ...] = ("linear", "project", "copy", "alias", "replay")
@@ -75,25 +75,10 @@ def make_loop(of: NativeRunner) -> DecodeLoop:
     )
 
 
-def start(loop: DecodeLoop, of: NativeRunner, state: SequenceState) -> int:
-    """Prefill in the row that the loop goes on with."""
-    slot = loop.reserve(state.sequence_id, state.max_total_tokens)
-    of.attach(slot.row, state)
-    token = of.prefill([whole_prompt(slot.row, state)])[0]
-    assert token is not None
-    state.output_ids.append(token.token_id)
-    state.exit_layers.append(token.exit_layer)
-    kv = of.read_kv(slot.row, 0, of.num_layers, 0, len(state.prompt_ids))
-    of.detach(slot.row)
-    of.write_kv(slot.row, 0, 0, kv)
-    loop.join(state)
-    return slot.row
-
-
 def lost_at(of: NativeRunner, state: SequenceState, num_tokens: int) -> torch.Tensor:
     """Run a sequence to so many tokens; returns its KV, all that was skipped made up for."""
     loop = make_loop(of)
-    row = start(loop, of, state)
+    row = begin(loop, state, of)
     while len(state.output_ids) < num_tokens:
         loop.step()
     kv = filled_kv(of, row, state.num_tokens - 1)
@@ -127,9 +112,9 @@ def rebuild(
     """Compute a sequence anew, chunk by chunk; with `beside`, in one pass with another's prompt."""
     total = num_prefill_tokens(state)
     of.attach(row, state)
-    for begin in range(0, total, chunk_tokens):
-        stop = min(total, begin + chunk_tokens)
-        where = {"row": row, "start": begin, "stop": stop, "num_layers": of.num_layers}
+    for first in range(0, total, chunk_tokens):
+        stop = min(total, first + chunk_tokens)
+        where = {"row": row, "start": first, "stop": stop, "num_layers": of.num_layers}
         chunks = [chunk_of(state, **where, replays=replays)]
         if beside is not None:
             other = make_state([5 + k for k in range(9)])
@@ -148,7 +133,7 @@ def rebuild(
 
 def run_alone(of: NativeRunner, state: SequenceState) -> SequenceState:
     loop = make_loop(of)
-    start(loop, of, state)
+    begin(loop, state, of)
     while loop.has_work:
         loop.step()
     return state

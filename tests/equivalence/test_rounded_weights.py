@@ -17,9 +17,8 @@ from quadriga.engine.model_runner import NativeRunner
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.engine.weights.loading import FORM_OF_SETTING
 from quadriga.engine.weights.matrix import Form, Matrix
-from quadriga.interfaces import PrefillChunk
 from quadriga.llm import LLM
-from tests.equivalence.models import make_spec, make_state, save
+from tests.equivalence.models import assert_company_changes_nothing, make_spec, save
 from tests.equivalence.test_gguf import SIZES, logits_of, made, some_ids
 
 FORMS: list[WeightForm] = ["float16", "bfloat16", "int8"]
@@ -66,26 +65,9 @@ def test_compiled_is_plain_torch(folder: Path, form: WeightForm) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_company_and_threads_change_nothing(folder: Path, form: WeightForm) -> None:
-    """A prompt in pieces beside others has the KV that it has alone and in one piece."""
-    runner = load(folder, weights=form)
+    runner, alone = (load(folder, weights=form, threads=n) for n in (1, 3))
     prompts = [some_ids(300)[:n] for n in (1, 2, 3, 5, 7, 8, 9)]
-    for row, ids in enumerate(prompts):
-        runner.attach(row, make_state(ids))
-    for begin in range(0, 9, 3):
-        runner.prefill(
-            [
-                PrefillChunk(row, ids[begin : begin + 3], begin, begin + 3 >= len(ids))
-                for row, ids in enumerate(prompts)
-                if begin < len(ids)
-            ]
-        )
-    alone = load(folder, weights=form, threads=3)
-    for row, ids in enumerate(prompts):
-        alone.attach(7, make_state(ids))
-        alone.prefill([PrefillChunk(7, ids, 0, True)])
-        wanted = alone.read_kv(7, 0, alone.num_layers, 0, len(ids))
-        assert torch.equal(runner.read_kv(row, 0, runner.num_layers, 0, len(ids)), wanted)
-        alone.detach(7)
+    assert_company_changes_nothing(runner, alone, prompts)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -13,8 +13,7 @@ from quadriga.engine import load_runner
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.engine.weights.matrix import Form
 from quadriga.gguf.cache import converted_folder, plain_folder
-from quadriga.interfaces import PrefillChunk
-from tests.equivalence.models import make_spec, make_state
+from tests.equivalence.models import assert_company_changes_nothing, make_spec
 from tests.equivalence.test_gguf import SIZES, logits_of, made, some_ids
 from tests.gguf_files import write_model
 
@@ -65,22 +64,5 @@ def test_plain_torch(folders: tuple[Path, Path]) -> None:
 
 
 def test_company_changes_nothing(folders: tuple[Path, Path]) -> None:
-    """A prompt in pieces beside others has the KV that it has alone and in one piece."""
     runner = load_runner(make_spec(folders[0], compile="wait"))
-    prompts = [some_ids(320)[:n] for n in LENGTHS[:7]]
-    for row, ids in enumerate(prompts):
-        runner.attach(row, make_state(ids))
-    for begin in range(0, 9, 3):
-        runner.prefill(
-            [
-                PrefillChunk(row, ids[begin : begin + 3], begin, begin + 3 >= len(ids))
-                for row, ids in enumerate(prompts)
-                if begin < len(ids)
-            ]
-        )
-    for row, ids in enumerate(prompts):
-        runner.attach(7, make_state(ids))
-        runner.prefill([PrefillChunk(7, ids, 0, True)])
-        alone = runner.read_kv(7, 0, runner.num_layers, 0, len(ids))
-        assert torch.equal(runner.read_kv(row, 0, runner.num_layers, 0, len(ids)), alone)
-        runner.detach(7)
+    assert_company_changes_nothing(runner, runner, [some_ids(320)[:n] for n in LENGTHS[:7]])
