@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.core.grammar import Grammar
-from quadriga.errors import InvalidRequest
+from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.text import grammar as grammar_module
 from quadriga.text import load_tokenizer
 from quadriga.text.grammar import MAX_KEPT, TokenGrammars, allowed, grammars_of
 from quadriga.text.grammar_worker import fault
+from quadriga.text.tokenizer import read_definition
 
 CHECKPOINT = read_checkpoint("quadriga-s")
 TEXT = load_tokenizer(CHECKPOINT.path, CHECKPOINT.id)
@@ -175,3 +180,40 @@ def test_a_few_compiled_grammars_are_kept() -> None:
     assert len(mine._compiled) == MAX_KEPT
     assert Grammar.choice(["0"]) in mine._compiled
     assert Grammar.choice(["1"]) not in mine._compiled
+
+
+def test_a_replicas_grammars_are_made_without_transformers() -> None:
+    program = (
+        "import sys; from quadriga.checkpoint.folder import read_checkpoint;"
+        "from quadriga.text.grammar import grammars_of;"
+        "grammars_of(read_checkpoint('quadriga-s')); sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=100.0).returncode == 0
+    assert read_definition(CHECKPOINT.path, CHECKPOINT.id) == TEXT.definition()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"900": {"content": "<|tool|>"}}}),
+        ("tokenizer_config.json", {"bos_token": "<|tool|>", "extra_special_tokens": None}),
+        ("special_tokens_map.json", {"additional_special_tokens": ["<|tool|>"]}),
+        ("added_tokens.json", {"<|tool|>": 900}),
+    ],
+)
+def test_tokens_that_settings_add_are_in_the_vocabulary_of_grammars(
+    tmp_path: Path, name: str, settings: dict[str, object]
+) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(CHECKPOINT.path / file, tmp_path)
+    known = json.loads((tmp_path / name).read_text()) if (tmp_path / name).exists() else {}
+    (tmp_path / name).write_text(json.dumps(known | settings))
+    found = read_definition(tmp_path, "added")
+    assert found == load_tokenizer(tmp_path, "added").definition()
+    assert "<|tool|>" in found
+
+
+def test_a_broken_tokenizer_is_reported_as_where_text_is_made(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        read_definition(tmp_path, "broken")
