@@ -20,7 +20,6 @@ import numpy.typing as npt
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.core.grammar import WHITESPACE, Grammar
 from quadriga.errors import InvalidRequest
-from quadriga.text.tokenizer import read_definition
 
 MAX_KEPT = 16
 """Compiled grammars that a process keeps; the one used longest ago goes first."""
@@ -280,6 +279,8 @@ def _grammars(
             f"{model_id} has no token that ends an answer, so no answer of it can have a form",
             code="invalid_grammar",
         )
+    from quadriga.text.tokenizer_file import read_definition
+
     return TokenGrammars(read_definition(path, model_id), vocab_size, end_ids)
 
 

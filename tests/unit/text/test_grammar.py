@@ -19,7 +19,7 @@ from quadriga.text import grammar as grammar_module
 from quadriga.text import load_tokenizer
 from quadriga.text.grammar import MAX_KEPT, TokenGrammars, allowed, grammars_of
 from quadriga.text.grammar_worker import fault
-from quadriga.text.tokenizer import read_definition
+from quadriga.text.tokenizer_file import read_definition
 
 CHECKPOINT = read_checkpoint("quadriga-s")
 TEXT = load_tokenizer(CHECKPOINT.path, CHECKPOINT.id)
