@@ -77,7 +77,7 @@ async def at_injection_point(
         elif cell.moment is Moment.RESIZE:
             await _begin_resize(under_test, cell, injection, rng, folder)
         else:
-            await _begin_switch(under_test, cell, injection)
+            await _begin_switch(under_test, injection)
         yield injection
     except AgentError as exc:
         raise NotReached(str(exc)) from exc
@@ -146,17 +146,21 @@ async def _begin_migration(
     injection.parts |= {Victim.SOURCE: source, Victim.DESTINATION: destination}
     if cell.fault in IN_TRANSIT:
         return  # the transport is harmed first, then things move
-    point = {
-        Moment.RESERVE: "reserve",
-        Moment.COPY: "copy",
-        Moment.COMMIT: ("commit", "committed")[number % 2],
-    }[cell.moment]
+    points = {Moment.RESERVE: "reserve", Moment.COPY: "copy"}
+    point = points.get(cell.moment, ("commit", "committed")[number % 2])
     at = source if point == "copy" else destination
     await under_test.agent.call("do", at, "hold", point, str(folder), HOLD_LIMIT_S)
     injection.held = folder
-    move = under_test.agent.call("migrate", rng.choice(here[source]), source, destination)
-    injection.tasks.append(asyncio.create_task(move))
-    await _until_held(injection, folder)
+    while True:
+        move = under_test.agent.call("migrate", rng.choice(here[source]), source, destination)
+        injection.tasks.append(asyncio.create_task(move))
+        try:
+            await _until_held(injection, folder)
+            return
+        except NotReached as exc:  # of a sequence that the scheduler moves already: another one
+            here = await candidates(under_test)
+            if "under_way" not in str(exc) or not here.get(source) or now_s() > give_up_s:
+                raise
 
 
 async def _begin_resize(
@@ -170,11 +174,8 @@ async def _begin_resize(
     role = "prefill" if is_prefill else "decode"
     await asyncio.sleep(rng.uniform(0.3, 0.8))
     is_busy = role == "decode" and not cell.is_struck_first
-    replica = (
-        await _busy(under_test, rng)
-        if is_busy
-        else rng.choice(await under_test.agent.call("serving", role))
-    )
+    serving = await under_test.agent.call("serving", role)
+    replica = await _busy(under_test, rng) if is_busy else rng.choice(serving)
     injection.parts[Victim(role)] = replica
     await under_test.agent.call("do", replica, "hold", "change", str(folder), HOLD_LIMIT_S)
     injection.held = folder
@@ -182,9 +183,7 @@ async def _begin_resize(
     await _until_held(injection, folder)
 
 
-async def _begin_switch(
-    under_test: ServiceUnderTest, cell: Cell, injection: InjectionPoint
-) -> None:
+async def _begin_switch(under_test: ServiceUnderTest, injection: InjectionPoint) -> None:
     """A place of decode is given to the other model; its new process is loading when struck."""
     old = next(n for n in await under_test.agent.call("serving", "decode") if ":decode:0:" in n)
     injection.parts[Victim.DECODE] = old
