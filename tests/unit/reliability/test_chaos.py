@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,14 +104,28 @@ def test_a_blow_that_came_too_late_is_struck_again(
     assert bool(result.not_struck) is not is_ok
 
 
+def test_another_sequence_moves_where_the_scheduler_moves_the_first(tmp_path: Path) -> None:
+    outcomes = ["refused under_way: it is on its way already", "moved"]
+
+    async def call(verb: str, *_: Any) -> Any:
+        if verb == "migrate" and len(outcomes) == 1:
+            (tmp_path / injection_points.HELD).touch()
+        found = {"serving": ["a", "b"], "running": [("s", 9)]}
+        return outcomes.pop(0) if verb == "migrate" else found.get(verb)
+
+    cell, at = Cell(Fault.KILL, Moment.COMMIT, Victim.SOURCE), injection_points.InjectionPoint()
+    service: Any = SimpleNamespace(agent=SimpleNamespace(call=call))
+    begun = injection_points._begin_migration(service, cell, at, random.Random(0), tmp_path, 0)
+    asyncio.run(begun)
+    assert not outcomes
+
+
 @pytest.mark.parametrize("missed", ["", "the fault has met no part of any KV"])
 def test_things_move_until_the_fault_meets_one(
     missed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result, injection = (
-        CellResult(Cell(Fault.CORRUPTION, Moment.COPY, Victim.SOURCE)),
-        injection_points.InjectionPoint(),
-    )
+    result = CellResult(Cell(Fault.CORRUPTION, Moment.COPY, Victim.SOURCE))
+    injection = injection_points.InjectionPoint()
     meets = [True, True, False]
     again: list[injection_points.InjectionPoint] = []
 

@@ -14,7 +14,7 @@ import pytest
 
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.core.grammar import Grammar
-from quadriga.errors import ConfigError, InvalidRequest
+from quadriga.errors import InvalidRequest
 from quadriga.text import grammar as grammar_module
 from quadriga.text import load_tokenizer
 from quadriga.text.grammar import MAX_KEPT, TokenGrammars, allowed, grammars_of
@@ -211,9 +211,3 @@ def test_tokens_that_settings_add_are_in_the_vocabulary_of_grammars(
     found = read_definition(tmp_path, "added")
     assert found == load_tokenizer(tmp_path, "added").definition()
     assert "<|tool|>" in found
-
-
-def test_a_broken_tokenizer_is_reported_as_where_text_is_made(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        read_definition(tmp_path, "broken")
