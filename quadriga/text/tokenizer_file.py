@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from quadriga.checkpoint.json_files import read_object
 from quadriga.text.tokenizer import load_tokenizer
 
@@ -19,8 +21,6 @@ def read_definition(path: Path, model_id: str) -> str:
     Raises:
         ConfigError: As `load_tokenizer`.
     """
-    from tokenizers import Tokenizer
-
     with suppress(Exception):  # the library has no better one; `load_tokenizer` says what is wrong
         core = Tokenizer.from_file(str(path / "tokenizer.json"))
         core.no_truncation()

@@ -14,7 +14,7 @@ import pytest
 
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.core.grammar import Grammar
-from quadriga.errors import InvalidRequest
+from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.text import grammar as grammar_module
 from quadriga.text import load_tokenizer
 from quadriga.text.grammar import MAX_KEPT, TokenGrammars, allowed, grammars_of
@@ -190,6 +190,8 @@ def test_a_replicas_grammars_are_made_without_transformers() -> None:
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=100.0).returncode == 0
     assert read_definition(CHECKPOINT.path, CHECKPOINT.id) == TEXT.definition()
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        read_definition(Path("nowhere"), "nowhere")
 
 
 @pytest.mark.parametrize(
