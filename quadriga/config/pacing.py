@@ -7,7 +7,7 @@ and say so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from quadriga.errors import ConfigError
@@ -44,6 +44,16 @@ class PaceProfile:
     def pass_s(self, share: float, num_sequences: int, num_tokens: int) -> float:
         """Seconds through this share of the layers."""
         return share * self.step_s(num_sequences, num_tokens)
+
+    def slowed(self, factor: int) -> PaceProfile:
+        """The profile of a device on which everything takes `factor` times as long."""
+        return replace(
+            self,
+            name=f"{self.name}*{factor}",
+            base_s=factor * self.base_s,
+            per_sequence_s=factor * self.per_sequence_s,
+            per_token_s=factor * self.per_token_s,
+        )
 
 
 # ARES §5.3 measures one point: 18.23 ms a step for DeepSeek-R1-Distill-Qwen-7B on an RTX 4090D
@@ -105,16 +115,18 @@ PROFILES: dict[str, PaceProfile] = {
 
 
 def find_profile(name: str) -> PaceProfile:
-    """Return a profile by name.
+    """Return a profile by name; `NAME*5` is of a device five times as slow.
 
     Raises:
         ConfigError: There is none of this name.
     """
-    profile = PROFILES.get(name)
-    if profile is None:
+    known, times, slow = name.partition("*")
+    profile = PROFILES.get(known)
+    if profile is None or (times and not (slow.isdecimal() and int(slow))):
         raise ConfigError(
             f"decode.pace: {name!r} is not a known profile; use one of "
-            f"{', '.join(sorted(PROFILES))}, or null for full speed",
+            f"{', '.join(sorted(PROFILES))}, with *5 behind it for a device five times as slow, "
+            "or null for full speed",
             param="decode.pace",
         )
-    return profile
+    return profile.slowed(int(slow)) if times else profile

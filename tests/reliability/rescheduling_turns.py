@@ -5,7 +5,7 @@ same processes twice, with placement and moves by forecast and with placement by
 moves, each way first in every second pair. So a pair shares its machine's mood, its warm caches and
 its chance; what differs is ARES. At every rate, with exits and without:
 
-    good      requests that kept the SLO of `bench rescheduling`, on over off
+    good      requests that kept the SLO of the paced cluster, on over off
     speed     P99 of a token's time, off over on
 
 It fails where an interval over the pairs lies below 0.98: what is on by default may not cost.
@@ -19,12 +19,13 @@ from collections.abc import Callable
 from typing import Any
 
 from loadgen.bench.cluster.paced_cluster import (
-    KV_CAPACITY_TOKENS,
-    PROFILE,
     REQUEST_TIMEOUT_S,
+    add_cluster_arguments,
+    pace_of,
     settings_of,
+    slo_of,
 )
-from loadgen.bench.cluster.rescheduling import SLO_TPOT_FACTOR, SLO_TTFT_S, make_specs
+from loadgen.bench.cluster.rescheduling import make_specs
 from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
 from loadgen.checker.judge import Judgement
 from loadgen.comparison.pairs import LEAST_RATIO, paired_ratio
@@ -32,12 +33,10 @@ from loadgen.event_loop import run_event_loop
 from loadgen.load.workload import RequestSpec
 from loadgen.options import number, whole
 from loadgen.report.experiment import print_line, say, show
-from loadgen.report.metrics import LoadSlo, LoadSummary, summarise
-from loadgen.report.output import add_out_argument
+from loadgen.report.metrics import LoadSummary, summarise
 from loadgen.runner import Live, LoadOptions, now_s, run_load
 from loadgen.target import Target
 from loadgen.wire.client_http import HttpClient, parse_url
-from quadriga.config.pacing import find_profile
 from quadriga.ports import free_port
 from tests.reliability.cluster.control import ClusterControl, cluster_control
 
@@ -48,7 +47,7 @@ FEWEST_GOOD = 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--model", default="quadriga-s", help="bundled id")
+    add_cluster_arguments(parser)
     parser.add_argument(
         "--rates", type=number(0), nargs="+", default=[2.0, 6.0, 10.0], help="requests per second"
     )
@@ -57,9 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--pairs", type=whole(2), default=4, help="of turns, at each rate")
     parser.add_argument("--duration-s", type=number(0), default=20.0, help="arrivals of a turn")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
-    parser.add_argument("--decode", type=whole(2, 16), default=3, help="decode replicas")
-    add_out_argument(parser, "results/bench")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         with started_service(settings, log=log) as service:
             found |= run_event_loop(lambda e=exits, s=service: _measure(args, e, s))  # type: ignore[misc]
     columns: dict[str, Callable[[str], object]] = {"exits, rate": lambda name: name}
-    for name in ("good", "speed", "good_shares", "p99_ms", "failed"):
+    for name in ("good", "speed", "good_shares", "p50_ms", "p99_ms", "failed"):
         columns[name] = lambda key, name=name: found[key][name]  # type: ignore[misc]
     show(found, columns, title="ARES over none: ratios, with intervals over pairs of turns")
     costs = [
@@ -91,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         "bench rescheduling-turns", surely_below=costs, failed=failed, results=results,
         config={
             "model": args.model, "pairs": args.pairs, "duration_s": args.duration_s,
-            "seed": args.seed, "decode": args.decode, "pace": PROFILE,
+            "seed": args.seed, "decode": args.decode, "pace": pace_of(args),
         },
     )  # fmt: skip
     return 1 if failed or costs else 0
@@ -139,17 +135,21 @@ async def _turn(
     await control.agent.call("reschedule", is_on)
     judgement = Judgement(Target(args.model, None))
     result = await run_load(specs, client, args.model, judgement, LoadOptions(), Live())
-    half_full_s = find_profile(PROFILE).step_s(0, KV_CAPACITY_TOKENS // 2)
-    return summarise(result, LoadSlo(SLO_TTFT_S, SLO_TPOT_FACTOR * half_full_s))
+    found = summarise(result, slo_of(args))
+    p99_ms = 1e3 * (found.tpot.p99 or 0.0)
+    say(f"ARES {'on' if is_on else 'off'}: good {found.good_share}, P99 of a token {p99_ms:.1f} ms")
+    return found
 
 
 def ratios_of(pairs: list[tuple[LoadSummary, LoadSummary]]) -> dict[str, Any]:
     """What the turns with ARES came to, over those without: at least 1 is as good."""
+    p50s = [(on.tpot.p50 or 0.0, off.tpot.p50 or 0.0) for on, off in pairs]
     p99s = [(on.tpot.p99 or 0.0, off.tpot.p99 or 0.0) for on, off in pairs]
     return {
         "good": paired_ratio([(_good(on), _good(off)) for on, off in pairs]),
         "speed": paired_ratio([(off, on) for on, off in p99s]),
         "good_shares": _means([(on.good_share or 0.0, off.good_share or 0.0) for on, off in pairs]),
+        "p50_ms": _means([(1e3 * on, 1e3 * off) for on, off in p50s]),
         "p99_ms": _means([(1e3 * on, 1e3 * off) for on, off in p99s]),
         "failed": sum(turn.failed + turn.refused for pair in pairs for turn in pair),
     }

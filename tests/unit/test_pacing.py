@@ -24,9 +24,15 @@ def test_every_profile_says_where_it_comes_from() -> None:
         assert profile.step_s(1, 1) < profile.step_s(32, 20_000)
 
 
-def test_an_unknown_profile_is_refused() -> None:
+def test_a_slower_device_takes_that_many_times_as_long_for_any_step() -> None:
+    slow, fast = find_profile("steady-15ms*5"), find_profile("steady-15ms")
+    assert slow.step_s(32, 900) == pytest.approx(5 * fast.step_s(32, 900))
+
+
+@pytest.mark.parametrize("name", ["warp", "steady-15ms*0", "steady-15ms*", "steady-15ms*fast"])
+def test_an_unknown_profile_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="steady-15ms") as refusal:
-        find_profile("warp")
+        find_profile(name)
     assert refusal.value.param == "decode.pace"
 
 

@@ -18,6 +18,9 @@ from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
 from loadgen.checker.judge import Judgement
 from loadgen.event_loop import run_event_loop
 from loadgen.load.workload import RequestSpec
+from loadgen.options import whole
+from loadgen.report.metrics import LoadSlo
+from loadgen.report.output import add_out_argument
 from loadgen.runner import Live, LoadOptions, RunResult, now_s, run_load
 from loadgen.target import Target
 from loadgen.wire.client_http import HttpClient, parse_url
@@ -44,15 +47,44 @@ INTERVAL_S = 0.5
 SAMPLE_EVERY_S = 0.5
 COUNT_EVERY_S = 1.0
 """Replicas push their counters once a second."""
-REQUEST_TIMEOUT_S = 300.0
+REQUEST_TIMEOUT_S = 900.0
+REFERENCE_STEP_S = 0.02
+SLO_TTFT_S = 5.0
+SLO_TPOT_FACTOR = 1.5
 
 MakeSpecs = Callable[[HttpClient], Awaitable[list[RequestSpec]]]
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name the cluster, and what is done with the figures."""
+    parser.add_argument("--model", default="quadriga-s", help="bundled id")
+    parser.add_argument("--decode", type=whole(2, 16), default=3, help="decode replicas")
+    parser.add_argument(
+        "--slow",
+        type=whole(1, 100),
+        default=1,
+        help="devices so many times as slow, requests so much rarer and for so much longer: for a "
+        "machine that cannot do the work of three in the time of their steps",
+    )
+    parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
+    add_out_argument(parser, "results/bench")
+
+
+def pace_of(args: argparse.Namespace) -> str:
+    """The pace of the decode replicas."""
+    return f"{PROFILE}*{args.slow}"
+
+
+def slo_of(args: argparse.Namespace) -> LoadSlo:
+    """A good request's first token comes within 5 s, and its tokens, on average, within 1.5 times
+    the step of a replica whose memory is half full."""
+    half_full_s = find_profile(pace_of(args)).step_s(0, KV_CAPACITY_TOKENS // 2)
+    return LoadSlo(args.slow * SLO_TTFT_S, SLO_TPOT_FACTOR * half_full_s)
 
 
 def settings_of(args: argparse.Namespace, policy: str, admin_port: int) -> list[str]:
     """Return the service's settings under a policy."""
     checkpoint = read_checkpoint(args.model)
-    find_profile(PROFILE)
     token_bytes = checkpoint.kv_bytes_per_token(checkpoint.num_layers, 4)
     return [
         f"model={args.model}",
@@ -64,7 +96,8 @@ def settings_of(args: argparse.Namespace, policy: str, admin_port: int) -> list[
         f"engine.kv_memory_bytes={KV_CAPACITY_TOKENS * token_bytes}",
         "decode.reservation=used",
         "decode.rebatching=off",
-        f"decode.pace={PROFILE}",
+        f"decode.pace={pace_of(args)}",
+        f"scheduler.ares.reference_step_s={args.slow * REFERENCE_STEP_S}",
         f"scheduler.snapshot_interval_s={INTERVAL_S}",
         f"scheduler.ares.interval_s={INTERVAL_S}",
         f"admin.port={admin_port}",

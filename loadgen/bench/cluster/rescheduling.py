@@ -12,9 +12,6 @@ started anew; every response is checked, and the answers of all runs are compare
     ares            placement by least work, and moves by the forecast of the length heads
     ares-placement  placement by the forecast too, after the prompt is computed
 
-A request is good that has its first token within 5 s, and whose tokens come, on average, within 1.5
-times the step of a replica whose memory is half full.
-
 Source: ARES §6.2 and §6.5 (goodput, P99 TPOT, variance of step times between replicas).
 """
 
@@ -29,9 +26,11 @@ from loadgen.bench.cluster.paced_cluster import (
     KV_CAPACITY_TOKENS,
     MAX_TOKENS,
     POLICIES,
-    PROFILE,
+    add_cluster_arguments,
+    pace_of,
     play,
     settings_of,
+    slo_of,
 )
 from loadgen.bench.cluster.rescheduling_report import (
     PolicyRun,
@@ -48,17 +47,13 @@ from loadgen.load.arrivals import parse_arrivals
 from loadgen.load.workload import RequestSpec, from_tasks
 from loadgen.options import number, whole
 from loadgen.report.experiment import print_line, say
-from loadgen.report.metrics import LoadSlo, summarise, tpot_s
-from loadgen.report.output import add_out_argument
+from loadgen.report.metrics import summarise, tpot_s
 from loadgen.runner import RunResult
 from loadgen.wire.client_http import HttpClient
-from quadriga.config.pacing import find_profile
 
 __all__ = ["POLICIES", "add_arguments", "make_specs", "run", "settings_of"]
 
 TASKS = "repeat,story,count,copy"
-SLO_TTFT_S = 5.0
-SLO_TPOT_FACTOR = 1.5
 LONG_TOKENS = 20
 """TPOT of shorter answers is mostly the hand-over from prefill; the tail without them is shown
 beside."""
@@ -66,7 +61,7 @@ beside."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--model", default="quadriga-s", help="bundled id")
+    add_cluster_arguments(parser)
     parser.add_argument(
         "--policies",
         nargs="+",
@@ -77,9 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=whole(1), default=2, help="runs of each policy, in turns")
     parser.add_argument("--duration-s", type=number(0), default=60.0, help="arrivals of a run")
     parser.add_argument("--rate", type=number(0), default=6.0, help="requests per second, Poisson")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
-    parser.add_argument("--decode", type=whole(2, 16), default=3, help="decode replicas")
-    add_out_argument(parser, "results/bench")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         different_from_first_run=by_run,
         config={
             "model": args.model, "rate": args.rate, "requests": len(specs), "seed": args.seed,
-            "decode": args.decode, "pace": PROFILE, "kv_capacity_tokens": KV_CAPACITY_TOKENS,
+            "decode": args.decode, "pace": pace_of(args), "kv_capacity_tokens": KV_CAPACITY_TOKENS,
             "tasks": TASKS, "interval_s": INTERVAL_S, "rounds": args.rounds,
         },
     )  # fmt: skip
@@ -117,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 def make_specs(args: argparse.Namespace) -> list[RequestSpec]:
     """Return the requests, the same for every run."""
     count = max(1, round(args.rate * args.duration_s))
-    arrivals = parse_arrivals(f"poisson:{args.rate!r}")
+    arrivals = parse_arrivals(f"poisson:{args.rate / args.slow!r}")
     return from_tasks(count, arrivals, seed=args.seed, max_tokens=MAX_TOKENS, tasks=TASKS)
 
 
@@ -135,18 +127,19 @@ def _measure(
 
     say(f"run {turn + 1}, {policy}: {len(specs)} requests to a service started for it")
     played = play(args, policy, same)
-    done = _run_of(policy, played.result, played.views)
+    done = _run_of(args, policy, played.result, played.views)
     say(f"run {turn + 1}, {policy}: P99 TPOT {1e3 * (done.summary.tpot.p99 or 0.0):.1f} ms")
     return done
 
 
-def _run_of(policy: str, result: RunResult, samples: list[dict[str, Any]]) -> PolicyRun:
+def _run_of(
+    args: argparse.Namespace, policy: str, result: RunResult, samples: list[dict[str, Any]]
+) -> PolicyRun:
     passed = [r for r in result.records if r.verdict.outcome is Outcome.OK]
     tpots = [(r, value) for r in passed if (value := tpot_s(r)) is not None]
-    half_full_s = find_profile(PROFILE).step_s(0, KV_CAPACITY_TOKENS // 2)
     return PolicyRun(
         policy=policy,
-        summary=summarise(result, LoadSlo(SLO_TTFT_S, SLO_TPOT_FACTOR * half_full_s)),
+        summary=summarise(result, slo_of(args)),
         tpot_s=[value for _, value in tpots],
         long_tpot_s=[v for r, v in tpots if r.verdict.choices[0].num_tokens >= LONG_TOKENS],
         step_variance_ms2=step_variances(samples),
