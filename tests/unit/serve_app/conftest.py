@@ -50,7 +50,7 @@ def model() -> ServedModel:
 
 @pytest_asyncio.fixture
 async def make_stand() -> AsyncIterator[MakeStand]:
-    """Make stands; arguments without a name here go to `FakeCluster`."""
+    """Make stands, over a new cluster or a given one; other arguments go to `FakeCluster`."""
     made: list[Stand] = []
 
     async def make(
@@ -58,16 +58,18 @@ async def make_stand() -> AsyncIterator[MakeStand]:
         config: dict[str, Any] | None = None,
         keys: ApiKeys | None = None,
         adapter: str = "",
+        ingress_id: str = "ingress-0",
+        cluster: FakeCluster | None = None,
         **fake: Any,
     ) -> Stand:
         script = [*MODEL.tokenizer.encode(ANSWER), END_ID]
-        cluster = FakeCluster("quadriga-s", script, **fake)
+        cluster = cluster or FakeCluster("quadriga-s", script, **fake)
         engine = EngineClient(
             load_config(config or {}),
             ModelDirectory([MODEL, replace(MODEL, adapter=adapter)] if adapter else [MODEL]),
             keys or ApiKeys(),
             cluster,
-            ingress_id="ingress-0",
+            ingress_id=ingress_id,
         )
         engine.start()
         app = HttpServer(engine).application()
@@ -76,7 +78,7 @@ async def make_stand() -> AsyncIterator[MakeStand]:
         return made[-1]
 
     yield make
-    for stand in made:
+    for stand in reversed(made):
         await stand.http.aclose()
         await stand.engine.close()
 
