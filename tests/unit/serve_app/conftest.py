@@ -58,11 +58,12 @@ async def make_stand() -> AsyncIterator[MakeStand]:
         config: dict[str, Any] | None = None,
         keys: ApiKeys | None = None,
         adapter: str = "",
+        says: str = ANSWER,
         ingress_id: str = "ingress-0",
         cluster: FakeCluster | None = None,
         **fake: Any,
     ) -> Stand:
-        script = [*MODEL.tokenizer.encode(ANSWER), END_ID]
+        script = [*MODEL.tokenizer.encode(says), END_ID]
         cluster = cluster or FakeCluster("quadriga-s", script, **fake)
         engine = EngineClient(
             load_config(config or {}),
