@@ -32,6 +32,7 @@ from quadriga.core.routing import AutoReport
 from quadriga.errors import ConfigError, ReplicaDied
 from quadriga.policies.helios import Resize, Switch
 from quadriga.policies.helios.history import unpack_table
+from tests.settled import settled
 
 S2, S4, S8 = (DepthClass("quadriga-s", k) for k in (2, 4, 8))
 L12 = DepthClass("quadriga-l", 12)
@@ -106,8 +107,7 @@ class Stand:
     async def tick(self) -> None:
         self.control.tick()
         self.strict.escalate(10.0)
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await settled()
 
     async def ticks(self, count: int) -> None:
         """Tick once a second."""
@@ -259,8 +259,7 @@ async def test_a_late_answer_leaves_the_next_order_alone(
     await asyncio.sleep(0)
     control.operator.carry_out(Switch(2, "prefill:0", L12, 500.0, "why"))
     answered.set()
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await settled()
     assert control.pools.changing == PREFILL
     assert control.operator.under_way is not None and control.operator.under_way.order.order_id == 2
 
@@ -663,8 +662,7 @@ async def test_on_a_gpu_a_resize_is_carried_out_as_a_switch(make_stand: MakeStan
     for key, spec in specs.items():
         specs[key] = replace(spec, engine=replace(spec.engine, device="cuda"))
     control.operator.carry_out(Resize(1, "decode:0", S4, 500.0, "why"))
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await settled()
     assert not stand.of("resize"), "the engine would refuse it"
     assert control.pools.specs()[DECODE].engine.depth_class == S4
     assert control.operator.under_way is not None
