@@ -35,9 +35,11 @@ class Stand:
     cluster: FakeCluster
     http: httpx.AsyncClient
 
-    async def complete(self, **fields: Any) -> httpx.Response:
+    async def complete(
+        self, *, headers: dict[str, str] | None = None, **fields: Any
+    ) -> httpx.Response:
         body = {"model": "quadriga-s", "prompt": "hi", "max_tokens": 100} | fields
-        return await self.http.post("/v1/completions", json=body)
+        return await self.http.post("/v1/completions", json=body, headers=headers)
 
 
 MakeStand = Callable[..., Awaitable[Stand]]
