@@ -68,12 +68,19 @@ async def test_tokens_that_continue_are_gathered_while_the_ingress_is_busy() -> 
     assert [e.token_ids for e in reply.emissions] == [[2, 3]]
 
 
-async def test_a_reply_that_comes_late_enough_is_not_held_back() -> None:
+@pytest.mark.parametrize(
+    ("spacing_s", "pause_s"),
+    [(0.005, 0.010), (1.0, MAX_SPACING_S)],
+    ids=["twice the spacing", "the longest there is"],
+)
+async def test_a_reply_that_comes_late_enough_is_not_held_back(
+    spacing_s: float, pause_s: float
+) -> None:
     clock = ManualClock()
-    outputs = OutputDispatcher("x", clock, 2.0, spacing_s=0.005)
+    outputs = OutputDispatcher("x", clock, 2.0, spacing_s=spacing_s)
     waiting = asyncio.create_task(outputs.poll("i", await two_sent(outputs), 10.0))
     await settled()
-    clock.advance(0.010)
+    clock.advance(pause_s)
     outputs.put([("i", token(2, "a"))])
     await settled()
     assert waiting.done()
@@ -100,17 +107,6 @@ async def test_what_somebody_waits_for_goes_out_at_once(urgent: EngineOutput) ->
     await settled()
     assert waiting.done()
     assert len((await waiting).emissions) == 2
-
-
-async def test_a_long_pause_is_cut() -> None:
-    clock = ManualClock()
-    outputs = OutputDispatcher("x", clock, 2.0, spacing_s=1.0)
-    waiting = asyncio.create_task(outputs.poll("i", await two_sent(outputs), 10.0))
-    await settled()
-    clock.advance(MAX_SPACING_S)
-    outputs.put([("i", token(2, "a"))])
-    await settled()
-    assert waiting.done()
 
 
 async def test_news_that_does_not_wake_goes_with_the_next() -> None:
