@@ -49,7 +49,11 @@ SCALING = {
 
 
 class Stand:
-    """A control over a fleet of records; calls to actors are written down and answered here."""
+    """A control over a fleet of records; calls to actors are written down and answered here.
+
+    Attributes:
+        running: Sequences that run, by replica, as the answered loads say.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
         self.calls: list[tuple[Any, ...]] = []
