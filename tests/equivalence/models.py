@@ -147,6 +147,14 @@ def whole_prompt(row: int, state: SequenceState) -> PrefillChunk:
     return PrefillChunk(row, state.prompt_ids + state.output_ids, 0, True)
 
 
+def start_row(runner: Any, row: int, state: SequenceState) -> None:
+    """Attach a sequence, compute its prompt, and give it its first token."""
+    runner.attach(row, state)
+    [token] = runner.prefill([whole_prompt(row, state)])
+    assert token is not None
+    state.output_ids.append(token.token_id)
+
+
 def begin(loop: DecodeLoop, state: SequenceState, source: Any, target: Any = None) -> int:
     """Prefill a sequence and let a loop go on with its KV; returns the row.
 

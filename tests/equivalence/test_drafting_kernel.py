@@ -17,7 +17,7 @@ from quadriga.core.request import SequenceState
 from quadriga.engine.compiled import CompiledDecoder
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.interfaces import MAX_DRAFTED, Drafted, DraftPlan
-from tests.equivalence.models import VARIANTS, make_spec, make_state, whole_prompt
+from tests.equivalence.models import VARIANTS, make_spec, make_state, start_row, whole_prompt
 from tests.equivalence.test_lossless import family, spec_of
 
 PROJECTED = "opt-post-norm-projected"
@@ -30,10 +30,7 @@ def begin(runner: NativeRunner, rows: list[int], seed: int) -> dict[int, Sequenc
     random, made = Random(seed), {}
     for row in rows:
         state = make_state([random.randrange(3, 120) for _ in range(random.randint(1, 40))])
-        runner.attach(row, state)
-        [token] = runner.prefill([whole_prompt(row, state)])
-        assert token is not None
-        state.output_ids.append(token.token_id)
+        start_row(runner, row, state)
         made[row] = state
     return made
 

@@ -34,7 +34,7 @@ from quadriga.interfaces import MAX_DRAFTED, PrefillChunk
 from tests.architecture.bounds import Bound
 from tests.equivalence import test_lossless as lossless
 from tests.equivalence import test_pause as pausing
-from tests.equivalence.models import build, make_spec, make_state, save, whole_prompt
+from tests.equivalence.models import build, make_spec, make_state, save, start_row, whole_prompt
 from tests.equivalence.paged import (
     assert_no_page_is_held,
     cache_of,
@@ -395,10 +395,7 @@ def start(runner: NativeRunner, rows: list[int]) -> list[SequenceState]:
     made = []
     for row in rows:
         state = make_state([5, 6, 7 + row], max_tokens=40)
-        runner.attach(row, state)
-        [token] = runner.prefill([whole_prompt(row, state)])
-        assert token is not None
-        state.output_ids.append(token.token_id)
+        start_row(runner, row, state)
         made.append(state)
     return made
 

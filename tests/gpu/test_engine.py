@@ -22,7 +22,7 @@ from quadriga.engine import load_runner
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError
 from quadriga.interfaces import PrefillChunk
-from tests.equivalence.models import VARIANTS, build, make_spec, make_state, save, whole_prompt
+from tests.equivalence.models import VARIANTS, build, make_spec, make_state, save, start_row
 from tests.equivalence.paged import assert_no_page_is_held, cache_of, graphs_of
 from tests.equivalence.test_early_exits import (
     MODES,
@@ -188,11 +188,7 @@ def test_a_step_waits_for_the_gpu_once() -> None:
     spec = replace(spec, exits=spec.checkpoint.exits, skipped_kv="project")
     runner = load_on_gpu(spec)
     for row in range(4):
-        state = make_state([5, 6, 7 + row], max_tokens=40)
-        runner.attach(row, state)
-        [token] = runner.prefill([whole_prompt(row, state)])
-        assert token is not None
-        state.output_ids.append(token.token_id)
+        start_row(runner, row, make_state([5, 6, 7 + row], max_tokens=40))
     rows = list(range(4))
     for _ in range(3):  # records
         for segment in range(len(runner.segment_ends)):

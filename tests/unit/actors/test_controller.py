@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-import actors.controller.controller
+from actors.controller import controller as module
 from actors.controller.controller import Controller
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
@@ -20,6 +20,7 @@ from quadriga.control.desired import Desired
 from quadriga.errors import ConfigError, ReplicaDied
 
 CONFIG = load_config({}).model_dump(mode="json")
+NOTHING = Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {})
 
 
 class Failing:
@@ -37,29 +38,31 @@ class Failing:
         return self._answer
 
 
+async def unheard(*_: Any, **__: Any) -> None:
+    """A call whose answer nobody needs."""
+
+
 @asynccontextmanager
 async def controller(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> AsyncIterator[Controller]:
     """One over no cluster; `parts` of its module are exchanged."""
-    nothing = Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {})
     usual = {
         "living_replicas": Failing([]),
         "groups_of": Failing([]),
-        "resolve_here": Failing(nothing),
+        "resolve_here": Failing(NOTHING),
+        "remove": lambda name, _: None,
+        "end_this_actor": unheard,
         "TICK_S": 0.001,
     }
     for name, part in (usual | parts).items():
-        monkeypatch.setattr(actors.controller.controller, name, part)
+        monkeypatch.setattr(module, name, part)
     kept: dict[str, bytes] = {}
     monkeypatch.setattr("actors.controller.controller_store.load", lambda _, what: kept.get(what))
     monkeypatch.setattr(
         "actors.controller.controller_store.save", lambda _, what, value: kept.update({what: value})
     )
-
-    async def unheard(*_: Any, **__: Any) -> None:
-        return
-
     monkeypatch.setattr("actors.controller.watchdogs.call", unheard)
     monkeypatch.setattr("actors.controller.drain.LeavingNodes.look", unheard)
+    monkeypatch.setattr("actors.controller.replica_manager.ReplicaManager.tell_scheduler", unheard)
     made = Controller("app", CONFIG)
     try:
         yield made
@@ -96,12 +99,9 @@ async def test_a_replica_that_ray_does_not_find_now_keeps_its_place(
     async def find_actor(*_: Any) -> Any:
         return found()
 
-    monkeypatch.setattr(
-        actors.controller.controller, "remove", lambda name, _: removed.append(name)
-    )
-    monkeypatch.setattr("actors.controller.replica_manager.ReplicaManager.tell_scheduler", _nothing)
     async with controller(
         monkeypatch,
+        remove=lambda name, _: removed.append(name),
         living_replicas=living,
         find_actor=find_actor,
         groups_of=lambda *_: ["app:decode:0:abc"],
@@ -114,11 +114,10 @@ async def test_a_replica_that_ray_does_not_find_now_keeps_its_place(
 
 async def test_what_cannot_be_served_yet_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The nodes with the GPUs may join later than the controller is back."""
-    nothing = Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {})
     missing = [ConfigError("the cluster has no GPU")] * 3
-    async with controller(monkeypatch, resolve_here=Failing(nothing, *missing)) as made:
+    async with controller(monkeypatch, resolve_here=Failing(NOTHING, *missing)) as made:
         await until(lambda: made._error == "the cluster has no GPU")
-        await until(lambda: made._desired is nothing)
+        await until(lambda: made._desired is NOTHING)
         await until(lambda: made._error is None)
 
 
@@ -210,11 +209,6 @@ async def test_a_controller_that_ends_accepts_no_configuration(
     ending = asyncio.Event()
     forgotten: list[str] = []
     monkeypatch.setattr("actors.controller.controller_store.forget", forgotten.append)
-
-    async def end() -> None:
-        return
-
-    monkeypatch.setattr(actors.controller.controller, "end_this_actor", end)
     async with controller(monkeypatch) as made:
         await until(lambda: made._desired is not None)
         saving = asyncio.Event()
@@ -263,12 +257,9 @@ async def test_replicas_unknown_to_the_controller_are_found_later_too(
         if len(found) == 1:
             raise ReplicaDied("the store is slow", code="unreachable")
 
-    monkeypatch.setattr(
-        actors.controller.controller, "remove", lambda name, _: removed.append(name)
-    )
-    monkeypatch.setattr("actors.controller.replica_manager.ReplicaManager.tell_scheduler", _nothing)
     async with controller(
         monkeypatch,
+        remove=lambda name, _: removed.append(name),
         find_actor=find_actor,
         living_replicas=living_replicas,
         groups_of=lambda _: [g for g in groups if g.startswith("app:")],
@@ -301,8 +292,7 @@ async def test_the_application_ends_whatever_fails(monkeypatch: pytest.MonkeyPat
         "actors.controller.controller_store.forget",
         Failing(None, RuntimeError("the store is away")),
     )
-    monkeypatch.setattr(actors.controller.controller, "end_this_actor", end)
-    async with controller(monkeypatch) as made:
+    async with controller(monkeypatch, end_this_actor=end) as made:
         told: list[str] = []
 
         async def call(_: str, method: str, *__: Any, **___: Any) -> None:
@@ -320,12 +310,8 @@ async def test_the_application_ends_whatever_fails(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("actors.controller.watchdogs.create_or_get", make)
         await made._scheduler.configure(CONFIG, [], 0.0)
         assert make.num_calls == 0, "who ends makes no scheduler"
-    async with controller(monkeypatch) as made:
+    async with controller(monkeypatch, end_this_actor=end) as made:
         monkeypatch.setattr(made._manager, "stop_all", fail)
         with pytest.raises(KeyError):
             await made._end("stopped")
         assert ended.num_calls == 2
-
-
-async def _nothing(*_: Any) -> None:
-    return

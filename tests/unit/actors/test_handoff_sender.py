@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from actors.kv_transfer.handoff_sender import OutgoingTransfer
-from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.kv import Accepted, TransferOffer
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.scheduling.transfer.handoff import LeaseState
+from tests.settled import settled
 
 CLASS = DepthClass("m", 8)
 
@@ -41,34 +41,14 @@ class Peer:
 
 
 def transfer() -> OutgoingTransfer:
-    offer = TransferOffer(
-        transfer_id="t",
-        sequence_id="s",
-        depth_class=CLASS,
-        source="a",
-        epoch=1,
-        num_tokens=1,
-        max_total_tokens=9,
-        transport="gloo",
-        lease_s=30.0,
-    )
+    offer = TransferOffer("t", "s", CLASS, "a", 1, 1, 9, "gloo", 30.0)
     info = Accepted(ReplicaInfo("b", Role.DECODE, CLASS, "n", "i", 8, 4096))
     peer: Any = Peer()
     return OutgoingTransfer(offer, info, peer, peer, 5.0)
 
 
 def state() -> SequenceState:
-    return SequenceState(
-        sequence_id="s",
-        request_id="r",
-        model="m",
-        prompt_ids=[1],
-        sampling=SamplingParams(max_tokens=8),
-        exits=ExitParams(),
-        ingress_id="i",
-        arrival_unix_s=0.0,
-        deadline_unix_s=9.0,
-    )
+    return SequenceState("s", "r", "m", [1], SamplingParams(max_tokens=8), "i", 0.0, 9.0)
 
 
 @pytest.mark.usefixtures("no_collector")
@@ -83,6 +63,5 @@ async def test_a_transfer_is_freed_without_the_collector(is_aborted: bool) -> No
         await made.commit(state())
     left = weakref.ref(made)
     del made
-    for _ in range(4):  # turns for what was cancelled
-        await asyncio.sleep(0)
+    await settled(4)  # turns for what was cancelled
     assert left() is None

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,39 +32,44 @@ from quadriga.core.routing import AutoReport
 from quadriga.errors import ConfigError, ReplicaDied
 from quadriga.policies.helios import Resize, Switch
 from quadriga.policies.helios.history import unpack_table
+from tests.settled import settled
 
 S2, S4, S8 = (DepthClass("quadriga-s", k) for k in (2, 4, 8))
 L12 = DepthClass("quadriga-l", 12)
 HARDWARE = Hardware(8)
-PREFILL, DECODE, SCOUT_P, SCOUT_D = (
-    (Role.PREFILL, 0),
-    (Role.DECODE, 0),
-    (Role.PREFILL, 1),
-    (Role.DECODE, 1),
-)
+PREFILL, SCOUT_P = (Role.PREFILL, 0), (Role.PREFILL, 1)
+DECODE, SCOUT_D = (Role.DECODE, 0), (Role.DECODE, 1)
+PLACES = (PREFILL, DECODE, SCOUT_P, SCOUT_D)
+SCALING = {
+    "helios.models": ["quadriga-s"],
+    "helios.scaling.enabled": True,
+    "helios.scaling.down_after_s": 5.0,
+    "helios.scaling.pending_timeout_s": 10.0,
+}
 
 
 class Stand:
-    """A control over a fleet of records; calls to actors are written down and answered here."""
+    """A control over a fleet of records; calls to actors are written down and answered here.
+
+    Attributes:
+        running: Sequences that run, by replica, as the answered loads say.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.saved: dict[str, bytes] = {}
-        self.answers: dict[str, Callable[..., Any]] = {}
-        for module in (
-            actors.controller.helios,
-            actors.controller.strict_requests,
-        ):
+        self.running: dict[str, int] = {}
+        self.answers: dict[str, Callable[..., Any]] = {
+            "resize": resized,
+            "loads": self._loads,
+            "hand_over": lambda name, heir: [MigrationReport("s", "moved")],
+        }
+        for module in (actors.controller.helios, actors.controller.strict_requests):
             monkeypatch.setattr(module, "call", self._call)
+        store = actors.controller.helios.controller_store
+        monkeypatch.setattr(store, "load", lambda app, what: self.saved.get(what))
         monkeypatch.setattr(
-            actors.controller.helios.controller_store,
-            "load",
-            lambda app, what: self.saved.get(what),
-        )
-        monkeypatch.setattr(
-            actors.controller.helios.controller_store,
-            "save",
-            lambda app, what, value: self.saved.update({what: value}),
+            store, "save", lambda app, what, value: self.saved.update({what: value})
         )
         self.clock = ManualClock(100.0)
         self.fleet = ReplicaManager("app", self.clock, lambda: None, lambda: 0.0)
@@ -97,11 +103,41 @@ class Stand:
         self.fleet.replicas[name] = member
         return member
 
+    def add_all(self) -> None:
+        """A whole replica at each place."""
+        for key in PLACES:
+            self.add(key, S8)
+
     async def tick(self) -> None:
         self.control.tick()
         self.strict.escalate(10.0)
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await settled()
+
+    async def ticks(self, count: int) -> None:
+        """Tick once a second."""
+        for _ in range(count):
+            self.clock.advance(1.0)
+            await self.tick()
+
+    async def serve(self, at: DepthClass) -> None:
+        """Have a class chosen, and everybody hold it."""
+        self.add_all()
+        await self.tick()
+        exits = {"e2": 1, "e4": 1, "e8": 98} if at == S8 else {"e2": 30, "e4": 60, "e8": 10}
+        self.control.report([finished("decode:1", S8, **exits)] * 2)
+        await self.ticks(4)
+        assert self.control.view()["target"] == str(at)
+
+    @property
+    def decode_places(self) -> set[int]:
+        return {n for role, n in self.control.pools.specs() if role is Role.DECODE} - {1}
+
+    def _loads(self, _: str) -> list[ReplicaSnapshot]:
+        return [
+            ReplicaSnapshot(m.status.info, 0.0, num_running=self.running.get(m.name, 0))
+            for m in self.fleet.replicas.values()
+            if m.status is not None
+        ]
 
     async def _call(self, name: str, method: str, *args: Any, timeout_s: float) -> Any:
         self.calls.append((name, method, *args))
@@ -110,6 +146,14 @@ class Stand:
 
     def of(self, method: str) -> list[tuple[Any, ...]]:
         return [c for c in self.calls if c[1] == method]
+
+
+MakeStand = Callable[..., Stand]
+
+
+@pytest.fixture
+def make_stand(monkeypatch: pytest.MonkeyPatch) -> MakeStand:
+    return partial(Stand, monkeypatch)
 
 
 def config(**changes: Any) -> QuadrigaConfig:
@@ -131,6 +175,10 @@ def load_of(member: ReplicaHandle) -> ReplicaLoad:
     return member.status.load
 
 
+def resized(name: str, depth: int, deadline_s: float) -> ResizeReport:
+    return ResizeReport("resized", depth=depth, kv_capacity_tokens=9000, load_s=0.1)
+
+
 def finished(replica: str, depth_class: DepthClass, **exits: int) -> AutoReport:
     return AutoReport(
         kind="finished",
@@ -145,24 +193,18 @@ def finished(replica: str, depth_class: DepthClass, **exits: int) -> AutoReport:
     )
 
 
-async def test_profile_choose_resize_and_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"]})
-    stand.answers["resize"] = lambda name, depth, deadline_s: ResizeReport(
-        "resized", depth=depth, kv_capacity_tokens=9000, load_s=0.1
-    )
-    for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
-        stand.add(key, S8)
+async def test_profile_choose_resize_and_serve(make_stand: MakeStand) -> None:
+    stand = make_stand(**{"helios.models": ["quadriga-s"]})
+    stand.add_all()
     control = stand.control
-    assert set(control.pools.specs()) == {PREFILL, DECODE, SCOUT_P, SCOUT_D}
+    assert set(control.pools.specs()) == set(PLACES)
     await stand.tick()
     route = stand.of("set_route")[-1][2]
     assert (route.profile, route.profile_decode, route.places) == (S8, "decode:1", 2)
     assert route.scouts == {"prefill:1", "decode:1"} and route.serve == (S8,)
     control.report([AutoReport("started", "decode:1")] * 2)
     control.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
-    for _ in range(6):
-        stand.clock.advance(1.0)
-        await stand.tick()
+    await stand.ticks(6)
     target = control.view()["target"]
     assert target == "quadriga-s@4", control.view()["decisions"]
     assert {(c[0], c[2]) for c in stand.of("resize")} == {("prefill:0", 4), ("decode:0", 4)}
@@ -172,34 +214,23 @@ async def test_profile_choose_resize_and_serve(monkeypatch: pytest.MonkeyPatch) 
     assert any(row["depth"] == 8 for row in control.view()["rows"])
 
 
-async def test_breaches_load_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"], "helios.dwell_loads": 0.0})
-    stand.answers["resize"] = lambda name, depth, deadline_s: ResizeReport(
-        "resized", depth=depth, kv_capacity_tokens=9000, load_s=0.1
-    )
-    members = {key: stand.add(key, S8) for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D)}
-    control = stand.control
-    await stand.tick()
-    control.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
-    for _ in range(6):
-        stand.clock.advance(1.0)
-        await stand.tick()
-    assert control.view()["target"] == "quadriga-s@4"
-    load = load_of(members[DECODE])
+async def test_breaches_load_the_rest(make_stand: MakeStand) -> None:
+    stand = make_stand(**{"helios.models": ["quadriga-s"], "helios.dwell_loads": 0.0})
+    await stand.serve(S4)
+    load = load_of(stand.fleet.replicas["decode:0"])
     for i in range(1, 8):
         # Of the last tokens, 80 in 100 below their threshold; a request's own limit is no breach.
         load.exits = ExitCounters(tokens={2: 5 * i, 4: 95 * i}, breaches=85 * i, limited=5 * i)
-        stand.clock.advance(1.0)
-        await stand.tick()
-    assert control.view()["target"] == "quadriga-s@8", control.view()
+        await stand.ticks(1)
+    assert stand.control.view()["target"] == "quadriga-s@8", stand.control.view()
     assert stand.of("resize")[-1][2] == 8
 
 
 async def test_a_report_of_a_replica_that_is_gone_counts_for_its_place(
-    monkeypatch: pytest.MonkeyPatch,
+    make_stand: MakeStand,
 ) -> None:
     """Its ingress tells a moment after its death."""
-    stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"]})
+    stand = make_stand(**{"helios.models": ["quadriga-s"]})
     for key in (PREFILL, DECODE, SCOUT_P):
         stand.add(key, S8)
     stand.add(SCOUT_D, S8, "app:decode:1:old")
@@ -213,10 +244,11 @@ async def test_a_report_of_a_replica_that_is_gone_counts_for_its_place(
     assert stand.control.operator.route().places == 2
 
 
-async def test_a_late_answer_leaves_the_next_order_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"]})
-    for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
-        stand.add(key, S8)
+async def test_a_late_answer_leaves_the_next_order_alone(
+    make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand = make_stand(**{"helios.models": ["quadriga-s"]})
+    stand.add_all()
     answered = asyncio.Event()
 
     async def answer(name: str, method: str, *args: Any, timeout_s: float) -> Any:
@@ -231,16 +263,14 @@ async def test_a_late_answer_leaves_the_next_order_alone(monkeypatch: pytest.Mon
     await asyncio.sleep(0)
     control.operator.carry_out(Switch(2, "prefill:0", L12, 500.0, "why"))
     answered.set()
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await settled()
     assert control.pools.changing == PREFILL
     assert control.operator.under_way is not None and control.operator.under_way.order.order_id == 2
 
 
-async def test_an_abandoned_switch_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand = Stand(monkeypatch)
-    for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
-        stand.add(key, S8)
+async def test_an_abandoned_switch_is_undone(make_stand: MakeStand) -> None:
+    stand = make_stand()
+    stand.add_all()
     control = stand.control
     control.operator.carry_out(Switch(1, "decode:0", L12, 500.0, "why"))
     assert control.pools.specs()[DECODE].engine.depth_class == L12
@@ -248,11 +278,9 @@ async def test_an_abandoned_switch_is_undone(monkeypatch: pytest.MonkeyPatch) ->
     assert control.pools.specs()[DECODE].engine.depth_class == S8
 
 
-async def test_a_switch_back_to_a_model_that_the_catalogue_has_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_switch_back_to_a_model_that_the_catalogue_has_lost(make_stand: MakeStand) -> None:
     """The loop goes on: what is there until then is left alone, and nothing else comes of it."""
-    stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"]})
+    stand = make_stand(**{"helios.models": ["quadriga-s"]})
     for key in (PREFILL, SCOUT_P, SCOUT_D):
         stand.add(key, S8)
     stand.add(DECODE, DepthClass("lost", 8))
@@ -262,28 +290,25 @@ async def test_a_switch_back_to_a_model_that_the_catalogue_has_lost(
     assert control.pools.specs()[DECODE].engine.depth_class == S8
 
 
-async def test_a_load_that_fails_leaves_the_old_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"]})
+async def test_a_load_that_fails_leaves_the_old_layers(make_stand: MakeStand) -> None:
+    stand = make_stand(**{"helios.models": ["quadriga-s"]})
 
     def died(*_: Any) -> Any:
         raise ReplicaDied("gone")
 
     stand.answers["resize"] = died
-    for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
-        stand.add(key, S8)
+    stand.add_all()
     await stand.tick()
     stand.control.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
-    for _ in range(4):
-        stand.clock.advance(1.0)
-        await stand.tick()
+    await stand.ticks(4)
     view = stand.control.view()
     assert view["counters"]["failures"] >= 1 and view["places"]["decode:0"]["holds"] == str(S8)
     assert stand.control.pools.specs()[DECODE].engine.depth == 8
 
 
-async def test_a_switch_of_models_leaves_no_gap_in_service(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_switch_of_models_leaves_no_gap_in_service(make_stand: MakeStand) -> None:
     """The old prefill replica stays while old decode places do, and those for its prompts."""
-    stand = Stand(monkeypatch, **{"helios.scout": False})
+    stand = make_stand(**{"helios.scout": False})
     old_p, old_d = stand.add(PREFILL, S8, "p-s"), stand.add(DECODE, S8, "d-s")
     control = stand.control
     control.pools.specs()
@@ -302,12 +327,9 @@ async def test_a_switch_of_models_leaves_no_gap_in_service(monkeypatch: pytest.M
     assert control.pools.may_go(old_d)
 
 
-async def test_a_switch_is_done_when_the_new_process_is_ready(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stand = Stand(monkeypatch)
-    for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
-        stand.add(key, S8)
+async def test_a_switch_is_done_when_the_new_process_is_ready(make_stand: MakeStand) -> None:
+    stand = make_stand()
+    stand.add_all()
     control = stand.control
     await stand.tick()
     control.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
@@ -315,22 +337,18 @@ async def test_a_switch_is_done_when_the_new_process_is_ready(
     changing = [k for k in (SCOUT_P, SCOUT_D) if control.pools.specs()[k].engine.depth_class == L12]
     assert len(changing) == 1, "one order at a time"
     stand.add(changing[0], L12, "new")
-    stand.clock.advance(1.0)
-    await stand.tick()
+    await stand.ticks(1)
     assert control.view()["counters"]["switches"] == 1
     assert {control.pools.specs()[k].engine.depth_class for k in (SCOUT_P, SCOUT_D)} == {L12}
     # The second one dies on its way: the place keeps what it has.
     other = next(k for k in (SCOUT_P, SCOUT_D) if k not in changing)
     stand.fleet._num_failures[other] = 1
-    stand.clock.advance(1.0)
-    await stand.tick()
+    await stand.ticks(1)
     assert control.view()["counters"]["failures"] == 1
 
 
-async def test_parked_sequences_go_where_their_layers_are_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stand = Stand(monkeypatch, **{"decode_replicas": 2})
+async def test_parked_sequences_go_where_their_layers_are_loaded(make_stand: MakeStand) -> None:
+    stand = make_stand(**{"decode_replicas": 2})
     stand.answers["migrate"] = lambda name, order: MigrationReport(order.sequence_id, "moved")
     for key in (PREFILL, SCOUT_P, (Role.DECODE, 2)):
         stand.add(key, S8)
@@ -348,43 +366,32 @@ async def test_parked_sequences_go_where_their_layers_are_loaded(
     assert [o.source for o in orders] == ["decode:0"], "from a replica that leaves as well"
 
 
-async def test_prefill_loads_what_strict_sequences_wait_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"], "helios.scout": False})
-    stand.answers["resize"] = lambda name, depth, deadline_s: ResizeReport(
-        "resized", depth=depth, kv_capacity_tokens=9000, load_s=0.1
-    )
+async def test_prefill_loads_what_strict_sequences_wait_for(make_stand: MakeStand) -> None:
+    stand = make_stand(**{"helios.models": ["quadriga-s"], "helios.scout": False})
     prefill, decode = stand.add(PREFILL, S8), stand.add(DECODE, S8)
     await stand.tick()
     stand.control.report([finished("decode:0", S8, e2=30, e4=60, e8=10)] * 2)
-    for _ in range(4):
-        stand.clock.advance(1.0)
-        await stand.tick()
+    await stand.ticks(4)
     assert {m.depth_class for m in (prefill, decode)} == {S4}
     load_of(prefill).strict_depth = 8
-    for _ in range(4):
-        stand.clock.advance(1.0)
-        await stand.tick()
+    await stand.ticks(4)
     assert {m.depth_class for m in (prefill, decode)} == {S8}, "decode will need them next"
     load_of(prefill).strict_depth = 0
     load_of(decode).strict_depth = 8
     await stand.tick()
     assert {m.depth_class for m in (prefill, decode)} == {S8}
     load_of(decode).strict_depth = 0
-    for _ in range(4):
-        stand.clock.advance(1.0)
-        await stand.tick()
+    await stand.ticks(4)
     assert {m.depth_class for m in (prefill, decode)} == {S4}
     assert stand.control.view()["target"] == str(S4)
 
 
 @pytest.mark.parametrize("phase", [ReplicaPhase.READY, ReplicaPhase.RETIRING])
 async def test_a_strict_request_that_came_in_the_middle_of_a_switch_gets_its_layers(
-    monkeypatch: pytest.MonkeyPatch, phase: ReplicaPhase
+    make_stand: MakeStand, phase: ReplicaPhase
 ) -> None:
     """Its prefill replica's place is filled by the other model: no order reaches it any more."""
-    stand = Stand(monkeypatch, **{"helios.retry_s": 5.0})
+    stand = make_stand(**{"helios.retry_s": 5.0})
     for key in (SCOUT_P, SCOUT_D):
         stand.add(key, S8)
     stand.answers["migrate"] = lambda name, order: MigrationReport(order.sequence_id, "refused")
@@ -418,10 +425,9 @@ async def test_a_strict_request_that_came_in_the_middle_of_a_switch_gets_its_lay
     assert stand.control.pools.held[DECODE] == L12, "nobody goes back to the old model for it"
 
 
-async def test_the_history_outlives_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand = Stand(monkeypatch, **{"helios.models": ["quadriga-s"]})
-    for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
-        stand.add(key, S8)
+async def test_the_history_outlives_the_process(make_stand: MakeStand) -> None:
+    stand = make_stand(**{"helios.models": ["quadriga-s"]})
+    stand.add_all()
     await stand.tick()
     stand.control.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
     await stand.tick()
@@ -437,17 +443,17 @@ async def test_the_history_outlives_the_process(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_configuration_that_cannot_be_served_by_choosing_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    make_stand: MakeStand,
 ) -> None:
     with pytest.raises(ConfigError, match="rebatching"):
-        Stand(monkeypatch, **{"decode.rebatching": "off"})
+        make_stand(**{"decode.rebatching": "off"})
 
 
-async def test_pools_behind_the_first_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pools_behind_the_first_stay_as_they_are(make_stand: MakeStand) -> None:
     """Two of quadriga-l are there by name; what is chosen takes the places of quadriga-s alone."""
     named = {"model": "quadriga-l", "decode_replicas": 2}
     first = {"model": "quadriga-s", "decode_replicas": 1}
-    stand = Stand(monkeypatch, pools=[first, named])
+    stand = make_stand(pools=[first, named])
     own, other = [PREFILL, DECODE], [SCOUT_P, SCOUT_D, (Role.DECODE, 2)]
     scouts = [(Role.PREFILL, 2), (Role.DECODE, 3)]
     pools = stand.control.pools
@@ -472,28 +478,28 @@ async def test_pools_behind_the_first_stay_as_they_are(monkeypatch: pytest.Monke
 
 
 def test_a_catalogue_without_the_model_that_is_named_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_stand: MakeStand, tmp_path: Path
 ) -> None:
     """Also where the tokenizer is the same, or the name: other weights would answer."""
     for name in ("mine", "quadriga-s"):
         shutil.copytree(ASSETS / "quadriga-s", tmp_path / name)
         with pytest.raises(ConfigError, match=r"is not in the catalogue.*name a catalogue") as bad:
-            Stand(monkeypatch, model=str(tmp_path / name))
+            make_stand(model=str(tmp_path / name))
         assert bad.value.param == "pools.0.model"
         assert str(tmp_path / name) in str(bad.value)
     with pytest.raises(ConfigError, match=r"quadriga-s is not in the catalogue"):
-        Stand(monkeypatch, **{"helios.models": ["quadriga-l"]})
+        make_stand(**{"helios.models": ["quadriga-l"]})
 
 
 def test_where_a_catalogue_has_nothing_to_choose_helios_stands_aside_or_is_refused_if_asked_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_stand: MakeStand, tmp_path: Path
 ) -> None:
     folder = tmp_path / "alone"
     shutil.copytree(ASSETS / "quadriga-s", folder)
     for file in ("exits.json", "exits.safetensors"):
         (folder / file).unlink()
     with pytest.raises(ConfigError, match=r"nothing to choose.*alone.*set it to false"):
-        Stand(monkeypatch, model=str(folder), **{"helios.catalogue": str(tmp_path)})
+        make_stand(model=str(folder), **{"helios.catalogue": str(tmp_path)})
     named = {"model": str(folder), "helios.catalogue": str(tmp_path)}
     asked = load_config(named | {"helios.enabled": True})
     assert with_a_choice(asked) is asked, "who asks for it is told"
@@ -517,7 +523,7 @@ def test_helios_is_on_where_a_catalogue_is_named(tmp_path: Path) -> None:
 
 
 def test_a_pool_of_another_family_than_the_catalogue_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_stand: MakeStand, tmp_path: Path
 ) -> None:
     folder = tmp_path / "another"
     shutil.copytree(ASSETS / "quadriga-s", folder)
@@ -526,102 +532,28 @@ def test_a_pool_of_another_family_than_the_catalogue_is_refused(
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     shutil.copytree(ASSETS / "quadriga-s", tmp_path / "a-first")
     with pytest.raises(ConfigError, match="another has another tokenizer than a-first"):
-        Stand(monkeypatch, model=str(folder), **{"helios.catalogue": str(tmp_path)})
+        make_stand(model=str(folder), **{"helios.catalogue": str(tmp_path)})
 
 
-async def test_the_class_that_serves_grows_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand = Stand(
-        monkeypatch,
-        **{
-            "helios.models": ["quadriga-s"],
-            "helios.scaling.enabled": True,
-            "helios.scaling.max_replicas": 2,
-            "helios.scaling.down_after_s": 10.0,
-        },
-    )
-    members = {key: stand.add(key, S8) for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D)}
-    running = {"decode:0": 8, "decode:2": 0}
-
-    def loads(_: str) -> list[ReplicaSnapshot]:
-        return [
-            ReplicaSnapshot(m.status.info, 0.0, num_running=running.get(m.name, 0))
-            for m in stand.fleet.replicas.values()
-            if m.status is not None
-        ]
-
-    stand.answers["loads"] = loads
-    stand.answers["hand_over"] = lambda name, heir: [MigrationReport("s", "moved")]
-    stand.answers["resize"] = lambda name, depth, deadline_s: ResizeReport("resized", depth=depth)
-    await stand.tick()
-    # Nothing leaves early: the whole model serves.
-    stand.control.report([finished("decode:1", S8, e2=1, e4=1, e8=98)] * 2)
-    for _ in range(3):
-        stand.clock.advance(1.0)
-        await stand.tick()
+async def test_the_class_that_serves_grows_and_shrinks(make_stand: MakeStand) -> None:
+    changes = {"helios.scaling.max_replicas": 2, "helios.scaling.down_after_s": 10.0}
+    stand = make_stand(**SCALING | changes)
+    stand.running["decode:0"] = 8
+    await stand.serve(S8)
     added = (Role.DECODE, 2)
-    assert stand.control.view()["target"] == str(S8)
-    assert set(stand.control.pools.specs()) - set(members) == {added}
+    assert set(stand.control.pools.specs()) - set(PLACES) == {added}
     stand.add(added, S8)
-    running["decode:0"], running["decode:2"] = 2, 1
-    for _ in range(15):
-        stand.clock.advance(1.0)
-        await stand.tick()
+    stand.running = {"decode:0": 2, "decode:2": 1}
+    await stand.ticks(15)
     ((name, _, heir),) = stand.of("hand_over")
     assert {name, heir} == {"decode:0", "decode:2"}
-    places = stand.control.pools.specs()
-    assert len([k for k in places if k[0] is Role.DECODE]) == 2, "one that serves, and the scout"
+    assert len(stand.decode_places) == 1, "beside the scout's"
+    assert (Role.DECODE, 1) in stand.control.pools.specs()
     assert stand.control.view()["counters"]["scaled"] == 2
 
 
-class Scaled(Stand):
-    """A stand whose class grows and shrinks; loads are what `running` says."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-        scaling = {
-            "helios.models": ["quadriga-s"],
-            "helios.scaling.enabled": True,
-            "helios.scaling.down_after_s": 5.0,
-            "helios.scaling.pending_timeout_s": 10.0,
-        }
-        super().__init__(monkeypatch, **scaling | changes)
-        self.running: dict[str, int] = {}
-        self.answers["loads"] = self._loads
-        self.answers["hand_over"] = lambda name, heir: [MigrationReport("s", "moved")]
-
-    def _loads(self, _: str) -> list[ReplicaSnapshot]:
-        return [
-            ReplicaSnapshot(m.status.info, 0.0, num_running=self.running.get(m.name, 0))
-            for m in self.fleet.replicas.values()
-            if m.status is not None
-        ]
-
-    async def ticks(self, count: int) -> None:
-        for _ in range(count):
-            self.clock.advance(1.0)
-            await self.tick()
-
-    async def serve(self, at: DepthClass) -> None:
-        """Have a class chosen, and everybody hold it."""
-        self.answers["resize"] = lambda name, depth, deadline_s: ResizeReport(
-            "resized", depth=depth, kv_capacity_tokens=4096, load_s=0.1
-        )
-        for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
-            self.add(key, S8)
-        await self.tick()
-        exits = {"e2": 1, "e4": 1, "e8": 98} if at == S8 else {"e2": 30, "e4": 60, "e8": 10}
-        self.control.report([finished("decode:1", S8, **exits)] * 2)
-        await self.ticks(4)
-        assert self.control.view()["target"] == str(at)
-
-    @property
-    def decode_places(self) -> set[int]:
-        return {n for role, n in self.control.pools.specs() if role is Role.DECODE} - {1}
-
-
-async def test_a_replica_that_never_starts_does_not_stop_scaling(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stand = Scaled(monkeypatch, **{"helios.scaling.max_replicas": 2, "helios.dwell_loads": 0.0})
+async def test_a_replica_that_never_starts_does_not_stop_scaling(make_stand: MakeStand) -> None:
+    stand = make_stand(**SCALING, **{"helios.scaling.max_replicas": 2, "helios.dwell_loads": 0.0})
     await stand.serve(S4)
     stand.running["decode:0"] = 8
     await stand.ticks(2)
@@ -646,8 +578,8 @@ async def test_a_replica_that_never_starts_does_not_stop_scaling(
     assert stand.decode_places == {0, 3} and not stand.of("hand_over")
 
 
-async def test_scaling_retires_one_replica_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand = Scaled(monkeypatch, **{"decode_replicas": 1, "helios.scaling.max_replicas": 3})
+async def test_scaling_retires_one_replica_at_a_time(make_stand: MakeStand) -> None:
+    stand = make_stand(**SCALING, **{"decode_replicas": 1, "helios.scaling.max_replicas": 3})
     await stand.serve(S8)
     stand.running["decode:0"] = 15
     await stand.ticks(2)
@@ -673,17 +605,14 @@ async def test_scaling_retires_one_replica_at_a_time(monkeypatch: pytest.MonkeyP
     assert len(stand.decode_places) == 1
 
 
-async def test_a_replica_at_another_depth_carries_its_share(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stand = Scaled(monkeypatch, **{"decode_replicas": 2, "helios.scaling.max_replicas": 4})
-    stand.answers["resize"] = lambda name, depth, deadline_s: (
+async def test_a_replica_at_another_depth_carries_its_share(make_stand: MakeStand) -> None:
+    stand = make_stand(**SCALING, **{"decode_replicas": 2, "helios.scaling.max_replicas": 4})
+    stand.answers["resize"] = lambda name, *args, **options: (
         ResizeReport("failed", "no memory")
         if name == "decode:1"
-        else ResizeReport("resized", depth=depth, kv_capacity_tokens=4096)
+        else resized(name, *args, **options)
     )
-    scouts = {(Role.PREFILL, 1), (Role.DECODE, 2)}
-    for key in {PREFILL, DECODE, (Role.DECODE, 1)} | scouts:
+    for key in (*PLACES, (Role.DECODE, 2)):  # of which the last is the scout
         stand.add(key, S8)
     await stand.tick()
     stand.control.report([finished("decode:2", S8, e2=30, e4=60, e8=10)] * 2)
@@ -699,9 +628,9 @@ async def test_a_replica_at_another_depth_carries_its_share(
 
 
 async def test_a_sequence_that_waits_for_a_decode_replica_is_counted_once(
-    monkeypatch: pytest.MonkeyPatch,
+    make_stand: MakeStand,
 ) -> None:
-    stand = Scaled(monkeypatch, **{"helios.scaling.max_replicas": 4})
+    stand = make_stand(**SCALING, **{"helios.scaling.max_replicas": 4})
     await stand.serve(S8)
 
     def loads(_: str) -> list[ReplicaSnapshot]:
@@ -718,10 +647,8 @@ async def test_a_sequence_that_waits_for_a_decode_replica_is_counted_once(
     assert stand.decode_places == {0, 2, 3}
 
 
-async def test_the_next_controller_keeps_what_scaling_added(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stand = Scaled(monkeypatch, **{"helios.scaling.max_replicas": 2})
+async def test_the_next_controller_keeps_what_scaling_added(make_stand: MakeStand) -> None:
+    stand = make_stand(**SCALING, **{"helios.scaling.max_replicas": 2})
     await stand.serve(S8)
     stand.add((Role.DECODE, 2), S8)
     leaving = stand.add((Role.DECODE, 3), S8)
@@ -731,27 +658,23 @@ async def test_the_next_controller_keeps_what_scaling_added(
     assert stand.decode_places == {0, 2}, "one that drains is no place to fill"
 
 
-async def test_on_a_gpu_a_resize_is_carried_out_as_a_switch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stand = Stand(monkeypatch)
-    for key in (PREFILL, DECODE, SCOUT_P, SCOUT_D):
-        stand.add(key, S8)
+async def test_on_a_gpu_a_resize_is_carried_out_as_a_switch(make_stand: MakeStand) -> None:
+    stand = make_stand()
+    stand.add_all()
     control = stand.control
     specs = control.operator.setup.specs
     for key, spec in specs.items():
         specs[key] = replace(spec, engine=replace(spec.engine, device="cuda"))
     control.operator.carry_out(Resize(1, "decode:0", S4, 500.0, "why"))
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await settled()
     assert not stand.of("resize"), "the engine would refuse it"
     assert control.pools.specs()[DECODE].engine.depth_class == S4
     assert control.operator.under_way is not None
     assert control.operator.under_way.order == Switch(1, "decode:0", S4, 500.0, "why")
 
 
-async def test_what_a_gpu_has_is_known_from_its_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand = Stand(monkeypatch)
+async def test_what_a_gpu_has_is_known_from_its_replicas(make_stand: MakeStand) -> None:
+    stand = make_stand()
     for key, usable in ((PREFILL, 1), (DECODE, 5 << 30), (SCOUT_D, 1)):
         member = stand.add(key, S8)
         assert member.status is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -76,7 +76,7 @@ class Transfer:
 
     offer: TransferOffer
     peer: ReplicaInfo
-    fails: dict[str, list[QuadrigaError]]
+    fails: dict[str, list[Exception]]
     end: LeaseState
     on: Callable[[str], Any]
     sent: list[tuple[int, int, int]] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Replica:
     cancel_at = ReplicaActor.cancel_at
     name = "source"
 
-    def __init__(self, calls: Caller = unheard, **fails: list[QuadrigaError]) -> None:
+    def __init__(self, calls: Caller = unheard, **fails: Sequence[Exception]) -> None:
         self.clock = ManualClock()
         self.runner = TensorRunner(4)
         self.loop = DecodeLoop(
@@ -169,7 +169,8 @@ class Replica:
         self.engine = Engine(self.loop)
         self.metrics, self.mail = Metrics(), Mail()
         self.told: list[EngineOutput] = []
-        self.fails, self.end = fails, LeaseState.ABORTED
+        self.fails = {step: list(errors) for step, errors in fails.items()}
+        self.end = LeaseState.ABORTED
         self.on: Callable[[str], Any] = lambda name: None
         self.transfers: list[Transfer] = []
         self.their_depth = CLASS.depth
@@ -262,6 +263,18 @@ class Replica:
         return any(len(s.output_ids) > before[s.sequence_id] for s in self.loop.running)
 
 
+def running(calls: Caller = unheard, **fails: Sequence[Exception]) -> Replica:
+    """A source where the sequence "s" runs."""
+    replica = Replica(calls, **fails)
+    replica.take()
+    return replica
+
+
+BROKEN_LINE = KVTransportError("lost", code="refused")
+LOST = MigrationFailed("no answer", code="timeout")
+SILENT = ReplicaError("no answer", code="timeout")
+
+
 async def test_a_sequence_moves() -> None:
     replica = Replica()
     state = replica.take()
@@ -296,8 +309,7 @@ async def test_a_sequence_moves() -> None:
     ],
 )
 async def test_orders_that_cannot_be_followed(changes: dict[str, Any], reason: str) -> None:
-    replica = Replica()
-    replica.take()
+    replica = running()
     report = await replica.migrate(**changes)
     assert report.outcome == "refused"
     assert report.reason.startswith(f"{reason}:")
@@ -316,8 +328,7 @@ async def test_the_scheduler_hears_what_came_of_orders_that_others_gave(
         told.append((name, method, *args))
         return None
 
-    replica = Replica(heard)
-    replica.take()
+    replica = running(heard)
     report = await replica.migrate(cause=cause)
     await asyncio.sleep(0)
     told = [args for args in told if args[1] == "moved"]
@@ -347,9 +358,7 @@ async def test_a_paused_sequence_moves_out_of_host_memory() -> None:
 
 @pytest.mark.parametrize("step", ["reserve", "send", "commit"])
 async def test_a_paused_sequence_that_does_not_move_comes_back(step: str) -> None:
-    lost: list[QuadrigaError] = [KVTransportError("lost", code="refused")]
-    replica = Replica(**{step: lost})
-    replica.take()
+    replica = running(**{step: [BROKEN_LINE]})
     assert replica.loop.pause("s")
     report = await replica.migrate()
     assert report.outcome == ("refused" if step == "reserve" else "failed")
@@ -359,8 +368,7 @@ async def test_a_paused_sequence_that_does_not_move_comes_back(step: str) -> Non
 
 @pytest.mark.parametrize("step", ["send", "phase"])
 async def test_a_sequence_may_be_paused_and_resumed_while_it_is_copied(step: str) -> None:
-    replica = Replica()
-    replica.take()
+    replica = running()
 
     def turn(name: str) -> None:
         if name == step and not replica.loop.is_paused("s"):
@@ -379,15 +387,13 @@ async def test_a_sequence_may_be_paused_and_resumed_while_it_is_copied(step: str
 
 
 async def test_the_last_kv_goes_with_the_commit() -> None:
-    replica = Replica()
-    replica.take()
+    replica = running()
     replica.on = lambda name: replica.loop.step() if name == "phase" else None
     report = await replica.migrate()
     (transfer,) = replica.transfers
     assert [n for _, _, n in transfer.carried] == [1]
-    assert (
-        report.bytes_sent == sum(n for _, _, n in transfer.sent + transfer.carried) * 8 * 2 * 2 * 4
-    )
+    num_tokens = sum(n for _, _, n in transfer.sent + transfer.carried)
+    assert report.bytes_sent == num_tokens * 8 * 2 * 2 * 4
 
 
 @pytest.mark.parametrize(
@@ -422,8 +428,7 @@ async def test_a_shallower_destination_gets_its_layers_alone() -> None:
 
 
 async def test_a_source_that_changes_its_depth_keeps_the_sequence() -> None:
-    replica = Replica()
-    replica.take()
+    replica = running()
 
     def change(name: str) -> None:
         if name == "send":
@@ -436,8 +441,7 @@ async def test_a_source_that_changes_its_depth_keeps_the_sequence() -> None:
 
 
 async def test_a_sequence_refused_at_the_destination_stays() -> None:
-    replica = Replica(reserve=[KVCacheExhausted("full"), ReplicaDied("gone")])
-    replica.take()
+    replica = running(reserve=[KVCacheExhausted("full"), ReplicaDied("gone")])
     for code in ("kv_cache_exhausted", "replica_died"):
         report = await replica.migrate()
         assert report.outcome == "refused"
@@ -473,8 +477,7 @@ async def test_a_failure_before_the_commit_leaves_the_sequence_at_its_source(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(migration_copy, "MAX_CARRIED_BYTES", 0)  # what is left is sent by itself
-    lost: list[QuadrigaError] = [KVTransportError("lost", code="refused")]
-    replica = Replica(**{step: lost})
+    replica = Replica(**{step: [BROKEN_LINE]})
     state = replica.take()
     # It decodes on before it rests, so that something is left to be sent then.
     replica.on = lambda name: replica.loop.step() if name == "phase" else None
@@ -489,29 +492,24 @@ async def test_a_failure_before_the_commit_leaves_the_sequence_at_its_source(
     assert replica.goes_on()
 
 
-async def test_copying_that_takes_too_long_leaves_the_sequence_at_its_source() -> None:
-    replica = Replica()
-    replica.take()
+async def test_copying_that_takes_too_long_leaves_the_sequence_at_its_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica = running()
     replica.config.transport.deadline_s = 0.05
 
-    async def hang(self: Transfer) -> StepPhase:
+    async def hang(_: Transfer) -> None:
         await asyncio.Event().wait()
-        raise AssertionError
 
-    original, Transfer.step_phase = Transfer.step_phase, hang  # type: ignore[method-assign]
-    try:
-        report = await replica.migrate()
-    finally:
-        Transfer.step_phase = original  # type: ignore[method-assign]
-        replica.config.transport.deadline_s = 5.0
+    monkeypatch.setattr(Transfer, "step_phase", hang)
+    report = await replica.migrate()
     assert report.reason.startswith("timeout:")
     assert replica.goes_on()
 
 
 @pytest.mark.parametrize("when", ["reserve", "send", "phase"])
 async def test_a_sequence_that_ends_on_the_way(when: str) -> None:
-    replica = Replica()
-    replica.take()
+    replica = running()
     replica.on = lambda name: replica.loop.leave("s") if name == when else None
     report = await replica.migrate()
     assert report.outcome == "finished"
@@ -519,9 +517,6 @@ async def test_a_sequence_that_ends_on_the_way(when: str) -> None:
     await asyncio.sleep(0)
     assert replica.transfers[0].num_aborts == 1
     assert replica.loop.slots.owners == []
-
-
-LOST = MigrationFailed("no answer", code="timeout")
 
 
 @pytest.mark.parametrize("end", [LeaseState.ABORTED, LeaseState.CANCELLED, LeaseState.LAPSED])
@@ -537,9 +532,8 @@ async def test_a_commit_that_did_not_take_effect(end: LeaseState) -> None:
 
 
 async def test_a_commit_whose_answer_was_lost() -> None:
-    replica = Replica(commit=[LOST], settle=[ReplicaError("no answer", code="timeout")])
+    replica = running(commit=[LOST], settle=[SILENT])
     replica.end = LeaseState.COMMITTED
-    replica.take()
     report = await replica.migrate()
     assert report.outcome == "unknown", "said at once, settled later"
     assert not replica.goes_on(), "while nobody knows, it rests"
@@ -564,9 +558,7 @@ async def test_a_destination_that_died_may_have_spoken() -> None:
 
 
 async def test_a_cancellation_while_the_owner_is_unknown() -> None:
-    silent: list[QuadrigaError] = [ReplicaError("no answer", code="timeout") for _ in range(2)]
-    replica = Replica(commit=[LOST], settle=silent)
-    replica.take()
+    replica = running(commit=[LOST], settle=[SILENT, SILENT])
     assert (await replica.migrate()).outcome == "unknown"
     replica.departed.cancel(["s"])
     replica.loop.leave("s")
@@ -581,8 +573,7 @@ async def test_a_cancellation_during_the_commit_is_passed_to_the_destination() -
     async def call(*args: Any, timeout_s: float) -> None:
         calls.append(args)
 
-    replica = Replica(call)
-    replica.take()
+    replica = running(call)
 
     def cancel(name: str) -> None:
         if name == "commit":
@@ -596,8 +587,7 @@ async def test_a_cancellation_during_the_commit_is_passed_to_the_destination() -
 
 
 async def test_a_later_cancellation_knows_where_the_sequence_went() -> None:
-    replica = Replica()
-    replica.take()
+    replica = running()
     await replica.migrate()
     assert replica.departed.cancel(["s", "unknown"]) == {"s": "destination"}
 
@@ -607,16 +597,13 @@ async def test_an_unexpected_error_lets_the_sequence_run_on(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(migration_copy, "MAX_CARRIED_BYTES", 0)
-    bugs: list[Any] = [RuntimeError("a bug")]
-    replica = Replica(**{step: bugs})
-    replica.end = LeaseState.ABORTED
-    replica.take()
+    replica = running(**{step: [RuntimeError("a bug")]})
     replica.on = lambda name: replica.loop.step() if name == "phase" else None
     report = await replica.migrate()
     assert report.outcome == "failed"
     assert "a bug" in report.reason
     await replica.settled()
-    assert not bugs
+    assert not replica.fails[step]
     assert replica.moves == ["begun", "failed"]
     assert replica.goes_on()
 
@@ -625,9 +612,7 @@ async def test_an_unexpected_error_lets_the_sequence_run_on(
 async def test_an_unexpected_error_while_a_commit_is_settled_is_followed_by_another_try(
     bug: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bugs: list[Any] = [bug]
-    replica = Replica(commit=[ReplicaError("no answer", code="timeout")], settle=bugs)
-    replica.take()
+    replica = running(commit=[SILENT], settle=[bug])
     assert (await replica.migrate()).outcome == "unknown"
     await replica.settled()
     assert replica.transfers[0].num_settles == 2
@@ -637,9 +622,7 @@ async def test_an_unexpected_error_while_a_commit_is_settled_is_followed_by_anot
     assert replica.goes_on()
 
 
-async def test_an_unexpected_error_is_the_orders_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_unexpected_error_is_the_orders_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(self: Migration) -> None:
         raise RuntimeError("a bug")
 

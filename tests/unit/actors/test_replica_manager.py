@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorUnavailableError, RayError
 
-import actors.controller.replica_manager
+from actors.controller import replica_manager
 from actors.controller.replica_manager import (
     ADOPTED_SILENCE_S,
     ReplicaHandle,
@@ -20,27 +21,53 @@ from quadriga.clock import ManualClock
 from quadriga.config.ingress import LifecycleConfig
 from quadriga.control.replica_record import ReplicaLoad, ReplicaStatus
 from quadriga.core.replica import Role
-from quadriga.errors import ReplicaError
+from quadriga.errors import QuadrigaError, ReplicaError
 from quadriga.policies.liveness import STALL_PATIENCE
 
 LIMIT_S = 8.0
+NOW_S = 1000.0
+
+
+def fleet_of(
+    clock: ManualClock | None = None, changed: Callable[[], None] = lambda: None, **options: Any
+) -> ReplicaManager:
+    fleet = ReplicaManager("app", clock or ManualClock(NOW_S), changed, lambda: 0.0, **options)
+    fleet.lifecycle = LifecycleConfig(heartbeat_interval_s=0.01)
+    return fleet
+
+
+def replica_of(
+    phase: ReplicaPhase, handle: Any = None, *, number: int = 0, silence_s: float | None = None
+) -> ReplicaHandle:
+    """A replica that was heard of so long ago, or never."""
+    heard_s = None if silence_s is None else NOW_S - silence_s
+    return ReplicaHandle(
+        (Role.DECODE, number), f"d{number}", NOW_S, "same", phase, heard_s, handle=handle
+    )
+
+
+def status_of(error: QuadrigaError | None = None) -> ReplicaStatus:
+    info: Any = None
+    return ReplicaStatus(info, True, False, error, ReplicaLoad(), "same")
+
+
+@asynccontextmanager
+async def watched(fleet: ReplicaManager, member: ReplicaHandle) -> AsyncIterator[None]:
+    """A replica that is watched; what a test waits for comes within five seconds."""
+    fleet._watch(member)
+    try:
+        async with asyncio.timeout(5):
+            yield
+    finally:
+        for task in member.tasks:
+            task.cancel()
 
 
 def verdicts(silences_s: Sequence[float]) -> list[str | None]:
     """What the fleet decides of replicas that were last heard of so long ago."""
-    clock = ManualClock(1000.0)
-    fleet = ReplicaManager("app", clock, lambda: None, lambda: 0.0)
-    handle: Any = None
+    fleet = fleet_of()
     members = [
-        ReplicaHandle(
-            (Role.DECODE, i),
-            f"d{i}",
-            0.0,
-            "same",
-            ReplicaPhase.READY,
-            clock.now_s() - silence_s,
-            handle=handle,
-        )
+        replica_of(ReplicaPhase.READY, number=i, silence_s=silence_s)
         for i, silence_s in enumerate(silences_s)
     ]
     fleet.replicas = {m.name: m for m in members}
@@ -75,8 +102,7 @@ class Handle:
     async def _beat(self) -> ReplicaStatus:
         if not self.is_placed:
             raise ActorUnavailableError("it has no place", None)
-        info: Any = None
-        return ReplicaStatus(info, True, False, None, ReplicaLoad(), "same")
+        return status_of()
 
 
 async def test_a_replica_is_watched_on_while_the_control_store_is_away(
@@ -92,20 +118,12 @@ async def test_a_replica_is_watched_on_while_the_control_store_is_away(
         handle.is_placed = True
         return [("d0", "CREATED")]
 
-    monkeypatch.setattr(actors.controller.replica_manager, "groups", groups)
+    monkeypatch.setattr(replica_manager, "groups", groups)
     ready = asyncio.Event()
-    clock = ManualClock(1000.0)
-    fleet = ReplicaManager("app", clock, ready.set, lambda: 0.0)
-    fleet.lifecycle = LifecycleConfig(heartbeat_interval_s=0.01)
-    member = ReplicaHandle((Role.DECODE, 0), "d0", clock.now_s(), "same", handle=handle)
-    fleet._watch(member)
-    try:
-        async with asyncio.timeout(5):
-            await ready.wait()
+    member = replica_of(ReplicaPhase.PENDING, handle)
+    async with watched(fleet_of(changed=ready.set), member):
+        await ready.wait()
         assert member.phase is ReplicaPhase.READY
-    finally:
-        for task in member.tasks:
-            task.cancel()
 
 
 async def test_a_place_is_given_back_once_the_control_store_is_there_again(
@@ -124,12 +142,10 @@ async def test_a_place_is_given_back_once_the_control_store_is_there_again(
         return
 
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(actors.controller.replica_manager, "remove", remove)
-    monkeypatch.setattr(actors.controller.replica_manager, "call", told)
-    monkeypatch.setattr(actors.controller.replica_manager, "REMOVE_PAUSE_S", 0.001)
-    fleet = ReplicaManager("app", ManualClock(1000.0), changed.set, lambda: 0.0)
-    handle: Any = None
-    member = ReplicaHandle((Role.DECODE, 0), "d0", 0.0, "same", ReplicaPhase.READY, handle=handle)
+    monkeypatch.setattr(replica_manager, "remove", remove)
+    monkeypatch.setattr(replica_manager, "call", told)
+    monkeypatch.setattr(replica_manager, "REMOVE_PAUSE_S", 0.001)
+    fleet, member = fleet_of(changed=changed.set), replica_of(ReplicaPhase.READY)
     fleet.replicas["d0"] = member
     await fleet._gone(member, "died")
     assert changed.is_set(), "a replacement does not wait for it"
@@ -145,14 +161,10 @@ async def test_an_adopted_replica_that_never_answers_is_hung_once_it_is_placed(
     """One that waits for its place cannot answer, and one that was just placed loads its code."""
     placed = is_placed
     state = {True: "CREATED", False: "PENDING"}
-    monkeypatch.setattr(
-        actors.controller.replica_manager, "groups", lambda: [("d0", state[placed])]
-    )
-    monkeypatch.setattr(
-        actors.controller.replica_manager, "background", lambda coroutine: coroutine.close()
-    )
-    clock = ManualClock(1000.0)
-    fleet = ReplicaManager("app", clock, lambda: None, lambda: 0.0)
+    monkeypatch.setattr(replica_manager, "groups", lambda: [("d0", state[placed])])
+    monkeypatch.setattr(replica_manager, "background", lambda coroutine: coroutine.close())
+    clock = ManualClock(NOW_S)
+    fleet = fleet_of(clock)
     handle: Any = Handle()
     fleet.adopt((Role.DECODE, 0), "d0", handle)
     member = fleet.replicas["d0"]
@@ -178,7 +190,7 @@ async def test_a_controller_that_stalled_marks_no_replica_hung(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its timers are over when it wakes, and the answer that lies there comes too late."""
-    clock, beats = ManualClock(1000.0), 0
+    clock, beats = ManualClock(NOW_S), 0
     done = asyncio.Event()
 
     async def heartbeat(*_: Any, **options: Any) -> ReplicaStatus:
@@ -189,31 +201,20 @@ async def test_a_controller_that_stalled_marks_no_replica_hung(
             raise ReplicaError("no answer", code="timeout")
         if beats == 5:
             done.set()
-        status: Any = ReplicaStatus(None, True, False, None, ReplicaLoad(), "same")  # type: ignore[arg-type]
-        return status
+        return status_of()
 
-    monkeypatch.setattr(actors.controller.replica_manager, "call_handle", heartbeat)
-    fleet = ReplicaManager("app", clock, lambda: None, lambda: 0.0)
-    fleet.lifecycle = LifecycleConfig(heartbeat_interval_s=0.01)
-    handle: Any = None
-    member = ReplicaHandle(
-        (Role.DECODE, 0), "d0", clock.now_s(), "same", ReplicaPhase.STARTING, handle=handle
-    )
-    fleet._watch(member)
-    try:
-        async with asyncio.timeout(5):
-            await done.wait()
+    monkeypatch.setattr(replica_manager, "call_handle", heartbeat)
+    fleet, member = fleet_of(clock), replica_of(ReplicaPhase.STARTING)
+    async with watched(fleet, member):
+        await done.wait()
         assert fleet.replicas == {"d0": member}
-    finally:
-        for task in member.tasks:
-            task.cancel()
 
 
 async def test_a_partitioned_controller_marks_no_replica_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither while the link is broken, nor for the silence of that time once it is mended."""
-    clock = ManualClock(1000.0)
+    clock = ManualClock(NOW_S)
     is_held, beats, gone = False, 0, asyncio.Event()
     gone_at: list[int] = []
 
@@ -231,22 +232,12 @@ async def test_a_partitioned_controller_marks_no_replica_dead(
         gone_at.append(beats)
         gone.set()
 
-    monkeypatch.setattr(actors.controller.replica_manager, "call_handle", heartbeat)
-    fleet = ReplicaManager("app", clock, lambda: None, lambda: 0.0, is_held=held)
-    fleet.lifecycle = LifecycleConfig(heartbeat_interval_s=0.01)
+    monkeypatch.setattr(replica_manager, "call_handle", heartbeat)
+    fleet = fleet_of(clock, is_held=held)
     monkeypatch.setattr(fleet, "_gone", note_gone)
-    handle: Any = Handle()
-    member = ReplicaHandle(
-        (Role.DECODE, 0), "d0", 1000.0, "same", ReplicaPhase.READY, clock.now_s(), handle=handle
-    )
-    fleet._watch(member)
-    try:
-        async with asyncio.timeout(5):
-            await gone.wait()
+    async with watched(fleet, replica_of(ReplicaPhase.READY, Handle(), silence_s=0.0)):
+        await gone.wait()
         assert gone_at[0] == 33, "two more were within the limit"
-    finally:
-        for task in member.tasks:
-            task.cancel()
 
 
 @pytest.mark.parametrize("call", ["heartbeat", "wait_forever"])
@@ -269,26 +260,18 @@ async def test_an_unexpected_error_ends_no_watch(
 
     setattr(handle, call, Failing())
     sleep = asyncio.sleep
-    monkeypatch.setattr(actors.controller.replica_manager.asyncio, "sleep", lambda _: sleep(0.001))
+    monkeypatch.setattr(replica_manager.asyncio, "sleep", lambda _: sleep(0.001))
     ready = asyncio.Event()
-    fleet = ReplicaManager("app", ManualClock(1000.0), ready.set, lambda: 0.0)
-    member = ReplicaHandle((Role.DECODE, 0), "d0", 1000.0, "same", handle=handle)
-    fleet._watch(member)
-    try:
-        async with asyncio.timeout(5):
-            await ready.wait()
-            while asked < 2:
-                await sleep(0.001)
+    member = replica_of(ReplicaPhase.PENDING, handle)
+    async with watched(fleet_of(changed=ready.set), member):
+        await ready.wait()
+        while asked < 2:
+            await sleep(0.001)
         assert member.phase is ReplicaPhase.READY
         assert not any(task.done() for task in member.tasks)
-    finally:
-        for task in member.tasks:
-            task.cancel()
 
 
-async def test_a_partitioned_controller_ends_no_replica(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_partitioned_controller_ends_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even one whose engine has failed: another controller may have replaced it by now."""
     is_held, gone = False, []
 
@@ -299,16 +282,11 @@ async def test_a_partitioned_controller_ends_no_replica(
         gone.append(reason)
 
     async def heartbeat(*_: Any, **__: Any) -> ReplicaStatus:
-        info: Any = None
-        return ReplicaStatus(info, True, False, ReplicaError("broken"), ReplicaLoad(), "same")
+        return status_of(ReplicaError("broken"))
 
-    monkeypatch.setattr(actors.controller.replica_manager, "call_handle", heartbeat)
-    fleet = ReplicaManager("app", ManualClock(1000.0), lambda: None, lambda: 0.0, is_held=held)
+    monkeypatch.setattr(replica_manager, "call_handle", heartbeat)
+    fleet, member = fleet_of(is_held=held), replica_of(ReplicaPhase.READY, Handle(), silence_s=0.0)
     monkeypatch.setattr(fleet, "_gone", note_gone)
-    handle: Any = Handle()
-    member = ReplicaHandle(
-        (Role.DECODE, 0), "d0", 1000.0, "same", ReplicaPhase.READY, 1000.0, handle=handle
-    )
     await fleet._heartbeat(member)
     assert gone == []
     is_held = True

@@ -10,6 +10,7 @@ import pytest
 from actors.rpc import rpc_batcher
 from actors.rpc.rpc_batcher import MAX_BATCH, BatchedCalls, RpcBatcher
 from quadriga.errors import KVCacheExhausted, ReplicaDied, ReplicaError
+from tests.settled import settled
 
 
 class Callee(BatchedCalls):
@@ -68,17 +69,12 @@ async def test_a_lone_call_leaves_at_once_and_close_followers_are_gathered(
     async with asyncio.timeout(20):
         assert await calls.call("a", "double", 1, timeout_s=1) == 2
         second = asyncio.create_task(calls.call("a", "double", 2, timeout_s=1))
-        await settle()
+        await settled()
         third = asyncio.create_task(calls.call("a", "double", 3, timeout_s=1))
-        await settle()
+        await settled()
         assert line.sizes == [1]
         assert (await second, await third) == (4, 6)
     assert line.sizes == [1, 2]
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 async def test_each_call_of_a_batch_gets_its_own_error() -> None:

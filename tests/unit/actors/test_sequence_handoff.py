@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.transfer.handoff import LeaseState
 from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
 from quadriga.scheduling.transfer.placement_turns import PlacementTurns
+from tests.settled import settled
 
 CLASS = DepthClass("m", 2)
 KV = torch.ones(2, 2, 1, 2, 4)
@@ -73,6 +74,14 @@ def a_state(*, deadline_s: float) -> SequenceState:
     return SequenceState(
         "s", "r", "m", [1, 2], SamplingParams(max_tokens=4), "i", now_s, now_s + deadline_s
     )
+
+
+async def cancelled_after(event: asyncio.Event, handing_off: Coroutine[Any, Any, object]) -> None:
+    task = asyncio.create_task(handing_off)
+    await event.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 @pytest.mark.parametrize(
@@ -117,11 +126,7 @@ async def test_a_hand_off_that_is_cancelled_asks_for_no_room_any_more() -> None:
     calls = SimpleNamespace(call=ask, tell=tell)
     sequence = RunningSequence(a_state(deadline_s=20.0))
     handoff, _ = a_handoff(replica(), sequence, SimpleNamespace(), calls)
-    running = asyncio.create_task(handoff.run())
-    await asked.wait()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+    await cancelled_after(asked, handoff.run())
     await asyncio.wait_for(told.wait(), 20.0)
     assert said == [("finished", [sequence.state.sequence_id], 0)]
 
@@ -304,11 +309,7 @@ async def test_a_commit_that_only_the_abort_tells_of_counts() -> None:
 async def test_a_cancellation_is_passed_to_the_replica_that_may_run_it(abort: Fate | None) -> None:
     fates: dict[str, Fate] = {"commit": "is_answer_lost"}
     prefill = Prefill(fates if abort is None else fates | {"abort": abort}, deadline_s=20.0)
-    task = asyncio.create_task(prefill.hand_off())
-    await prefill.asked.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancelled_after(prefill.asked, prefill.hand_off())
     async with asyncio.timeout(2.0):
         while not prefill.cancelled:  # noqa: ASYNC110 - a few turns of the loop
             await asyncio.sleep(0)
@@ -318,12 +319,7 @@ async def test_a_cancellation_is_passed_to_the_replica_that_may_run_it(abort: Fa
 async def test_a_replica_that_ends_leaves_committed_sequences_to_their_new_owner() -> None:
     """The client still wants it: only this process goes."""
     prefill = Prefill({"commit": "is_answer_lost"}, deadline_s=20.0)
-    task = asyncio.create_task(prefill.hand_off())
-    await prefill.asked.wait()
     prefill.replica.is_ending = True
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await cancelled_after(prefill.asked, prefill.hand_off())
+    await settled(50)
     assert prefill.cancelled == []

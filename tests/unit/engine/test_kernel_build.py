@@ -14,7 +14,7 @@ from quadriga.engine.kernels import build
 from quadriga.engine.kernels.build import BuildUnavailable, build_library, cached_library
 from quadriga.errors import ConfigError
 from tests.equivalence.models import build as build_model
-from tests.equivalence.models import kernel_cache, make_spec, make_state, save, whole_prompt
+from tests.equivalence.models import kernel_cache, make_spec, make_state, save, start_row
 
 DEADLINE_S = 60.0
 
@@ -134,9 +134,7 @@ def test_without_a_compiler_the_engine_stays_eager(
     assert [r.message for r in caplog.records if "stays eager" in r.message] == [
         "the engine stays eager: no C++ compiler (g++ or clang++) is on the PATH"
     ]
-    state = make_state([5, 6, 7])
-    runner.attach(0, state)
-    assert runner.prefill([whole_prompt(0, state)])[0] is not None
+    start_row(runner, 0, make_state([5, 6, 7]))
 
 
 def test_a_library_that_cannot_be_loaded_leaves_the_engine_eager(
@@ -145,9 +143,7 @@ def test_a_library_that_cannot_be_loaded_leaves_the_engine_eager(
     with caplog.at_level(logging.WARNING):
         runner = load_runner(make_spec(checkpoint, compile="wait", cache_dir=checkpoint / "cache"))
     assert any("cannot be loaded" in r.message for r in caplog.records)
-    state = make_state([5, 6, 7])
-    runner.attach(0, state)
-    assert runner.prefill([whole_prompt(0, state)])[0] is not None
+    start_row(runner, 0, make_state([5, 6, 7]))
 
 
 def test_compilation_in_the_background_stalls_nobody(
@@ -167,10 +163,7 @@ def test_compilation_in_the_background_stalls_nobody(
     alone = load_runner(make_spec(checkpoint, compile="off"))
     ours, theirs = make_state([9, 8, 7]), make_state([9, 8, 7])
     for r, state in ((runner, ours), (alone, theirs)):
-        r.attach(0, state)
-        token = r.prefill([whole_prompt(0, state)])[0]
-        assert token is not None
-        state.output_ids.append(token.token_id)
+        start_row(r, 0, state)
     for step in range(20):
         if step == 10:
             assert not runner.is_compiled

@@ -11,13 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from quadriga.checkpoint.exits import Criterion, ExitSpec
-from quadriga.core.request import SequenceState
 from quadriga.engine import load_runner
 from quadriga.engine.baton.runner import BatonRunner
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.scheduling.transfer.rebuild import chunk_of
-from tests.equivalence.models import make_spec, make_state, save, whole_prompt
+from tests.equivalence.models import make_spec, make_state, save, start_row, whole_prompt
 from tests.equivalence.relay_models import FAMILIES, VOCAB, build_relay, generate
 
 
@@ -34,13 +33,6 @@ def checkpoint(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture
 def runner(checkpoint: Path) -> BatonRunner:
     return BatonRunner.load(make_spec(checkpoint, runner="baton", row_capacity_tokens=32))
-
-
-def start(runner: BatonRunner, row: int, state: SequenceState) -> None:
-    runner.attach(row, state)
-    token = runner.prefill([whole_prompt(row, state)])[0]
-    assert token is not None
-    state.output_ids.append(token.token_id)
 
 
 def test_the_factory_takes_the_runner_the_spec_names(checkpoint: Path) -> None:
@@ -73,7 +65,7 @@ def test_rows_are_exclusive(runner: BatonRunner) -> None:
 
 def test_a_lost_sequence_is_rebuilt_and_goes_on(runner: BatonRunner) -> None:
     state = make_state([1, 5, 9], num_prompt_logprobs=0)
-    start(runner, 0, state)
+    start_row(runner, 0, state)
     state.exit_layers.append(3)
     for _ in range(6):
         token = runner.decode([0])[0]
@@ -110,7 +102,7 @@ def test_nothing_to_do(runner: BatonRunner) -> None:
 
 
 def test_a_row_is_named_once(runner: BatonRunner) -> None:
-    start(runner, 0, make_state([4, 5]))
+    start_row(runner, 0, make_state([4, 5]))
     with pytest.raises(InvariantViolation, match="name one twice"):
         runner.decode([0, 0])
 
@@ -125,7 +117,7 @@ def test_decoding_needs_the_past(runner: BatonRunner) -> None:
 
 def test_a_full_row_says_so(runner: BatonRunner) -> None:
     state = make_state([4] * 32)
-    start(runner, 0, state)
+    start_row(runner, 0, state)
     with pytest.raises(InvariantViolation, match="32 fit"):
         runner.decode([0])
 
@@ -143,8 +135,8 @@ def test_a_prompt_of_one_token_needs_no_prefill(
 def test_a_step_may_be_repeated(runner: BatonRunner) -> None:
     """What was not appended is computed again: the row forgets what lies beyond its state."""
     state, other = make_state([4, 5, 6]), make_state([9] * 10)
-    start(runner, 0, state)
-    start(runner, 1, other)
+    start_row(runner, 0, state)
+    start_row(runner, 1, other)
     once = [t.token_id for t in runner.decode([0, 1])]
     assert [t.token_id for t in runner.decode([0, 1])] == once
     assert [t.token_id for t in runner.decode([1, 0])] == once[::-1]
@@ -178,11 +170,11 @@ def test_layers_are_announced_when_their_kv_is_complete(runner: BatonRunner) -> 
 
 def test_kv_of_a_running_row_is_the_one_that_prefill_computes(runner: BatonRunner) -> None:
     state = make_state([4, 5, 6, 7, 8])
-    start(runner, 0, state)
-    start(runner, 1, make_state([9] * 12))
+    start_row(runner, 0, state)
+    start_row(runner, 1, make_state([9] * 12))
     state.output_ids.append(runner.decode([1, 0])[1].token_id)
     again = make_state(state.prompt_ids + state.output_ids[:1])
-    start(runner, 2, again)
+    start_row(runner, 2, again)
     got, wanted = (runner.read_kv(row, 0, 3, 0, 6) for row in (0, 2))
     assert (got - wanted).abs().max() < 1e-5
 
@@ -202,8 +194,8 @@ def test_prompts_of_one_pass_end_where_they_end(
 def test_writing_into_a_running_row(runner: BatonRunner, model: PreTrainedModel) -> None:
     """It leaves the batch, takes the write, and goes on."""
     state, other = make_state([4, 5, 6, 7, 8]), make_state([9] * 12)
-    start(runner, 0, state)
-    start(runner, 1, other)
+    start_row(runner, 0, state)
+    start_row(runner, 1, other)
     state.output_ids.append(runner.decode([0, 1])[0].token_id)
     kv = runner.read_kv(0, 0, 3, 0, 5)
     runner.write_kv(0, 0, 0, torch.zeros_like(kv))
@@ -236,7 +228,7 @@ def test_prompt_logprobs_equal_the_models(runner: BatonRunner, model: PreTrained
 
 def test_penalties_and_logprobs_reach_the_sampler(runner: BatonRunner) -> None:
     state = make_state([4, 5, 6], logit_bias=((VOCAB - 1, 100.0),), num_logprobs=3)
-    start(runner, 0, state)
+    start_row(runner, 0, state)
     token = runner.decode([0])[0]
     assert state.output_ids == [VOCAB - 1]
     assert token.token_id == VOCAB - 1
@@ -251,7 +243,7 @@ def test_the_whole_model_is_one_segment(checkpoint: Path, criterion: Criterion) 
     assert runner.segment_ends == (3,)
     states = [make_state([4, 5, 6]), make_state([9] * 10, temperature=0.7, num_logprobs=2)]
     for row, state in enumerate(states):
-        start(runner, row, state)
+        start_row(runner, row, state)
     wanted = runner.decode([0, 1])
     with pytest.raises(InvariantViolation, match="not all advanced"):
         runner.emit([0])
@@ -270,11 +262,11 @@ def test_the_whole_model_is_one_segment(checkpoint: Path, criterion: Criterion) 
 def test_suspended_here_restored_there(runner: BatonRunner, model: PreTrainedModel) -> None:
     """Its row goes to another sequence meanwhile."""
     state, other = make_state([4, 5, 6, 7, 8]), make_state([9] * 12)
-    start(runner, 0, state)
-    start(runner, 1, other)
+    start_row(runner, 0, state)
+    start_row(runner, 1, other)
     state.output_ids.append(runner.decode([0, 1])[0].token_id)
     suspended = runner.suspend(0)
-    start(runner, 0, make_state([3] * 20))
+    start_row(runner, 0, make_state([3] * 20))
     runner.decode([0])
     runner.restore(5, state, suspended)
     while len(state.output_ids) < 6:
@@ -290,7 +282,7 @@ def test_suspended_here_restored_there(runner: BatonRunner, model: PreTrainedMod
 def test_half_precision(checkpoint: Path, dtype: str) -> None:
     runner = BatonRunner.load(make_spec(checkpoint, runner="baton", dtype=dtype))
     state = make_state([4, 5, 6])
-    start(runner, 0, state)
+    start_row(runner, 0, state)
     state.output_ids.append(runner.decode([0])[0].token_id)
     assert runner.read_kv(0, 0, 3, 0, 4).dtype is getattr(torch, dtype)
 

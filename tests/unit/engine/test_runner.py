@@ -14,7 +14,7 @@ from quadriga.engine import load_runner
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import PrefillChunk
-from tests.equivalence.models import build, make_spec, make_state, save, whole_prompt
+from tests.equivalence.models import build, make_spec, make_state, save, start_row, whole_prompt
 
 MODES = ["off", "wait"]
 
@@ -22,13 +22,6 @@ MODES = ["off", "wait"]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(build("llama"), tmp_path_factory.mktemp("llama"))
-
-
-def start(runner: NativeRunner, row: int, state: SequenceState) -> None:
-    runner.attach(row, state)
-    token = runner.prefill([whole_prompt(row, state)])[0]
-    assert token is not None
-    state.output_ids.append(token.token_id)
 
 
 def step(runner: NativeRunner, rows: list[int], states: list[SequenceState]) -> None:
@@ -111,8 +104,8 @@ def test_kv_moved_to_another_runner_continues_the_same(checkpoint: Path, mode: s
     for prompt in prompts(4, seed=3):
         sampling = {"temperature": 0.9, "seed": 5, "top_p": 0.95}
         stays, moves = make_state(prompt, **sampling), make_state(prompt, **sampling)
-        start(here, 0, stays)
-        start(here, 1, moves)
+        start_row(here, 0, stays)
+        start_row(here, 1, moves)
         for _ in range(5):
             step(here, [0, 1], [stays, moves])
         num_tokens = moves.num_tokens - 1  # the last token's KV is computed by the next step
@@ -171,7 +164,7 @@ def test_learned_positions_limit_the_row(tmp_path: Path) -> None:
 def test_half_precision_runs_eagerly(checkpoint: Path, dtype: str) -> None:
     runner = load_runner(make_spec(checkpoint, dtype=dtype, compile="wait"))
     state = make_state([4, 5, 6])
-    start(runner, 0, state)
+    start_row(runner, 0, state)
     step(runner, [0], [state])
     assert not runner.is_compiled
     assert len(state.output_ids) == 2

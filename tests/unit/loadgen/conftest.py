@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from loadgen.__main__ import main
 from loadgen.bench.fake_service.grpc_server import FakeGrpcOptions, FakeGrpcServer
 from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
 from loadgen.checker import Verdict
@@ -92,6 +95,18 @@ def fakes(**options: Any) -> Iterator[tuple[str, str]]:
         loop.call_soon_threadsafe(stop.set)
         thread.join(20)
         assert not thread.is_alive()
+
+
+def run_command(
+    command: str, service: tuple[str, str], tmp_path: Path, *words: str
+) -> tuple[int, list[dict[str, Any]]]:
+    """`loadgen run` or `ramp` against a service. Returns its exit status and results."""
+    url, grpc = service
+    common = ["--url", url, "--grpc", grpc, "--output", str(tmp_path / "out"), "--no-plots"]
+    status = main([command, *common, *words])
+    file = tmp_path / "out" / "run.jsonl"
+    text = file.read_text() if file.exists() else ""
+    return status, [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.fixture

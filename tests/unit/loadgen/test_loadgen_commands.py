@@ -19,7 +19,7 @@ from loadgen.load.scenario import QUESTIONS, choose_load
 from loadgen.load_options import add_arguments
 from quadriga.errors import ConfigError
 from quadriga.tasks import TASKS, make_example, sample_examples
-from tests.unit.loadgen.conftest import Service
+from tests.unit.loadgen.conftest import Service, run_command
 
 HEADER = "arrival_s,input_tokens,output_tokens\n"
 
@@ -35,9 +35,7 @@ def answer_tasks(prompt: str) -> str | None:
 
 
 def run(service: tuple[str, str], tmp_path: Path, *words: str) -> int:
-    url, grpc = service
-    output = ["--url", url, "--grpc", grpc, "--output", str(tmp_path / "out"), "--no-plots"]
-    return main(["run", *output, *words])
+    return run_command("run", service, tmp_path, *words)[0]
 
 
 def lines(tmp_path: Path) -> list[dict[str, Any]]:
@@ -83,18 +81,8 @@ def test_seed_decides_the_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("transport", ["http", "grpc"])
 def test_tasks_are_scored(transport: str, service: Service, tmp_path: Path) -> None:
     started = service(answer=answer_tasks)
-    words = [
-        "--tasks",
-        "40",
-        "--max-tokens",
-        "4000",
-        "--endpoint",
-        "both",
-        "--stream",
-        "both",
-        "--transport",
-        transport,
-    ]
+    words = ["--tasks", "40", "--max-tokens", "4000", "--endpoint", "both", "--stream", "both"]
+    words += ["--transport", transport]
     assert run(started, tmp_path, *words) == 0
     _, *requests, summary = lines(tmp_path)
     assert {(r["endpoint"], r["stream"]) for r in requests} == {
@@ -221,9 +209,17 @@ def test_plots_are_written(service: Service, tmp_path: Path) -> None:
         (["--tasks", "3", "--model", "gpt"], "--model: 'gpt' is not served; there are fake"),
         (["--tasks", "3", "--arrivals", "trace"], "no arrival times of its own"),
         (["--tasks", "3", "--fit-prompts", "--endpoint", "chat"], "token ids have no chat form"),
+        (["--tasks", "1", "--api-key", "two\nlines"], "--api-key holds no key"),
+        (["--tasks", "1", "--api-key", "schlüssel"], "--api-key holds no key"),
+        # These would be ignored.
+        (["--tasks", "3", "--turns", "4"], "--turns: not for --tasks, but for --sessions N"),
+        (["--tasks", "3", "--limit", "4"], "--limit: not for --tasks, but for --prompts and"),
+        (["--sessions", "3", "--max-tokens", "9"], "--max-tokens: not for --sessions N, but"),
+        (["--sessions", "x.jsonl", "--turns", "9"], "--turns: not for --sessions FILE, but"),
+        (["--trace", "x.csv", "--think-s", "9"], "--think-s: not for --trace, but for"),
     ],
 )
-def test_bad_options_are_named(
+def test_options_that_cannot_be_followed_are_named(
     words: list[str],
     message: str,
     service: Service,
@@ -284,35 +280,6 @@ def test_help_shows_no_key(
         main([command, "--help"])
     out = capsys.readouterr().out
     assert "s3cret-key" not in out and "examples:" in out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--tasks", "3", "--turns", "4"], "--turns: not for --tasks, but for --sessions N"),
-        (["--tasks", "3", "--limit", "4"], "--limit: not for --tasks, but for --prompts and"),
-        (["--sessions", "3", "--max-tokens", "9"], "--max-tokens: not for --sessions N, but"),
-        (["--sessions", "x.jsonl", "--turns", "9"], "--turns: not for --sessions FILE, but"),
-        (["--trace", "x.csv", "--think-s", "9"], "--think-s: not for --trace, but for"),
-    ],
-)
-def test_an_option_that_would_be_ignored_is_refused(
-    words: list[str],
-    message: str,
-    service: Service,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(service(), tmp_path, *words) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("key", ["two\nlines", "schlüssel"])
-def test_what_cannot_be_a_key_is_refused(
-    key: str, service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(service(), tmp_path, "--tasks", "1", "--api-key", key) == 2
-    assert "--api-key holds no key" in capsys.readouterr().err
 
 
 def test_run_loads_neither_torch_nor_ray() -> None:

@@ -28,7 +28,7 @@ from loadgen.report.metrics import LoadSlo
 from loadgen.report.results import read_results
 from loadgen.runner import Record, RunResult, now_s
 from quadriga.errors import ConfigError
-from tests.unit.loadgen.conftest import Service, make_spec
+from tests.unit.loadgen.conftest import Service, make_spec, run_command
 
 GOAL = Goal(LoadSlo(ttft_s=1.0, tpot_s=0.1), share=0.9)
 
@@ -220,16 +220,6 @@ def test_a_ramp_is_drawn(tmp_path: Path) -> None:
     assert write_ramp_plot(tmp_path, [], rate_ramp(1, 3), GOAL, "nothing") is None
 
 
-def run_ramp(
-    service: tuple[str, str], tmp_path: Path, *words: str
-) -> tuple[int, list[dict[str, Any]]]:
-    url, grpc = service
-    common = ["--url", url, "--grpc", grpc, "--output", str(tmp_path / "out"), "--warmup", "1"]
-    status = main(["ramp", *common, *words])
-    text = (tmp_path / "out" / "run.jsonl").read_text()
-    return status, [json.loads(line) for line in text.splitlines()]
-
-
 def of_kind(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
@@ -240,8 +230,8 @@ def test_a_ramp_within_the_slo_goes_to_its_end(
 ) -> None:
     words = ["--tasks", "7", "--max-tokens", "5", "--rate", "30-60", "--steps", "2"]
     words += ["--step-s", "0.4", "--settle-s", "0.1", "--transport", transport, "--slo-ttft-s", "9"]
-    words += ["--slo-tpot-s", "9", "--no-plots"]
-    status, lines = run_ramp(service(), tmp_path, *words)
+    words += ["--slo-tpot-s", "9"]
+    status, lines = run_command("ramp", service(), tmp_path, *words, "--warmup", "1")
     assert status == 0
     assert lines[0]["kind"] == "ramp" and lines[0]["config"]["rate"] == [30.0, 60.0]
     requests, steps = of_kind(lines, "request"), of_kind(lines, "step")
@@ -264,8 +254,8 @@ def test_a_ramp_within_the_slo_goes_to_its_end(
 def test_a_ramp_stops_where_the_slo_breaks(service: Service, tmp_path: Path) -> None:
     """Every token takes the fake 20 ms, so the limit of 10 ms cannot be kept at any rate."""
     words = ["--tasks", "4", "--max-tokens", "5", "--rate", "20-80", "--steps", "40"]
-    words += ["--step-s", "0.5", "--slo-tpot-s", "0.01", "--no-plots"]
-    status, lines = run_ramp(service(step_s=0.02), tmp_path, *words)
+    words += ["--step-s", "0.5", "--slo-tpot-s", "0.01"]
+    status, lines = run_command("ramp", service(step_s=0.02), tmp_path, *words, "--warmup", "1")
     assert status == 0
     (capacity,) = of_kind(lines, "capacity")
     assert (capacity["kept"], capacity["broken"]) == (None, 20.0)
@@ -300,9 +290,9 @@ def test_a_closed_ramp_opens_its_places(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_service_that_refuses_all_is_not_flooded(service: Service, tmp_path: Path) -> None:
-    words = ["--tasks", "3", "--concurrency", "2", "--steps", "1", "--step-s", "0.6", "--no-plots"]
-    words += ["--settle-s", "0"]
-    status, lines = run_ramp(service(fault="refuse"), tmp_path, *words, "--warmup", "0")
+    words = ["--tasks", "3", "--concurrency", "2", "--steps", "1", "--step-s", "0.6"]
+    words += ["--settle-s", "0", "--warmup", "0"]
+    status, lines = run_command("ramp", service(fault="refuse"), tmp_path, *words)
     assert status == 1  # nothing was served
     assert 2 <= len(of_kind(lines, "request")) <= 2 * 12
     (step,) = of_kind(lines, "step")
@@ -311,9 +301,9 @@ def test_a_service_that_refuses_all_is_not_flooded(service: Service, tmp_path: P
 
 def test_conversations_can_be_ramped(service: Service, tmp_path: Path) -> None:
     words = ["--sessions", "3", "--turns", "2", "--answer-tokens", "4", "--think-s", "0.02"]
-    words += ["--rate", "20", "--steps", "1", "--step-s", "0.6", "--settle-s", "0", "--no-plots"]
+    words += ["--rate", "20", "--steps", "1", "--step-s", "0.6", "--settle-s", "0"]
     words += ["--slo-ttft-s", "9", "--slo-tpot-s", "9"]
-    status, lines = run_ramp(service(), tmp_path, *words)
+    status, lines = run_command("ramp", service(), tmp_path, *words, "--warmup", "1")
     assert status == 0
     requests = of_kind(lines, "request")
     assert {request["turn"] for request in requests} == {0, 1}
@@ -323,8 +313,8 @@ def test_conversations_can_be_ramped(service: Service, tmp_path: Path) -> None:
 
 def test_a_service_that_hangs_is_given_up(service: Service, tmp_path: Path) -> None:
     words = ["--tasks", "3", "--max-tokens", "4", "--rate", "20", "--steps", "2", "--step-s", "0.4"]
-    words += ["--slo-ttft-s", "0.1", "--slo-tpot-s", "0.01", "--drain-s", "0.3", "--no-plots"]
-    status, lines = run_ramp(service(fault="hang"), tmp_path, *words, "--warmup", "0")
+    words += ["--slo-ttft-s", "0.1", "--slo-tpot-s", "0.01", "--drain-s", "0.3"]
+    status, lines = run_command("ramp", service(fault="hang"), tmp_path, *words, "--warmup", "0")
     assert status == 1
     steps = of_kind(lines, "step")
     assert steps[0]["kept"] is False and steps[0]["unfinished"] == steps[0]["requests"] > 0
@@ -364,8 +354,8 @@ def test_a_trace_can_be_ramped(service: Service, tmp_path: Path) -> None:
     """Its lengths are used again from the start; its own times are not."""
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,input_tokens,output_tokens\n0,5,3\n900,9,4\n")
-    words = ["--trace", str(trace), "--rate", "30", "--steps", "1", "--step-s", "0.5", "--no-plots"]
-    status, lines = run_ramp(service(), tmp_path, *words)
+    words = ["--trace", str(trace), "--rate", "30", "--steps", "1", "--step-s", "0.5"]
+    status, lines = run_command("ramp", service(), tmp_path, *words, "--warmup", "1")
     assert status == 0
     lengths = [(r["prompt_tokens"], r["completion_tokens"]) for r in of_kind(lines, "request")]
     assert len(lengths) > 2
@@ -373,8 +363,8 @@ def test_a_trace_can_be_ramped(service: Service, tmp_path: Path) -> None:
 
 
 def test_failed_responses_are_exit_status_1(service: Service, tmp_path: Path) -> None:
-    words = ["--tasks", "3", "--rate", "20", "--steps", "1", "--step-s", "0.4", "--no-plots"]
-    status, lines = run_ramp(service(fault="gap"), tmp_path, *words, "--warmup", "0")
+    words = ["--tasks", "3", "--rate", "20", "--steps", "1", "--step-s", "0.4"]
+    status, lines = run_command("ramp", service(fault="gap"), tmp_path, *words, "--warmup", "0")
     assert status == 1
     (step,) = of_kind(lines, "step")
     assert step["failed"] == step["requests"] and step["error_share"] == 1.0

@@ -27,7 +27,7 @@ from loadgen.target import Target
 from loadgen.wire.client_grpc import encode_request
 from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError
-from tests.unit.loadgen.conftest import Service
+from tests.unit.loadgen.conftest import Service, run_command
 
 TEMPLATE = RequestSpec(index=0, arrival_s=0.0, prompt="", max_tokens=1, seed=0)
 
@@ -253,39 +253,25 @@ def test_the_fingerprint_tells_loads_apart() -> None:
     assert of(tokens_session(2)) != of(tokens_session(2, think_s=1.0))
 
 
-def run_command(
-    service: tuple[str, str], tmp_path: Path, *words: str
-) -> tuple[int, list[dict[str, Any]]]:
-    url, grpc = service
-    common = ["--url", url, "--grpc", grpc, "--output", str(tmp_path / "out"), "--no-plots"]
-    status = main(["run", *common, "--think-s", "0.01", *words])
-    file = tmp_path / "out" / "run.jsonl"
-    text = file.read_text() if file.exists() else ""
-    return status, [json.loads(line) for line in text.splitlines()]
-
-
 @pytest.mark.parametrize("transport", ["http", "grpc"])
 def test_the_command_drives_conversations(
     transport: str, service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--sessions", "4", "--turns", "3", "--transport", transport, "--endpoint", "both"]
-    status, (head, *requests, summary) = run_command(service(), tmp_path, *words)
+    words += ["--think-s", "0.01"]
+    status, (head, *requests, summary) = run_command("run", service(), tmp_path, *words)
     assert status == 0
     assert [fault for request in requests for fault in request["faults"]] == []
     assert head["scenario"] == "4 sessions" and len(head["load_sha256"]) == 64
-    assert [(r["session"], r["turn"]) for r in requests] == list(
-        itertools.product(range(4), range(3))
-    )
+    turns = list(itertools.product(range(4), range(3)))
+    assert [(r["session"], r["turn"]) for r in requests] == turns
     for session in range(4):
         sizes = [r["prompt_tokens"] for r in requests if r["session"] == session]
         assert sizes == sorted(sizes) and sizes[0] < sizes[1] < sizes[2]
     assert {r["endpoint"] for r in requests} == {"completions", "chat"}
     assert summary["sessions"] == 4 and summary["unsent"] == {}
-    assert [(turn["first"], turn["requests"]) for turn in summary["turns"]] == [
-        (0, 4),
-        (1, 4),
-        (2, 4),
-    ]
+    found = [(turn["first"], turn["requests"]) for turn in summary["turns"]]
+    assert found == [(0, 4), (1, 4), (2, 4)]
     assert "turns of 4 conversations" in capsys.readouterr().out
 
 
@@ -304,15 +290,12 @@ def test_the_command_drives_recorded_conversations(
         )
     )
     words = ["--sessions", str(path), "--max-tokens", "9", "--transport", transport]
-    status, (_, *requests, _) = run_command(service(), tmp_path, *words)
+    words += ["--think-s", "0.01"]
+    status, (_, *requests, _) = run_command("run", service(), tmp_path, *words)
     assert status == 0
-    assert [(r["session"], r["turn"], r["endpoint"]) for r in requests] == [
-        (0, 0, "chat"),
-        (0, 1, "chat"),
-        (1, 0, "chat"),
-        (1, 1, "chat"),
-        (1, 2, "chat"),
-    ]
+    turns = [(r["session"], r["turn"]) for r in requests]
+    assert turns == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+    assert {r["endpoint"] for r in requests} == {"chat"}
     # The service's answer of 9 tokens stands where the recorded one was.
     first, second = requests[0], requests[1]
     assert second["prompt_tokens"] > first["prompt_tokens"] + len(tokenize("\nbye"))
@@ -338,16 +321,11 @@ def test_the_command_drives_recorded_conversations(
     ],
 )
 def test_bad_conversations_are_named(
-    row: str,
-    message: str,
-    service: Service,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    row: str, message: str, service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text(row)
-    status, _ = run_command(service(), tmp_path, "--sessions", str(path))
-    assert status == 2
+    assert run_command("run", service(), tmp_path, "--sessions", str(path))[0] == 2
     assert message in capsys.readouterr().err
 
 
@@ -376,7 +354,7 @@ def test_a_file_of_conversations_is_chat(
     service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--sessions", "chats.jsonl", "--endpoint", "completions"]
-    assert run_command(service(), tmp_path, *words)[0] == 2
+    assert run_command("run", service(), tmp_path, *words)[0] == 2
     assert "conversations of a file are messages; use chat" in capsys.readouterr().err
 
 
@@ -384,5 +362,5 @@ def test_conversations_longer_than_the_context_are_named(
     service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--sessions", "2", "--turn-tokens", "90", "--answer-tokens", "20"]
-    assert run_command(service(max_model_len=100), tmp_path, *words)[0] == 2
+    assert run_command("run", service(max_model_len=100), tmp_path, *words)[0] == 2
     assert "exceed the context of 100 even alone; lower --turn-tokens" in capsys.readouterr().err

@@ -568,10 +568,8 @@ def test_the_largest_rate_is_the_last_before_the_first_at_which_too_few_are_good
 
 
 def test_a_trace_is_run_at_a_rate_that_fills_the_memory(trace: Path) -> None:
-    parser = argparse.ArgumentParser()
-    ares.add_arguments(parser)
-    args = parser.parse_args(["--trace", str(trace), "--duration-s", "30", "--warm-up-s", "0"])
-    points = ares_points.POINTS["traces"](args)
+    words = ["--part", "traces", "--trace", str(trace), "--duration-s", "30", "--warm-up-s", "0"]
+    points = points_of(*words)
     parts: dict[str, list[ares_points.SimPoint]] = {}
     for point in points:
         parts.setdefault(point.part, []).append(point)

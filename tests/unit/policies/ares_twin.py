@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.policies.ares.cluster import ClusterForecast, unpack
 from quadriga.policies.ares.forecast import (
     FIXED,
     NUM_COLUMNS,
@@ -98,6 +99,13 @@ def snapshot(
             front_share=front_share,
         ),
     )
+
+
+def unpacked(snapshots: Sequence[ReplicaSnapshot]) -> ClusterForecast:
+    """What a tick sees of replicas that can be compared."""
+    cluster = unpack(snapshots)
+    assert cluster is not None
+    return cluster
 
 
 def random_cluster(rng: np.random.Generator) -> list[ReplicaSnapshot]:

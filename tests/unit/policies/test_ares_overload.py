@@ -35,18 +35,16 @@ from quadriga.policies.ares.recording import RecordedTick, parse_ticks, replay, 
 from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
 from quadriga.policies.load import has_room
-from tests.unit.policies.ares_twin import CLASS, Held, random_cluster, snapshot
+from tests.unit.policies.ares_twin import CLASS, Held, random_cluster, snapshot, unpacked
 
 COSTS = TransferCosts(bytes_per_token=57_344, bandwidth_bytes_per_s=25e9 / 8)
 
 
 def promised(snapshots: list[ReplicaSnapshot], share: float) -> ClusterForecast:
     """The replicas, each with so much of its memory promised."""
-    cluster = unpack(
+    return unpacked(
         [replace(s, reserved_tokens=int(share * s.info.kv_capacity_tokens)) for s in snapshots]
     )
-    assert cluster is not None
-    return cluster
 
 
 def three(lengths: tuple[int, ...] = (500, 2_000, 30_000)) -> list[ReplicaSnapshot]:
@@ -200,9 +198,7 @@ def at_depths(*depths: int, share: float) -> ClusterForecast:
     for one in made:
         deep = one.info.depth_class.depth == 8
         one.reserved_tokens = int((share if deep else 0.1) * one.info.kv_capacity_tokens)
-    cluster = unpack(made)
-    assert cluster is not None
-    return cluster
+    return unpacked(made)
 
 
 def test_a_model_at_several_depths_is_overloaded_where_one_class_is_and_protects_in_each() -> None:
@@ -248,8 +244,7 @@ def open_by_trying(
 def test_who_may_take_a_sequence_is_what_trying_every_rule_finds() -> None:
     rng, found = np.random.default_rng(11), Counter[tuple[bool, bool, bool]]()
     for _ in range(400):
-        cluster = unpack(random_cluster(rng))
-        assert cluster is not None
+        cluster = unpacked(random_cluster(rng))
         made = plan_overload(cluster, None, num_held=1) or plan_overload(
             replace(cluster, promised_tokens=cluster.capacity_tokens), None, num_held=1
         )

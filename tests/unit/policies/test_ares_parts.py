@@ -13,7 +13,6 @@ from quadriga.core.forecast import LengthPrediction
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import PlaceRequest
 from quadriga.errors import ConfigError
-from quadriga.policies.ares.cluster import unpack
 from quadriga.policies.ares.forecast import (
     NUM_COLUMNS,
     ROW_BYTES,
@@ -31,12 +30,7 @@ from quadriga.policies.ares.placement import AresPlacement, best_replica
 from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay, write_tick
 from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import AresSettings, TransferCosts, horizon_s
-from tests.unit.policies.ares_twin import (
-    CLASS,
-    Held,
-    random_cluster,
-    snapshot,
-)
+from tests.unit.policies.ares_twin import CLASS, Held, random_cluster, snapshot, unpacked
 
 COSTS = TransferCosts(57_344, 25e9 / 8)
 
@@ -88,8 +82,7 @@ def test_load_grows_until_the_sequence_ends() -> None:
 def test_a_sequence_whose_tokens_leave_early_weighs_less_in_load_and_as_much_in_memory() -> None:
     whole = [Held("x", 500.0, 300.0, 300.0, 300.0), Held("y", 700.0, 90.0, 90.0, 90.0)]
     halved = [replace(h, share=0.5) for h in whole]
-    cluster = unpack([snapshot("a", whole), snapshot("b", halved)])
-    assert cluster is not None
+    cluster = unpacked([snapshot("a", whole), snapshot("b", halved)])
     np.testing.assert_allclose(cluster.load_s[1], cluster.load_s[0] / 2, rtol=1e-6)
     np.testing.assert_allclose(cluster.row_load_s[2:], cluster.row_load_s[:2] / 2, rtol=1e-6)
     np.testing.assert_array_equal(cluster.tokens[0], cluster.tokens[1])
@@ -120,8 +113,7 @@ def test_a_packed_forecast_is_small_and_adds_up() -> None:
     snap = snapshot("a", [held("x", 500.0, 3000.0), held("y", 900.0, 100.0)])
     assert snap.forecast is not None
     assert len(snap.forecast.rows) == 2 * ROW_BYTES == 80
-    cluster = unpack([snap, snapshot("b", [])])
-    assert cluster is not None
+    cluster = unpacked([snap, snapshot("b", [])])
     np.testing.assert_allclose(cluster.load_s[0], cluster.row_load_s.sum(axis=0), rtol=1e-5)
     assert cluster.rows.shape == (2, NUM_COLUMNS)
     assert cluster.tokens[0, 0] == 1400.0
@@ -172,8 +164,7 @@ def test_placement_is_the_one_that_raises_the_variance_least() -> None:
             replace(s, draining=False, info=replace(s.info, kv_capacity_tokens=10**7, num_slots=99))
             for s in random_cluster(rng)
         ]
-        cluster = unpack(snapshots)
-        assert cluster is not None
+        cluster = unpacked(snapshots)
         wanted = request(int(rng.integers(10, 5000)), sure(float(rng.integers(1, 30_000))))
         assert wanted.prediction is not None
         x = load_rows(

@@ -10,7 +10,7 @@ import pytest
 from quadriga.core.migration import MigrationCause, MigrationOrder
 from quadriga.core.replica import DepthClass, ReplicaSnapshot
 from quadriga.errors import ConfigError
-from quadriga.policies.ares.cluster import classify, relative_work, unpack, weights
+from quadriga.policies.ares.cluster import classify, relative_work, weights
 from quadriga.policies.ares.forecast import FIXED, MOVABLE, PAUSED, RUNS
 from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import AresSettings, TransferCosts
@@ -21,6 +21,7 @@ from tests.unit.policies.ares_twin import (
     random_cluster,
     snapshot,
     tied_cluster,
+    unpacked,
 )
 
 FAST = TransferCosts(bytes_per_token=57_344, bandwidth_bytes_per_s=25e9 / 8)
@@ -28,6 +29,8 @@ SLOW = TransferCosts(bytes_per_token=57_344, bandwidth_bytes_per_s=1e8)
 EAGER = AresSettings(theta=0.02, min_gain=0.0, moves_share=1.0, cost_factor=0.0)
 USUAL = AresSettings()
 MANY = AresSettings(moves_share=1.0)
+SHORT = [Held(f"a{i}", 3000.0, 40.0, 40.0, 40.0) for i in range(8)]
+LONG = [Held(f"b{i}", 700.0 + i, 20_000.0, 20_000.0, 20_000.0) for i in range(8)]
 NEAR = AresSettings(memory_horizon_s=20.0, rescue_within_s=40.0, moves_share=1.0)
 
 
@@ -57,8 +60,7 @@ def test_it_chooses_what_trying_everything_chooses(
         assert moves(orders) == [m[:3] for m in wanted]
         assert [o.gain for o in orders] == pytest.approx([m[3] for m in wanted], abs=2e-12)
         num_moves += len(orders)
-        cluster = unpack(snapshots)
-        assert cluster is not None
+        cluster = unpacked(snapshots)
         movable = dict(zip(cluster.sequence_ids, cluster.rows[:, MOVABLE], strict=True))
         num_paused += sum(movable[o.sequence_id] == PAUSED for o in orders)
     assert num_moves > 10
@@ -86,8 +88,7 @@ def test_each_move_lowers_the_variance_by_what_it_says() -> None:
     rng = np.random.default_rng(11)
     for _ in range(200):
         snapshots = random_cluster(rng)
-        cluster = unpack(snapshots)
-        assert cluster is not None
+        cluster = unpacked(snapshots)
         load = cluster.load_s.copy()
         start = float(load.var(axis=0) @ MANY.weights)
         for order in Rescheduler(MANY).tick(snapshots, FAST):
@@ -163,8 +164,7 @@ def test_no_move_makes_the_fuller_of_a_pair_fuller() -> None:
     num_orders = 0
     for _ in range(200):
         snapshots = random_cluster(rng)
-        cluster = unpack(snapshots)
-        assert cluster is not None
+        cluster = unpacked(snapshots)
         work = relative_work(cluster, weights(USUAL, load_only=False))
         for order in Rescheduler(MANY).tick(snapshots, FAST):
             if order.cause is MigrationCause.BALANCE:
@@ -327,40 +327,35 @@ def test_who_has_paused_sequences_takes_nothing() -> None:
 
 def test_without_predictions_the_present_decides() -> None:
     """Replica a is fuller now, b will be: the two modes move in opposite directions."""
-    short = [Held(f"a{i}", 3000.0, 40.0, 40.0, 40.0) for i in range(8)]
-    long = [Held(f"b{i}", 700.0 + i, 20_000.0, 20_000.0, 20_000.0) for i in range(8)]
-    snapshots = [snapshot("a", short), snapshot("b", long, capacity=500_000)]
+    snapshots = [snapshot("a", SHORT), snapshot("b", LONG, capacity=500_000)]
     foreseen = Rescheduler(USUAL).tick(snapshots, FAST)
     blind = Rescheduler(USUAL).tick(snapshots, FAST, load_only=True)
     assert {o.source for o in foreseen} <= {"b"}
     assert {o.source for o in blind} == {"a"}
     assert moves(blind) == moves(Rescheduler(USUAL, predicts=False).tick(snapshots, FAST))
     unknown = [
-        snapshot("a", short, has_predictions=False),
-        snapshot("b", long, capacity=500_000, has_predictions=False),
+        snapshot("a", SHORT, has_predictions=False),
+        snapshot("b", LONG, capacity=500_000, has_predictions=False),
     ]
     assert moves(Rescheduler(USUAL).tick(unknown, FAST)) == moves(blind)
 
 
 def test_sequences_of_a_replica_that_knows_no_length_last_as_long_as_the_others() -> None:
     """One that has just begun must not send its whole class back to the present load."""
-    short = [Held(f"a{i}", 3000.0, 40.0, 40.0, 40.0) for i in range(8)]
-    long = [Held(f"b{i}", 700.0 + i, 20_000.0, 20_000.0, 20_000.0) for i in range(8)]
     newcomer = Held("c0", 100.0, 30_000.0, 0.0, 30_000.0)
-    knowing = [snapshot("a", short), snapshot("b", long, capacity=500_000)]
+    knowing = [snapshot("a", SHORT), snapshot("b", LONG, capacity=500_000)]
     blind = snapshot("c", [newcomer], has_predictions=False)
-    usual = float(np.mean([h.remaining for h in short + long]))
+    usual = float(np.mean([h.remaining for h in SHORT + LONG]))
     told = snapshot("c", [replace(newcomer, remaining=usual)])
-    cluster, wanted = unpack([*knowing, blind]), unpack([*knowing, told])
-    assert cluster is not None and wanted is not None
+    cluster, wanted = unpacked([*knowing, blind]), unpacked([*knowing, told])
     assert cluster.has_predictions
     np.testing.assert_allclose(cluster.load_s, wanted.load_s)
     np.testing.assert_allclose(cluster.tokens, wanted.tokens)
     np.testing.assert_array_equal(cluster.rows, wanted.rows)
     orders = Rescheduler(USUAL).tick([*knowing, blind], FAST)
     assert {o.source for o in orders} == {"b"}, "the forecast decides"
-    idle = unpack([snapshot("a", []), blind])
-    assert idle is not None and not idle.has_predictions, "nobody knows anything"
+    idle = unpacked([snapshot("a", []), blind])
+    assert not idle.has_predictions, "nobody knows anything"
 
 
 def test_draining_busy_and_full_replicas_take_nothing() -> None:
@@ -386,8 +381,7 @@ def test_classes_are_balanced_apart() -> None:
 
 def test_the_least_loaded_takes_where_none_is_underloaded() -> None:
     snapshots = [even("a", 12), even("b", 9), even("c", 10), even("d", 9)]
-    cluster = unpack(snapshots)
-    assert cluster is not None
+    cluster = unpacked(snapshots)
     coarse = AresSettings(theta=0.15)
     roles = classify(cluster, coarse, weights(coarse, load_only=True), frozenset())
     assert [cluster.names[i] for i in roles.sources] == ["a"]

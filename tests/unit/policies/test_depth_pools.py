@@ -12,13 +12,13 @@ from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.migration import MigrationCause
 from quadriga.core.routing import PlaceRequest
-from quadriga.policies.ares.cluster import unpack
+from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.depth_pools import PLAN_EVERY_S, DepthPools, is_due
 from quadriga.policies.ares.governor import Governor
 from quadriga.policies.ares.placement import best_replica
 from quadriga.policies.ares.recording import RecordedTick, parse_ticks, replay, write_tick
 from quadriga.policies.ares.settings import AresSettings
-from tests.unit.policies.ares_twin import CLASS, Held, snapshot
+from tests.unit.policies.ares_twin import CLASS, Held, snapshot, unpacked
 
 SETTINGS = AresSettings()
 FRONT = 0.25
@@ -33,12 +33,10 @@ def mixed() -> list[list[Held]]:
     return [rows(name, [FRONT + 0.001] * 6 + [1.0] * 6) for name in "ab"]
 
 
-def cluster_of(*held: list[Held], front_share: float = FRONT):  # type: ignore[no-untyped-def]
-    found = unpack(
+def cluster_of(*held: list[Held], front_share: float = FRONT) -> ClusterForecast:
+    return unpacked(
         [snapshot(n, h, front_share=front_share) for n, h in zip("ab", held, strict=True)]
     )
-    assert found is not None
-    return found
 
 
 def pools(*shallow: str) -> DepthPools:
@@ -130,7 +128,7 @@ def test_a_forecast_with_an_impossible_share_before_the_first_exit_is_refused() 
     assert wrong.forecast is not None
     wrong = replace(wrong, forecast=replace(wrong.forecast, front_share=0.0))
     with pytest.raises(ConfigError, match="front_share"):
-        unpack([wrong, snapshot("b", rows("b", [1.0]))])
+        unpacked([wrong, snapshot("b", rows("b", [1.0]))])
 
 
 def test_replicas_are_not_split_while_memory_is_short() -> None:

@@ -30,8 +30,20 @@ STALE_S = 0.15
 LATE_S = (0.02, 0.1)
 
 
+@pytest.fixture
+def line() -> RetryReservations:
+    return RetryReservations()
+
+
 def ask(line: RetryReservations, visitor: str, free: float, *, now_s: float) -> float | None:
     return line.ask(visitor, free, 4.0, now_s=now_s, most_s=MOST_S)
+
+
+def refused(line: RetryReservations, visitor: str, free: float, *, now_s: float) -> float:
+    """When to come back."""
+    told_s = ask(line, visitor, free, now_s=now_s)
+    assert told_s is not None
+    return told_s
 
 
 @dataclass
@@ -202,82 +214,63 @@ def test_who_gave_up_a_while_ago_says_little_about_who_is_refused_now() -> None:
     assert slower <= 1.2
 
 
-def test_everybody_is_told_another_time() -> None:
-    line = RetryReservations()
-    told = [ask(line, f"v{i}", 0.0, now_s=10.0) or 0.0 for i in range(5)]
+def test_everybody_is_told_another_time(line: RetryReservations) -> None:
+    told = [refused(line, f"v{i}", 0.0, now_s=10.0) for i in range(5)]
     assert all(b - a > 0.2 for a, b in itertools.pairwise(told))
     # The third place is there even if it comes as late as chance may have it.
     expected = told[2] * 4.0
     assert expected - CAUTION * expected**0.5 == pytest.approx(3.0)
 
 
-def test_a_place_is_kept_for_who_is_due() -> None:
-    line = RetryReservations()
-    told_s = ask(line, "first", 0.0, now_s=0.0)
-    assert told_s is not None
+def test_a_place_is_kept_for_who_is_due(line: RetryReservations) -> None:
+    told_s = refused(line, "first", 0.0, now_s=0.0)
     assert ask(line, "other", 1.0, now_s=told_s) is not None, "one place, and it is promised"
     assert ask(line, "first", 1.0, now_s=told_s) is None
     assert len(line) == 1, "the other's"
 
 
-def test_what_is_left_over_is_for_walk_ins() -> None:
-    line = RetryReservations()
-    told_s = ask(line, "first", 0.0, now_s=0.0)
-    assert told_s is not None
+def test_what_is_left_over_is_for_walk_ins(line: RetryReservations) -> None:
+    told_s = refused(line, "first", 0.0, now_s=0.0)
     assert ask(line, "other", 2.0, now_s=told_s) is None
     assert ask(line, "other", 1.0, now_s=0.0) is None, "another comes free until then"
 
 
-def test_who_comes_when_told_may_wait_for_the_next_place() -> None:
-    line = RetryReservations()
-    told_s = ask(line, "first", 0.0, now_s=0.0)
-    assert told_s is not None
+def test_who_comes_when_told_may_wait_for_the_next_place(line: RetryReservations) -> None:
+    told_s = refused(line, "first", 0.0, now_s=0.0)
     assert ask(line, "first", 0.0, now_s=told_s) is None
-    told_s = ask(line, "second", -3.0, now_s=10.0)
-    assert told_s is not None
-    again_s = ask(line, "second", -1.0, now_s=10.0 + told_s)
-    assert again_s is not None
+    told_s = refused(line, "second", -3.0, now_s=10.0)
+    again_s = refused(line, "second", -1.0, now_s=10.0 + told_s)
     assert again_s < told_s
 
 
-def test_where_nobody_can_wait_a_place_must_be_free() -> None:
-    line = RetryReservations()
-    told_s = ask(line, "first", 0.0, now_s=0.0)
-    assert told_s is not None
+def test_where_nobody_can_wait_a_place_must_be_free(line: RetryReservations) -> None:
+    told_s = refused(line, "first", 0.0, now_s=0.0)
     again_s = line.ask("first", 0.0, 4.0, now_s=told_s, most_s=MOST_S, least_free=1.0)
     assert again_s is not None
     assert ask(line, "first", 1.0, now_s=told_s + again_s) is None
 
 
-def test_who_came_in_vain_takes_nobody_elses_place() -> None:
-    line = RetryReservations()
-    told = [ask(line, f"v{i}", 0.0, now_s=0.0) or 0.0 for i in range(4)]
-    again_s = ask(line, "v0", -2.0, now_s=told[0])
-    assert again_s is not None
+def test_who_came_in_vain_takes_nobody_elses_place(line: RetryReservations) -> None:
+    told = [refused(line, f"v{i}", 0.0, now_s=0.0) for i in range(4)]
+    again_s = refused(line, "v0", -2.0, now_s=told[0])
     assert told[0] + again_s > told[3], "places come free too late for all of them"
 
 
-def test_who_came_in_vain_comes_next_where_that_harms_nobody() -> None:
-    line = RetryReservations()
-    first_s = ask(line, "first", -5.0, now_s=0.0) or 0.0
-    later_s = ask(line, "later", -20.0, now_s=0.0) or 0.0
-    again_s = ask(line, "first", -0.5, now_s=first_s)
-    assert again_s is not None
+def test_who_came_in_vain_comes_next_where_that_harms_nobody(line: RetryReservations) -> None:
+    first_s = refused(line, "first", -5.0, now_s=0.0)
+    later_s = refused(line, "later", -20.0, now_s=0.0)
+    again_s = refused(line, "first", -0.5, now_s=first_s)
     assert first_s + again_s < later_s
 
 
-def test_who_comes_early_has_no_right_to_a_place_yet() -> None:
-    line = RetryReservations()
-    told_s = ask(line, "first", 0.0, now_s=0.0)
-    assert told_s is not None
+def test_who_comes_early_has_no_right_to_a_place_yet(line: RetryReservations) -> None:
+    told_s = refused(line, "first", 0.0, now_s=0.0)
     assert ask(line, "first", 0.0, now_s=0.5 * told_s) is not None
     assert ask(line, "first", 0.0, now_s=told_s) is None, "still there"
 
 
-def test_who_does_not_come_is_waited_for_a_moment() -> None:
-    line = RetryReservations()
-    told_s = ask(line, "first", 0.0, now_s=0.0)
-    assert told_s is not None
+def test_who_does_not_come_is_waited_for_a_moment(line: RetryReservations) -> None:
+    told_s = refused(line, "first", 0.0, now_s=0.0)
     assert ask(line, "other", 1.0, now_s=told_s + 0.1) is not None
     assert ask(line, "another", 1.0, now_s=2 * told_s + 0.2) is not None, "the other's place"
     assert ask(line, "a third", 1.0, now_s=told_s + 4.0) is None
@@ -285,24 +278,22 @@ def test_who_does_not_come_is_waited_for_a_moment() -> None:
     assert ask(line, "other", 0.0, now_s=told_s + 4.0 + REMEMBERED_S) is not None
 
 
-def test_who_never_comes_back_is_less_and_less_waited_for() -> None:
-    line = RetryReservations()
+def test_who_never_comes_back_is_less_and_less_waited_for(line: RetryReservations) -> None:
     for i in range(100):
         ask(line, f"v{i}", 0.0, now_s=0.25 * i)
     assert line.return_share < 0.15
     assert ask(line, "other", 1.0, now_s=25.0) is None
     for i in range(50):
-        told_s = ask(line, f"w{i}", 0.0, now_s=100.0 + 10 * i)
-        assert told_s is not None
+        told_s = refused(line, f"w{i}", 0.0, now_s=100.0 + 10 * i)
         ask(line, f"w{i}", 1.0, now_s=100.0 + 10 * i + told_s)
     assert line.return_share > 0.7
 
 
-def test_nobody_is_told_more_than_the_limit_and_the_line_is_bounded() -> None:
-    line = RetryReservations()
+def test_nobody_is_told_more_than_the_limit_and_the_line_is_bounded(
+    line: RetryReservations,
+) -> None:
     for i in range(1000):
-        told_s = ask(line, f"v{i}", 0.0, now_s=0.0)
-        assert told_s is not None
+        told_s = refused(line, f"v{i}", 0.0, now_s=0.0)
         assert MIN_WAIT_S <= told_s <= MOST_S
     assert len(line) <= MOST_S * 4.0
     for i in range(MAX_RESERVATIONS + 10):
@@ -312,10 +303,8 @@ def test_nobody_is_told_more_than_the_limit_and_the_line_is_bounded() -> None:
     assert len(line) == 0
 
 
-def test_callers_without_a_fingerprint_get_no_reservation() -> None:
-    line = RetryReservations()
-    told_s = ask(line, "", 0.0, now_s=0.0)
-    assert told_s is not None
+def test_callers_without_a_fingerprint_get_no_reservation(line: RetryReservations) -> None:
+    told_s = refused(line, "", 0.0, now_s=0.0)
     assert len(line) == 0
     assert ask(line, "", 1.0, now_s=told_s) is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +30,7 @@ CLASS = DepthClass("m", 8)
 SLOTS = 16
 SERVICE_S = 1.0
 LIMIT_S = 0.2
-SCHEDULER = SchedulerConfig(max_wait_s=LIMIT_S)
+USUAL, SCHEDULER = SchedulerConfig(), SchedulerConfig(max_wait_s=LIMIT_S)
 PREFILL = PrefillConfig()
 
 
@@ -43,6 +44,22 @@ def snapshot(role: Role, **load: Any) -> ReplicaSnapshot:
 def request(name: str = "s", **fields: object) -> AdmitRequest:
     made = AdmitRequest(name, "m", 10, 10, 0, 1e9)
     return replace(made, **fields)  # type: ignore[arg-type]
+
+
+def let_in(
+    asked: AdmitRequest,
+    snapshots: Sequence[ReplicaSnapshot],
+    book: WaitEstimator,
+    *,
+    now_s: float = 0.0,
+    scheduler: SchedulerConfig = USUAL,
+    prefill: PrefillConfig = PREFILL,
+    num_held: int = 0,
+) -> None:
+    """What the scheduler does about a request. Raises: Overloaded."""
+    common: dict[str, Any] = {"now_unix_s": 0.0, "scheduler": scheduler, "prefill": prefill}
+    admission = admit(asked, snapshots, checks_queue=False, **common)
+    check_room(asked, admission, snapshots, book, now_s=now_s, num_held=num_held, **common)
 
 
 @dataclass
@@ -78,25 +95,8 @@ class Cluster:
             snapshot(Role.DECODE, num_running=len(self.running)),
         ]
         asked = request(name, **fields)
-        admission = admit(
-            asked,
-            snapshots,
-            now_unix_s=0.0,
-            scheduler=SCHEDULER,
-            prefill=PREFILL,
-            checks_queue=False,
-        )
         try:
-            check_room(
-                asked,
-                admission,
-                snapshots,
-                self.book,
-                now_s=self.now_s,
-                now_unix_s=0.0,
-                scheduler=SCHEDULER,
-                prefill=PREFILL,
-            )
+            let_in(asked, snapshots, self.book, now_s=self.now_s, scheduler=SCHEDULER)
         except Overloaded as exc:
             self.told_s.append(exc.retry_after_s or 0.0)
             return False
@@ -240,8 +240,7 @@ def test_the_default_limit_lets_a_second_burst_wait_that_comes_before_the_first_
     for i in range(SLOTS):
         book.admitted(request(str(i)), "m", now_s=0.0)
         book.placed(str(i), now_s=0.0)
-    scheduler = SchedulerConfig()
-    assert scheduler.max_wait_s == 30.0
+    assert USUAL.max_wait_s == 30.0
     decode = snapshot(Role.DECODE, num_running=SLOTS, upper_tokens=64)
     decode.step_time_s = 0.05
 
@@ -249,10 +248,8 @@ def test_the_default_limit_lets_a_second_burst_wait_that_comes_before_the_first_
         for number in range(10 * SLOTS):
             asked = request(f"{now_s}-{number}", max_tokens=2000)
             snapshots = [snapshot(Role.PREFILL, num_running=number), decode]
-            common = {"now_unix_s": 0.0, "scheduler": scheduler, "prefill": PREFILL}
-            admission = admit(asked, snapshots, checks_queue=False, **common)  # type: ignore[arg-type]
             try:
-                check_room(asked, admission, snapshots, book, now_s=now_s, **common)  # type: ignore[arg-type]
+                let_in(asked, snapshots, book, now_s=now_s)
             except Overloaded:
                 return number
             book.admitted(asked, "m", now_s=now_s)
@@ -342,12 +339,9 @@ def ask_a_full_queue(name: str, *, num_waiting: int, now_s: float, book: WaitEst
     queue = snapshot(Role.PREFILL, num_waiting=num_waiting, waiting_tokens=10 * num_waiting)
     queue.tokens_per_s = 40.0
     snapshots = [queue, snapshot(Role.DECODE)]
-    asked = request(name, visitor=name)
     settings = PrefillConfig(max_queued_sequences=4)
-    common = {"now_unix_s": 0.0, "scheduler": SchedulerConfig(), "prefill": settings}
-    admission = admit(asked, snapshots, checks_queue=False, **common)  # type: ignore[arg-type]
     try:
-        check_room(asked, admission, snapshots, book, now_s=now_s, **common)  # type: ignore[arg-type]
+        let_in(request(name, visitor=name), snapshots, book, now_s=now_s, prefill=settings)
     except Overloaded as exc:
         return exc.retry_after_s or 0.0
     return 0.0
@@ -362,14 +356,12 @@ def test_newcomers_are_refused_while_half_of_the_prefill_rows_hold_long_answers(
     snapshots = [snapshot(Role.PREFILL, num_running=num_held), decode]
     for i in range(num_held):
         book.admitted(request(str(i)), "m", now_s=0.0)
-    common: dict[str, Any] = {"now_unix_s": 0.0, "scheduler": SchedulerConfig(), "prefill": PREFILL}
-    admission = admit(request(), snapshots, checks_queue=False, **common)
     if is_let_in:
-        check_room(request(), admission, snapshots, book, now_s=0.0, num_held=num_held, **common)
+        let_in(request(), snapshots, book, num_held=num_held)
         return
     with pytest.raises(Overloaded, match=f"{num_held} sequences wait for a decode replica") as exc:
-        check_room(request(), admission, snapshots, book, now_s=0.0, num_held=num_held, **common)
-    assert 0.0 < (exc.value.retry_after_s or 0.0) <= SchedulerConfig().max_retry_after_s
+        let_in(request(), snapshots, book, num_held=num_held)
+    assert 0.0 < (exc.value.retry_after_s or 0.0) <= USUAL.max_retry_after_s
 
 
 @pytest.mark.parametrize(("reserved_tokens", "is_let_in"), [(99_990, True), (99_991, False)])
@@ -378,14 +370,12 @@ def test_newcomers_are_refused_while_held_sequences_leave_no_memory_for_another_
 ) -> None:
     book = WaitEstimator()
     snapshots = [snapshot(Role.PREFILL, reserved_tokens=reserved_tokens), snapshot(Role.DECODE)]
-    common: dict[str, Any] = {"now_unix_s": 0.0, "scheduler": SchedulerConfig(), "prefill": PREFILL}
-    admission = admit(request(), snapshots, checks_queue=False, **common)
-    check_room(request(), admission, snapshots, book, now_s=0.0, num_held=0, **common)
+    let_in(request(), snapshots, book)
     if is_let_in:
-        check_room(request(), admission, snapshots, book, now_s=0.0, num_held=1, **common)
+        let_in(request(), snapshots, book, num_held=1)
         return
     with pytest.raises(Overloaded, match="prefill replicas have memory for no more"):
-        check_room(request(), admission, snapshots, book, now_s=0.0, num_held=1, **common)
+        let_in(request(), snapshots, book, num_held=1)
 
 
 def test_a_prompt_goes_where_memory_is_left_for_it() -> None:
@@ -393,8 +383,8 @@ def test_a_prompt_goes_where_memory_is_left_for_it() -> None:
     busy = snapshot(Role.PREFILL, waiting_tokens=500)
     busy.info = replace(busy.info, name="busy")
     snapshots = [full, busy, snapshot(Role.DECODE)]
-    common: dict[str, Any] = {"now_unix_s": 0.0, "scheduler": SchedulerConfig(), "prefill": PREFILL}
-    assert admit(request(), snapshots, **common).prefill_replica == "busy"
+    chosen = admit(request(), snapshots, now_unix_s=0.0, scheduler=USUAL, prefill=PREFILL)
+    assert chosen.prefill_replica == "busy"
 
 
 def test_full_queues_too_tell_everybody_another_time_and_keep_the_place() -> None:
@@ -418,15 +408,4 @@ def test_what_is_rebuilt_was_let_in_before() -> None:
 
 def test_without_a_limit_nobody_is_refused_for_it() -> None:
     snapshots = [snapshot(Role.PREFILL), snapshot(Role.DECODE, num_running=SLOTS)]
-    unlimited = SchedulerConfig(max_wait_s=None)
-    admission = admit(request(), snapshots, now_unix_s=0.0, scheduler=unlimited, prefill=PREFILL)
-    check_room(
-        request(),
-        admission,
-        snapshots,
-        WaitEstimator(),
-        now_s=0.0,
-        now_unix_s=0.0,
-        scheduler=unlimited,
-        prefill=PREFILL,
-    )
+    let_in(request(), snapshots, WaitEstimator(), scheduler=SchedulerConfig(max_wait_s=None))

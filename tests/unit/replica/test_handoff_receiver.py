@@ -35,6 +35,18 @@ CLASS = DepthClass("m", 2)
 KV = torch.ones(2, 2, 1, NUM_TOKENS, 4)
 
 
+def an_offer(transfer_id: str = "t") -> TransferOffer:
+    return TransferOffer(transfer_id, "s", CLASS, "source", 1, 3, 32, "gloo", 5.0)
+
+
+def a_state() -> SequenceState:
+    """What a source commits."""
+    return SequenceState(
+        "s", "s", "m", [1] * NUM_TOKENS, SamplingParams(max_tokens=4), "i", 0.0, 1e12,
+        epoch=1, output_ids=[7], exit_layers=[2],
+    )  # fmt: skip
+
+
 class RefusingHost:
     """An engine that promises rows and lets nobody in."""
 
@@ -69,24 +81,12 @@ async def test_a_source_does_not_try_elsewhere_what_was_cancelled(
 ) -> None:
     host = RefusingHost(refusal)
     receiver = HandoffReceiver(CLASS, host, SystemClock(), ["gloo"])
-    await receiver.reserve(TransferOffer("t", "s", CLASS, "source", 1, 3, 32, "gloo", 5.0))
+    await receiver.reserve(an_offer())
     digest = checksum(KV)
     part = KVPart("t", 0, 0, 2, 0, NUM_TOKENS, tuple(KV.shape), "float32", digest)
     receiver.store("source", part, KV)
-    state = SequenceState(
-        sequence_id="s",
-        request_id="s",
-        model="m",
-        prompt_ids=[1] * NUM_TOKENS,
-        sampling=SamplingParams(max_tokens=4),
-        ingress_id="i",
-        arrival_unix_s=0.0,
-        deadline_unix_s=1e12,
-        epoch=1,
-        output_ids=[7],
-    )
     with pytest.raises(MigrationFailed, match="could not join") as failure:
-        await receiver.commit("t", state, [digest])
+        await receiver.commit("t", a_state(), [digest])
     assert failure.value.code == end
     assert await receiver.abort("t") is end
     assert not host.held
@@ -124,26 +124,21 @@ def carried(*parts: KVPart) -> ResumePoint:
     )
 
 
-async def open_transfer(host: TakingHost) -> tuple[HandoffReceiver, SequenceState]:
+async def open_transfer(host: TakingHost) -> HandoffReceiver:
+    """Of a running sequence, whose first position is here."""
     receiver = HandoffReceiver(CLASS, host, SystemClock(), ["gloo"])
-    offer = TransferOffer("t", "s", CLASS, "source", 1, 3, 32, "gloo", 5.0, is_live=True)
-    await receiver.reserve(offer)
-    part = a_part(0, 0, 1)
-    receiver.store("source", part, KV[:, :, :, :1].contiguous())
-    state = SequenceState(
-        "s", "s", "m", [1] * NUM_TOKENS, SamplingParams(max_tokens=4), "i", 0.0, 1e12,
-        epoch=1, output_ids=[7],
-    )  # fmt: skip
-    return receiver, state
+    await receiver.reserve(replace(an_offer(), is_live=True))
+    receiver.store("source", a_part(0, 0, 1), KV[:, :, :, :1].contiguous())
+    return receiver
 
 
 async def test_a_commit_may_bring_the_last_kv_and_be_repeated() -> None:
     host = TakingHost()
-    receiver, state = await open_transfer(host)
+    receiver = await open_transfer(host)
     resume = carried(a_part(1, 1, 1), a_part(2, 2, 1))
     sums = [a_part(0, 0, 1).checksum] * 3
     for _ in range(2):
-        await receiver.commit("t", state, sums, resume)
+        await receiver.commit("t", a_state(), sums, resume)
     assert host.written == [(0, 0, 0, 1), (0, 0, 1, 1), (0, 0, 2, 1)]
     assert len(host.joined) == 1
     assert host.joined[0] is not None
@@ -165,10 +160,10 @@ async def test_a_commit_may_bring_the_last_kv_and_be_repeated() -> None:
 )
 async def test_last_kv_of_another_transfer_is_refused(parts: list[KVPart], code: str) -> None:
     host = TakingHost()
-    receiver, state = await open_transfer(host)
+    receiver = await open_transfer(host)
     sums = [a_part(0, 0, 1).checksum, *(part.checksum for part in parts)]
     with pytest.raises(ReplicaError) as failure:
-        await receiver.commit("t", state, sums, carried(*parts))
+        await receiver.commit("t", a_state(), sums, carried(*parts))
     assert failure.value.code == code
     assert host.joined == []
     assert await receiver.abort("t") is LeaseState.ABORTED
@@ -177,7 +172,7 @@ async def test_last_kv_of_another_transfer_is_refused(parts: list[KVPart], code:
 
 async def test_last_kv_that_finds_no_memory_is_no_commit() -> None:
     host = TakingHost()
-    receiver, state = await open_transfer(host)
+    receiver = await open_transfer(host)
 
     def full(*_: object) -> None:
         raise KVCacheExhausted("no pages")
@@ -186,7 +181,7 @@ async def test_last_kv_that_finds_no_memory_is_no_commit() -> None:
     resume = carried(a_part(1, 1, 2))
     sums = [a_part(0, 0, 1).checksum, a_part(1, 1, 2).checksum]
     with pytest.raises(KVTransportError, match="was not written: no pages"):
-        await receiver.commit("t", state, sums, resume)
+        await receiver.commit("t", a_state(), sums, resume)
     assert await receiver.abort("t") is LeaseState.ABORTED
     assert not host.held
 
@@ -218,10 +213,6 @@ class SlowHost(TakingHost):
         assert self.may_end.wait(20)
 
 
-def an_offer(transfer_id: str) -> TransferOffer:
-    return TransferOffer(transfer_id, "s", CLASS, "source", 1, 3, 32, "gloo", 5.0)
-
-
 async def until_taken(receiver: HandoffReceiver, offer: TransferOffer) -> None:
     async with asyncio.timeout(20):
         while True:
@@ -235,7 +226,7 @@ async def test_a_second_try_waits_until_the_first_ones_row_is_free() -> None:
     """A part that is being written when its transfer ends keeps the row for a moment."""
     host = SlowHost()
     receiver = HandoffReceiver(CLASS, host, SystemClock(), ["gloo"])
-    await receiver.reserve(an_offer("t"))
+    await receiver.reserve(an_offer())
     writing = asyncio.create_task(
         asyncio.to_thread(receiver.store, "source", a_part(0, 0, NUM_TOKENS), KV)
     )
@@ -264,7 +255,7 @@ async def test_a_second_try_waits_for_a_row_that_was_asked_for_in_vain() -> None
 
     host = StandingHost()
     receiver = HandoffReceiver(CLASS, host, SystemClock(), ["gloo"])
-    first = asyncio.create_task(receiver.reserve(an_offer("t")))
+    first = asyncio.create_task(receiver.reserve(an_offer()))
     await asyncio.sleep(0)
     assert await receiver.abort("t") is LeaseState.ABORTED
     with pytest.raises(Overloaded) as refused:
@@ -287,7 +278,7 @@ async def test_a_replica_that_stalled_does_not_count_it_as_its_sources_silence(
     """The renewals of a time in which it read nothing may be there unread."""
     clock, left = ManualClock(1000.0), list(turns_s)
     receiver = HandoffReceiver(CLASS, TakingHost(), clock, ["gloo"])
-    await receiver.reserve(replace(an_offer("t"), lease_s=10.0))
+    await receiver.reserve(replace(an_offer(), lease_s=10.0))
 
     async def sleep(_: float) -> None:
         if not left:
@@ -312,8 +303,7 @@ async def test_a_second_try_waits_for_what_lapsed_with_others() -> None:
     host = SlowHost()
     receiver = HandoffReceiver(CLASS, host, clock, ["gloo"])
     for i in range(3):
-        offer = replace(an_offer(f"t{i}"), sequence_id=f"s{i}", lease_s=1.0)
-        await receiver.reserve(offer)
+        await receiver.reserve(replace(an_offer(f"t{i}"), sequence_id=f"s{i}", lease_s=1.0))
     clock.advance(2.0)
     sweeping = asyncio.create_task(receiver.sweep())
     await asyncio.sleep(0)
@@ -338,18 +328,14 @@ class KeepingHost(RefusingHost):
 
 async def test_what_the_destination_has_is_neither_sent_nor_written_over() -> None:
     receiver = HandoffReceiver(CLASS, KeepingHost(), SystemClock(), ["gloo"])
-    offer = replace(an_offer("t"), block_keys=(b"k",))
+    offer = replace(an_offer(), block_keys=(b"k",))
     assert await receiver.reserve(offer) == 2
     assert await receiver.reserve(offer) == 2, "a repeated offer gets the same answer"
     with pytest.raises(KVTransportError, match="2 positions were there before"):
         receiver.store("source", a_part(0, 0, NUM_TOKENS), KV)
-    state = SequenceState(
-        "s", "s", "m", [1] * NUM_TOKENS, SamplingParams(max_tokens=4), "i", 0.0, 1e12,
-        epoch=1, output_ids=[5], exit_layers=[2],
-    )  # fmt: skip
     with pytest.raises(MigrationFailed, match="lacks layer 0 from position 2 on"):
-        await receiver.commit("t", state, ())
+        await receiver.commit("t", a_state(), ())
     part = a_part(0, 2, 1)
     receiver.store("source", part, KV[:, :, :, 2:].contiguous())
-    await receiver.commit("t", state, (part.checksum,))
+    await receiver.commit("t", a_state(), (part.checksum,))
     assert receiver.leases.state("t") is LeaseState.COMMITTED

@@ -268,26 +268,26 @@ def test_the_queue_refuses_with_a_time() -> None:
     assert caught.value.retry_after_s >= 1
 
 
+def taken(queue: PrefillQueue, token_budget: int, *, now_s: float) -> list[str]:
+    """Who is taken next, where whoever is offered is taken."""
+    names: list[str] = []
+
+    def take(sequence: RunningSequence) -> bool:
+        names.append(sequence.state.sequence_id)
+        return True
+
+    queue.take(take, token_budget=token_budget, now_s=now_s)
+    return names
+
+
 def test_nobody_waits_for_ever_behind_the_important() -> None:
     queue = PrefillQueue(max_sequences=9, max_tokens=999, max_age_s=1.0)
     for name, priority, since_s in (("humble", 5, 0.0), ("a", 0, 1.0), ("b", 0, 4.0)):
-        queue.push(
-            RunningSequence(sequence(name, [1], priority=priority)),
-            now_s=since_s,
-            drain_tokens_per_s=1,
-        )
-    taken: list[str] = []
-
-    def take(sequence: RunningSequence) -> bool:
-        taken.append(sequence.state.sequence_id)
-        return True
-
-    queue.take(take, token_budget=1, now_s=STARVING_S - 0.1)
-    assert taken == ["a"]
-    queue.take(take, token_budget=1, now_s=STARVING_S + 0.1)
-    assert taken == ["a", "humble"]
-    queue.take(take, token_budget=1, now_s=STARVING_S + 0.1)
-    assert taken == ["a", "humble", "b"]
+        state = sequence(name, [1], priority=priority)
+        queue.push(RunningSequence(state), now_s=since_s, drain_tokens_per_s=1)
+    assert taken(queue, 1, now_s=STARVING_S - 0.1) == ["a"]
+    assert taken(queue, 1, now_s=STARVING_S + 0.1) == ["humble"]
+    assert taken(queue, 1, now_s=STARVING_S + 0.1) == ["b"]
 
 
 def test_priority_then_arrival_then_similar_length() -> None:
@@ -295,16 +295,8 @@ def test_priority_then_arrival_then_similar_length() -> None:
     for name, length, priority in (("a", 8, 0), ("b", 60, 0), ("c", 9, 0), ("d", 8, -1)):
         state = sequence(name, [1] * length, priority=priority)
         queue.push(RunningSequence(state), now_s=0, drain_tokens_per_s=1)
-    taken: list[str] = []
-
-    def take(sequence: RunningSequence) -> bool:
-        taken.append(sequence.state.sequence_id)
-        return True
-
-    queue.take(take, token_budget=1, now_s=0)
-    assert taken == ["d"]
-    queue.take(take, token_budget=16, now_s=0)
-    assert taken == ["d", "a", "c"], "c is like a, b is not"
+    assert taken(queue, 1, now_s=0) == ["d"]
+    assert taken(queue, 16, now_s=0) == ["a", "c"], "c is like a, b is not"
     assert len(queue) == 1
 
 
@@ -312,14 +304,7 @@ def test_age_beats_similarity() -> None:
     queue = PrefillQueue(max_sequences=9, max_tokens=999, max_age_s=1.0)
     for name, length in (("a", 8), ("b", 60), ("c", 9)):
         queue.push(RunningSequence(sequence(name, [1] * length)), now_s=0, drain_tokens_per_s=1)
-    taken: list[str] = []
-
-    def take(sequence: RunningSequence) -> bool:
-        taken.append(sequence.state.sequence_id)
-        return True
-
-    queue.take(take, token_budget=9, now_s=2.0)
-    assert taken == ["a", "b"]
+    assert taken(queue, 9, now_s=2.0) == ["a", "b"]
 
 
 def decode_loop(rows: int = 4) -> tuple[DecodeLoop, FakeRunner, ManualClock]:
@@ -418,15 +403,9 @@ def test_a_token_that_cannot_be_said_ends_its_sequence_in_either_loop() -> None:
     assert harness.slots.num_held == 0
     harness.loop.check()
 
-    runner = FakeRunner(2)
-    slots = SlotTable(num_rows=2, row_capacity_tokens=256, kv_capacity_tokens=512)
-    loop = DecodeLoop(runner=runner, slots=slots, eos_token_ids=(), clock=harness.clock)
+    loop, runner, _ = decode_loop(2)
     for name in ("bad", "good"):
-        state = sequence(name, [1, 2])
-        slot = loop.reserve(name, state.max_total_tokens)
-        state.output_ids, state.exit_layers = [expected_output([1, 2], 1)[0]], [runner.num_layers]
-        runner.write_kv(slot.row, 0, 0, list(state.prompt_ids))
-        loop.join(state)
+        hand_off(loop, runner, sequence(name, [1, 2]))
     compute = runner.decode
     runner.decode = lambda rows: [  # type: ignore[method-assign]
         replace(token, error=error) if i == 0 else token for i, token in enumerate(compute(rows))

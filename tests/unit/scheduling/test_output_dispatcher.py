@@ -11,10 +11,13 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.request import FinishReason
 from quadriga.errors import Cancelled
 from quadriga.scheduling.output_dispatcher import MAX_SPACING_S, OutputDispatcher
+from tests.settled import settled
 
 
-def token(index: int) -> EngineOutput:
-    return EngineOutput("s", 0, first_index=index, token_ids=[index])
+def token(index: int, sequence_id: str = "s", token_id: int | None = None) -> EngineOutput:
+    """A token whose id is its index, or a given one."""
+    token_ids = [index if token_id is None else token_id]
+    return EngineOutput(sequence_id, 0, first_index=index, token_ids=token_ids, exit_layers=[4])
 
 
 async def test_a_poll_waits_for_news_and_no_longer() -> None:
@@ -41,20 +44,11 @@ async def test_a_lost_reply_is_given_again_at_once() -> None:
     assert again.emissions == lost.emissions
 
 
-def continuation(sequence_id: str, index: int) -> EngineOutput:
-    return EngineOutput(sequence_id, 0, first_index=index, token_ids=[index])
-
-
 async def two_sent(outputs: OutputDispatcher) -> int:
-    outputs.put([("i", continuation("a", 1)), ("i", continuation("b", 1))])
+    outputs.put([("i", token(1, "a")), ("i", token(1, "b"))])
     reply = await outputs.poll("i", 0, 0.0)
     assert len(reply.emissions) == 2
     return reply.last_seq
-
-
-async def settled() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 async def test_tokens_that_continue_are_gathered_while_the_ingress_is_busy() -> None:
@@ -63,9 +57,9 @@ async def test_tokens_that_continue_are_gathered_while_the_ingress_is_busy() -> 
     ack = await two_sent(outputs)
     waiting = asyncio.create_task(outputs.poll("i", ack, 10.0))
     await settled()
-    outputs.put([("i", continuation("a", 2))])
+    outputs.put([("i", token(2, "a"))])
     clock.advance(0.009)
-    outputs.put([("i", continuation("a", 3))])
+    outputs.put([("i", token(3, "a"))])
     await settled()
     assert not waiting.done()
     clock.advance(0.002)
@@ -74,13 +68,20 @@ async def test_tokens_that_continue_are_gathered_while_the_ingress_is_busy() -> 
     assert [e.token_ids for e in reply.emissions] == [[2, 3]]
 
 
-async def test_a_reply_that_comes_late_enough_is_not_held_back() -> None:
+@pytest.mark.parametrize(
+    ("spacing_s", "pause_s"),
+    [(0.005, 0.010), (1.0, MAX_SPACING_S)],
+    ids=["twice the spacing", "the longest there is"],
+)
+async def test_a_reply_that_comes_late_enough_is_not_held_back(
+    spacing_s: float, pause_s: float
+) -> None:
     clock = ManualClock()
-    outputs = OutputDispatcher("x", clock, 2.0, spacing_s=0.005)
+    outputs = OutputDispatcher("x", clock, 2.0, spacing_s=spacing_s)
     waiting = asyncio.create_task(outputs.poll("i", await two_sent(outputs), 10.0))
     await settled()
-    clock.advance(0.010)
-    outputs.put([("i", continuation("a", 2))])
+    clock.advance(pause_s)
+    outputs.put([("i", token(2, "a"))])
     await settled()
     assert waiting.done()
 
@@ -99,24 +100,13 @@ async def test_what_somebody_waits_for_goes_out_at_once(urgent: EngineOutput) ->
     outputs = OutputDispatcher("x", ManualClock(), 2.0, spacing_s=0.005)
     waiting = asyncio.create_task(outputs.poll("i", await two_sent(outputs), 10.0))
     await settled()
-    outputs.put([("i", continuation("b", 2))])
+    outputs.put([("i", token(2, "b"))])
     await settled()
     assert not waiting.done()
     outputs.put([("i", urgent)])
     await settled()
     assert waiting.done()
     assert len((await waiting).emissions) == 2
-
-
-async def test_a_long_pause_is_cut() -> None:
-    clock = ManualClock()
-    outputs = OutputDispatcher("x", clock, 2.0, spacing_s=1.0)
-    waiting = asyncio.create_task(outputs.poll("i", await two_sent(outputs), 10.0))
-    await settled()
-    clock.advance(MAX_SPACING_S)
-    outputs.put([("i", continuation("a", 2))])
-    await settled()
-    assert waiting.done()
 
 
 async def test_news_that_does_not_wake_goes_with_the_next() -> None:
@@ -198,28 +188,22 @@ async def test_who_stood_still_heard_nobody() -> None:
     assert outputs.silence_s == 0.0, "nobody was heard in the future"
 
 
-def a_token(sequence_id: str, index: int, token_id: int = 7) -> EngineOutput:
-    return EngineOutput(
-        sequence_id, epoch=0, first_index=index, token_ids=[token_id], exit_layers=[4]
-    )
-
-
 def test_unsent_tokens_are_put_together_and_sent_ones_never_change() -> None:
     outputs = OutputDispatcher("r1", ManualClock(), 2.0)
-    outputs.put([("i", a_token("a", 0, 10))])
-    outputs.put([("i", a_token("b", 0, 20))])
-    outputs.put([("i", a_token("a", 1, 11))])
+    outputs.put([("i", token(0, "a", 10))])
+    outputs.put([("i", token(0, "b", 20))])
+    outputs.put([("i", token(1, "a", 11))])
     first = outputs.collect("i", 0)
     assert [(e.sequence_id, e.token_ids) for e in first.emissions] == [("a", [10, 11]), ("b", [20])]
-    outputs.put([("i", a_token("a", 2, 12))])
+    outputs.put([("i", token(2, "a", 12))])
     second = outputs.collect("i", 0)
     assert [e.token_ids for e in second.emissions] == [[10, 11], [20], [12]]
 
 
 def test_a_finish_is_merged_and_nothing_after_it() -> None:
     outputs = OutputDispatcher("r1", ManualClock(), 2.0)
-    outputs.put([("i", a_token("a", 0))])
-    last = a_token("a", 1)
+    outputs.put([("i", token(0, "a"))])
+    last = token(1, "a")
     last.finish = FinishReason.STOP
     outputs.put([("i", last)])
     outputs.put([("i", EngineOutput("a", epoch=1, moved_to="r2"))])
@@ -230,9 +214,9 @@ def test_a_finish_is_merged_and_nothing_after_it() -> None:
 
 def test_a_gap_an_epoch_and_a_move_are_not_merged() -> None:
     outputs = OutputDispatcher("r1", ManualClock(), 2.0)
-    outputs.put([("i", a_token("a", 0))])
-    outputs.put([("i", a_token("a", 2))])
-    later_epoch = a_token("a", 3)
+    outputs.put([("i", token(0, "a"))])
+    outputs.put([("i", token(2, "a"))])
+    later_epoch = token(3, "a")
     later_epoch.epoch = 1
     outputs.put([("i", later_epoch)])
     assert len(outputs.collect("i", 0).emissions) == 3
@@ -240,9 +224,9 @@ def test_a_gap_an_epoch_and_a_move_are_not_merged() -> None:
 
 def test_a_partial_acknowledgement_keeps_the_rest() -> None:
     outputs = OutputDispatcher("r1", ManualClock(), 2.0)
-    outputs.put([("i", a_token("a", 0))])
+    outputs.put([("i", token(0, "a"))])
     first = outputs.collect("i", 0)
-    outputs.put([("i", a_token("a", 1))])
+    outputs.put([("i", token(1, "a"))])
     outputs.collect("i", 0)
     rest = outputs.collect("i", first.last_seq)
     assert [e.first_index for e in rest.emissions] == [1]
@@ -251,19 +235,19 @@ def test_a_partial_acknowledgement_keeps_the_rest() -> None:
 
 def test_an_acknowledgement_of_what_was_never_sent_drops_nothing() -> None:
     outputs = OutputDispatcher("r1", ManualClock(), 2.0)
-    outputs.put([("i", a_token("a", 0))])
+    outputs.put([("i", token(0, "a"))])
     assert len(outputs.collect("i", 99).emissions) == 1
 
 
 def test_what_an_ingress_may_not_know_of_a_sequence() -> None:
     outputs = OutputDispatcher("r1", ManualClock(), 2.0)
     assert outputs.unacknowledged("i", "a") == []
-    outputs.put([("i", a_token("a", 0, 10))])
-    outputs.put([("i", a_token("b", 0, 20))])
+    outputs.put([("i", token(0, "a", 10))])
+    outputs.put([("i", token(0, "b", 20))])
     first = outputs.collect("i", 0)
-    outputs.put([("i", a_token("a", 1, 11))])
+    outputs.put([("i", token(1, "a", 11))])
     outputs.put([("i", EngineOutput("a", epoch=0, moved_to="r2", move="begun"))])
-    outputs.put([("i", a_token("a", 2, 12))])
+    outputs.put([("i", token(2, "a", 12))])
     assert [e.token_ids for e in outputs.unacknowledged("i", "a")] == [[10], [11], [12]]
     outputs.collect("i", first.last_seq)
     assert [e.token_ids for e in outputs.unacknowledged("i", "a")] == [[11], [12]]

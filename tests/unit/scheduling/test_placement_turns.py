@@ -13,11 +13,7 @@ from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.scheduling.prefill_queue import STARVING_S
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.transfer.placement_turns import PlacementTurns
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
+from tests.settled import settled
 
 
 class Turns:
@@ -53,16 +49,16 @@ async def test_important_sequences_first_and_equals_in_order_of_arrival() -> Non
     async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
         for name, priority in (("a", 0), ("b", 1), ("c", 0)):
             tasks.create_task(turns.wait(name, priority))
-            await settle()
+            await settled()
         assert served == ["a"]
         assert not line.is_free_for(0)
         assert line.is_free_for(-1)
         tasks.create_task(turns.wait("urgent", -1))
-        await settle()
+        await settled()
         assert served == ["a", "urgent"], "beside the one that is being served"
         for name in ("urgent", "a", "c", "b"):
             turns.gates[name].set()
-            await settle()
+            await settled()
         assert served == ["a", "urgent", "c", "b"]
     assert line.is_free_for(10**9)
 
@@ -73,16 +69,16 @@ async def test_of_equal_importance_the_shortest_by_its_prediction_is_first() -> 
     async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
         for name in ("first", "long", "short", "unknown"):
             tasks.create_task(turns.wait(name, 0))
-            await settle()
+            await settled()
         for name, tokens in (("long", 3.0), ("short", 1.0)):
             turns.sequences[name].state.prediction = LengthPrediction(tokens, 0.0, 4.0)
         assert served == ["first"]
         turns.line.call_heads()
-        await settle()
+        await settled()
         assert served == ["first", "short"], "its prompt is done: beside the one before it"
         for name in ("first", "short", "long", "unknown"):
             gates[name].set()
-            await settle()
+            await settled()
         assert served == ["first", "short", "long", "unknown"]
 
 
@@ -92,7 +88,7 @@ async def test_a_sequence_that_gives_up_lets_the_next_have_its_turn() -> None:
     async with asyncio.timeout(5.0), line.turn(turns.add("a", 0)):
         gone = asyncio.create_task(line.turn(turns.add("b", 1)).__aenter__())
         after = asyncio.create_task(line.turn(turns.add("c", 2)).__aenter__())
-        await settle()
+        await settled()
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
@@ -108,17 +104,17 @@ async def test_a_starving_sequence_comes_before_important_ones() -> None:
     async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
         for name, priority in (("first", 0), ("humble", 9), ("important", 0)):
             tasks.create_task(turns.wait(name, priority))
-            await settle()
+            await settled()
         gates["first"].set()
-        await settle()
+        await settled()
         assert served == ["first", "important"]
         tasks.create_task(turns.wait("more important", -5))
-        await settle()
+        await settled()
         assert served[2:] == ["more important"]
         assert line.is_free_for(-9)
         now_s[0] = STARVING_S + 0.5
         gates["important"].set()
-        await settle()
+        await settled()
         assert served[3:] == ["humble"], "it has waited for long enough"
         assert not line.is_free_for(-9)
         for gate in gates.values():
@@ -136,13 +132,13 @@ async def test_a_sequence_gets_its_turn_when_it_begins_to_starve(
     async with asyncio.TaskGroup() as tasks:
         for name, priority in (("first", 5), ("humble", 5), ("important", 0)):
             tasks.create_task(turns.wait(name, priority))
-            await settle()
+            await settled()
         gates["first"].set()
         now_s[0] = STARVING_S - 0.5
-        await settle()
+        await settled()
         assert served == ["first", "important"]
         now_s[0] = STARVING_S
-        await settle()
+        await settled()
         assert served[2:] == ["humble"], "beside the important one, for whom there is no room"
         for gate in gates.values():
             gate.set()

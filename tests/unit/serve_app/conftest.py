@@ -35,9 +35,11 @@ class Stand:
     cluster: FakeCluster
     http: httpx.AsyncClient
 
-    async def complete(self, **fields: Any) -> httpx.Response:
+    async def complete(
+        self, *, headers: dict[str, str] | None = None, **fields: Any
+    ) -> httpx.Response:
         body = {"model": "quadriga-s", "prompt": "hi", "max_tokens": 100} | fields
-        return await self.http.post("/v1/completions", json=body)
+        return await self.http.post("/v1/completions", json=body, headers=headers)
 
 
 MakeStand = Callable[..., Awaitable[Stand]]
@@ -50,7 +52,7 @@ def model() -> ServedModel:
 
 @pytest_asyncio.fixture
 async def make_stand() -> AsyncIterator[MakeStand]:
-    """Make stands; arguments without a name here go to `FakeCluster`."""
+    """Make stands, over a new cluster or a given one; other arguments go to `FakeCluster`."""
     made: list[Stand] = []
 
     async def make(
@@ -58,16 +60,19 @@ async def make_stand() -> AsyncIterator[MakeStand]:
         config: dict[str, Any] | None = None,
         keys: ApiKeys | None = None,
         adapter: str = "",
+        says: str = ANSWER,
+        ingress_id: str = "ingress-0",
+        cluster: FakeCluster | None = None,
         **fake: Any,
     ) -> Stand:
-        script = [*MODEL.tokenizer.encode(ANSWER), END_ID]
-        cluster = FakeCluster("quadriga-s", script, **fake)
+        script = [*MODEL.tokenizer.encode(says), END_ID]
+        cluster = cluster or FakeCluster("quadriga-s", script, **fake)
         engine = EngineClient(
             load_config(config or {}),
             ModelDirectory([MODEL, replace(MODEL, adapter=adapter)] if adapter else [MODEL]),
             keys or ApiKeys(),
             cluster,
-            ingress_id="ingress-0",
+            ingress_id=ingress_id,
         )
         engine.start()
         app = HttpServer(engine).application()
@@ -76,7 +81,7 @@ async def make_stand() -> AsyncIterator[MakeStand]:
         return made[-1]
 
     yield make
-    for stand in made:
+    for stand in reversed(made):
         await stand.http.aclose()
         await stand.engine.close()
 

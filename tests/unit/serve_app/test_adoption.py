@@ -4,57 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import pytest
 
-from quadriga.config.loader import load_config
 from quadriga.core.output import PollReply
 from quadriga.core.request import ResumableSequence, token_digest
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
-from serve_app.http.server import HttpServer
-from serve_app.openai.models import ModelDirectory
-from serve_app.request.engine_client import EngineClient
-from tests.unit.serve_app.conftest import ANSWER, MODEL, MakeStand, Stand
+from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
 from tests.unit.serve_app.test_grpc_server import KEYS, Context, wants
 
 BODY = {"prompt": "hi", "max_tokens": 100, "stream": True, "return_token_ids": True}
 HAD = 6
+HEADERS = {"idempotency-key": "k"}
 
 
-@asynccontextmanager
 async def another(
-    stand: Stand, keys: ApiKeys | None = None, *, is_alone: bool = True
-) -> AsyncIterator[Stand]:
+    make_stand: MakeStand, first: Stand, keys: ApiKeys | None = None, *, is_alone: bool = True
+) -> Stand:
     """A second ingress over the same cluster.
 
     Args:
         is_alone: The first one has died without a word.
     """
     if is_alone:
-        await stand.engine.tasks.close()
-    engine_client = EngineClient(
-        load_config({}),
-        ModelDirectory([MODEL]),
-        keys or ApiKeys(),
-        stand.cluster,
-        ingress_id="ingress-1",
-    )
-    engine_client.start()
-    app = HttpServer(engine_client).application()
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://test"
-    ) as client:
-        yield Stand(engine_client, stand.cluster, client)
-    await engine_client.close()
+        await first.engine.tasks.close()
+    return await make_stand(keys=keys, cluster=first.cluster, ingress_id="ingress-1")
 
 
 async def begin(
-    stand: Stand, headers: dict[str, str], gate: asyncio.Event, body: dict[str, Any] = BODY
+    stand: Stand, gate: asyncio.Event, *, headers: dict[str, str] = HEADERS, body: Any = BODY
 ) -> None:
     """Have a request decode until the client has `HAD` tokens; then it stands still."""
     reading = asyncio.ensure_future(
@@ -69,9 +51,21 @@ async def begin(
     await asyncio.gather(reading, return_exceptions=True)
 
 
-def frames(reply: httpx.Response) -> list[dict[str, Any]]:
+async def resume(
+    stand: Stand, *, headers: dict[str, str] = HEADERS, body: Any = BODY
+) -> httpx.Response:
+    """Ask for what comes after the `HAD` tokens that the client has."""
+    headers = headers | {"x-resume-index": str(HAD)}
+    return await stand.http.post("/v1/completions", json=body, headers=headers, timeout=30)
+
+
+def choices(reply: httpx.Response) -> list[dict[str, Any]]:
     assert reply.status_code == 200, reply.text
-    return [json.loads(f[6:]) for f in reply.text.strip().split("\n\n")[:-1]]
+    return [json.loads(f[6:])["choices"][0] for f in reply.text.strip().split("\n\n")[:-1]]
+
+
+def text(reply: httpx.Response) -> str:
+    return "".join(choice["text"] for choice in choices(reply))
 
 
 @pytest.fixture
@@ -83,21 +77,17 @@ async def test_an_http_client_resumes_at_another_ingress(
     make_stand: MakeStand, gate: asyncio.Event
 ) -> None:
     first = await make_stand(gate=gate, step_s=0.001)
-    headers = {"idempotency-key": "k"}
-    await begin(first, headers, gate)
-    async with another(first) as stand:
-        gate.set()
-        reply = await stand.http.post(
-            "/v1/completions", json=BODY, headers=headers | {"x-resume-index": str(HAD)}
-        )
-        choices = [f["choices"][0] for f in frames(reply)]
-        assert "".join(c["text"] for c in choices) == ANSWER[HAD:]
-        tokens = [t for c in choices for t in c["token_ids"]]
-        assert tokens == stand.cluster.script[HAD:]
-        assert len(stand.cluster.submitted) == 1, "nothing was computed again"
-        assert stand.cluster.num_orphan_calls == 1
-        page = stand.engine.metrics.registry.snapshot()
-        assert b"adopted" in page
+    await begin(first, gate)
+    stand = await another(make_stand, first)
+    gate.set()
+    reply = await resume(stand)
+    assert text(reply) == ANSWER[HAD:]
+    tokens = [t for c in choices(reply) for t in c["token_ids"]]
+    assert tokens == stand.cluster.script[HAD:]
+    assert len(stand.cluster.submitted) == 1, "nothing was computed again"
+    assert stand.cluster.num_orphan_calls == 1
+    page = stand.engine.metrics.registry.snapshot()
+    assert b"adopted" in page
 
 
 async def test_a_reader_at_the_former_ingress_gets_an_error_and_may_resume(
@@ -105,27 +95,19 @@ async def test_a_reader_at_the_former_ingress_gets_an_error_and_may_resume(
 ) -> None:
     """Two connections follow one request, at two ingresses that both live."""
     first = await make_stand(gate=gate, step_s=0.001)
-    headers = {"idempotency-key": "k"}
-    resumed = headers | {"x-resume-index": str(HAD)}
-    await begin(first, headers, gate)
-
-    def follow(stand: Stand) -> asyncio.Task[httpx.Response]:
-        return asyncio.create_task(
-            stand.http.post("/v1/completions", json=BODY, headers=resumed, timeout=30)
-        )
-
-    async with asyncio.timeout(20.0), another(first, is_alone=False) as second:
-        here = follow(first)
+    await begin(first, gate)
+    second = await another(make_stand, first, is_alone=False)
+    async with asyncio.timeout(20.0):
+        here = asyncio.create_task(resume(first))
         while not any(s.readers for s in first.engine.requests._by_key.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        there = follow(second)
+        there = asyncio.create_task(resume(second))
         assert '"code": "taken_over"' in (await here).text
         assert not there.done()
-        again = follow(first)  # the earlier error is not repeated
+        again = asyncio.create_task(resume(first))  # the earlier error is not repeated
         assert '"code": "taken_over"' in (await there).text
         gate.set()
-        text = "".join(f["choices"][0]["text"] for f in frames(await again))
-        assert text == ANSWER[HAD:]
+        assert text(await again) == ANSWER[HAD:]
         assert len(first.cluster.submitted) == 1, "nothing was computed again"
 
 
@@ -135,7 +117,6 @@ async def test_an_ingress_that_ends_leaves_alone_what_another_one_has_adopted(
     """The client's connection broke; the first ingress lives on for a while, and hears nothing."""
     monkeypatch.setattr("serve_app.request.request_manager.AUDIT_AFTER_S", 0.1)
     first = await make_stand(gate=gate, step_s=0.001)
-    headers = {"idempotency-key": "k"}
     cluster, adopted = first.cluster, asyncio.Event()
     poll, adopt, is_deaf = cluster.poll, cluster.adopt, False
 
@@ -146,7 +127,7 @@ async def test_an_ingress_that_ends_leaves_alone_what_another_one_has_adopted(
         return reply
 
     monkeypatch.setattr(cluster, "poll", fetched)
-    await begin(first, headers, gate)
+    await begin(first, gate)
     is_deaf = True
 
     async def noticed(*args: Any) -> bool:
@@ -155,21 +136,16 @@ async def test_an_ingress_that_ends_leaves_alone_what_another_one_has_adopted(
         return is_there
 
     monkeypatch.setattr(cluster, "adopt", noticed)
-    async with another(first, is_alone=False) as stand:
-        reading = asyncio.ensure_future(
-            stand.http.post(
-                "/v1/completions", json=BODY, headers=headers | {"x-resume-index": str(HAD)}
-            )
-        )
-        async with asyncio.timeout(5.0):
-            await adopted.wait()
-        await first.engine.close()
-        assert cluster.decode.cancelled == [cluster.submitted[0].sequence_id], "it tried"
-        gate.set()
-        text = "".join(f["choices"][0]["text"] for f in frames(await reading))
-        assert text == ANSWER[HAD:]
-        assert len(cluster.submitted) == 1, "nothing was computed again"
-        assert cluster.num_held == 0
+    stand = await another(make_stand, first, is_alone=False)
+    reading = asyncio.create_task(resume(stand))
+    async with asyncio.timeout(5.0):
+        await adopted.wait()
+    await first.engine.close()
+    assert cluster.decode.cancelled == [cluster.submitted[0].sequence_id], "it tried"
+    gate.set()
+    assert text(await reading) == ANSWER[HAD:]
+    assert len(cluster.submitted) == 1, "nothing was computed again"
+    assert cluster.num_held == 0
 
 
 async def test_an_adoption_that_fails_in_any_way_ends_the_request(
@@ -177,22 +153,19 @@ async def test_an_adoption_that_fails_in_any_way_ends_the_request(
 ) -> None:
     """Whether the replica has heard of it is not known: what runs there is freed."""
     first = await make_stand(gate=gate, step_s=0.001)
-    headers = {"idempotency-key": "k"}
-    await begin(first, headers, gate)
+    await begin(first, gate)
 
     async def adopt(*_: Any) -> bool:
         raise MemoryError
 
     monkeypatch.setattr(first.cluster, "adopt", adopt)
-    async with another(first) as stand:
-        async with asyncio.timeout(5.0):
-            reply = await stand.http.post(
-                "/v1/completions", json=BODY, headers=headers | {"x-resume-index": str(HAD)}
-            )
-        assert reply.status_code == 404, reply.text
-        async with asyncio.timeout(5.0):
-            while stand.cluster.num_held:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+    stand = await another(make_stand, first)
+    async with asyncio.timeout(5.0):
+        reply = await resume(stand)
+    assert reply.status_code == 404, reply.text
+    async with asyncio.timeout(5.0):
+        while stand.cluster.num_held:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 async def test_a_sequence_that_is_moving_is_looked_for_again(
@@ -201,26 +174,21 @@ async def test_a_sequence_that_is_moving_is_looked_for_again(
     """On its way between two replicas it is at neither; that is no reason to say it is lost."""
     monkeypatch.setattr("serve_app.request.engine_client.RESUME_PAUSE_S", 0.001)
     first = await make_stand(gate=gate, step_s=0.001)
-    headers = {"idempotency-key": "k"}
-    await begin(first, headers, gate)
-    async with another(first) as stand:
-        find, calls = stand.cluster.find_resumable, 0
+    await begin(first, gate)
+    stand = await another(make_stand, first)
+    find, calls = stand.cluster.find_resumable, 0
 
-        async def late(claims: Sequence[str]) -> list[ResumableSequence]:
-            nonlocal calls
-            calls += 1
-            if calls == 1:
-                return []
-            gate.set()
-            return await find(claims)
+    async def late(claims: Sequence[str]) -> list[ResumableSequence]:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            return []
+        gate.set()
+        return await find(claims)
 
-        monkeypatch.setattr(stand.cluster, "find_resumable", late)
-        reply = await stand.http.post(
-            "/v1/completions", json=BODY, headers=headers | {"x-resume-index": str(HAD)}
-        )
-        text = "".join(f["choices"][0]["text"] for f in frames(reply))
-        assert text == ANSWER[HAD:]
-        assert calls == 2
+    monkeypatch.setattr(stand.cluster, "find_resumable", late)
+    assert text(await resume(stand)) == ANSWER[HAD:]
+    assert calls == 2
 
 
 async def test_the_sdk_resumes_at_another_ingress(
@@ -233,21 +201,19 @@ async def test_the_sdk_resumes_at_another_ingress(
     while len(had) < HAD:
         had += [t for d in (await anext(stream)).choices for t in d.token_ids]
     gate.clear()
-    async with another(first, KEYS) as stand:
-        gate.set()
-        again = wants(request_id="r", resume_from=[len(had)], resume_digest=[token_digest(had)])
-        rest = [m async for m in GrpcServer(stand.engine).generate(again, Context())]
-        assert had + [t for m in rest for d in m.choices for t in d.token_ids] == (
-            stand.cluster.script
-        )
-        assert len(stand.cluster.submitted) == 1
+    stand = await another(make_stand, first, KEYS)
+    gate.set()
+    again = wants(request_id="r", resume_from=[len(had)], resume_digest=[token_digest(had)])
+    rest = [m async for m in GrpcServer(stand.engine).generate(again, Context())]
+    assert had + [t for m in rest for d in m.choices for t in d.token_ids] == stand.cluster.script
+    assert len(stand.cluster.submitted) == 1
     await stream.aclose()
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        {"key": "another"},
+        {"headers": {"idempotency-key": "another"}},
         {"json": {"prompt": "ho"}},
         {"headers": {"authorization": "Bearer b"}},
     ],
@@ -257,16 +223,13 @@ async def test_a_sequence_is_adopted_only_by_its_owner(
 ) -> None:
     keys = ApiKeys.of(["a", "b"])
     first = await make_stand(gate=gate, keys=keys, step_s=0.001)
-    headers = {"idempotency-key": "k", "authorization": "Bearer a"}
-    await begin(first, headers, gate)
-    async with another(first, keys) as stand:
-        asking = headers | other.get("headers", {}) | {"x-resume-index": str(HAD)}
-        asking["idempotency-key"] = other.get("key", "k")
-        reply = await stand.http.post(
-            "/v1/completions", json=BODY | other.get("json", {}), headers=asking
-        )
-        assert reply.status_code == 404
-        assert len(stand.cluster.submitted) == 1
+    headers = HEADERS | {"authorization": "Bearer a"}
+    await begin(first, gate, headers=headers)
+    stand = await another(make_stand, first, keys)
+    asked = headers | other.get("headers", {})
+    reply = await resume(stand, headers=asked, body=BODY | other.get("json", {}))
+    assert reply.status_code == 404
+    assert len(stand.cluster.submitted) == 1
 
 
 async def test_what_is_lost_on_the_way_is_an_error_or_begun_anew(
@@ -274,23 +237,19 @@ async def test_what_is_lost_on_the_way_is_an_error_or_begun_anew(
 ) -> None:
     """Over HTTP the answers cannot be compared; over gRPC a digest compares them."""
     first = await make_stand(gate=gate, keys=KEYS, step_s=0.001)
-    headers = {"idempotency-key": "k", "authorization": "Bearer one"}
-    await begin(first, headers, gate)
+    headers = HEADERS | {"authorization": "Bearer one"}
+    await begin(first, gate, headers=headers)
     stream = GrpcServer(first.engine).generate(wants(request_id="r"), Context())
     await anext(stream)
     first.cluster.loses_orphans = True
-    async with another(first, KEYS) as stand:
-        reply = await stand.http.post(
-            "/v1/completions", json=BODY, headers=headers | {"x-resume-index": str(HAD)}
-        )
-        assert reply.status_code == 404, reply.text
-        gate.set()
-        had = stand.cluster.script[:1]
-        again = wants(request_id="r", resume_from=[1], resume_digest=[token_digest(had)])
-        rest = [m async for m in GrpcServer(stand.engine).generate(again, Context())]
-        assert [t for m in rest for d in m.choices for t in d.token_ids] == (
-            stand.cluster.script[1:]
-        )
+    stand = await another(make_stand, first, KEYS)
+    reply = await resume(stand, headers=headers)
+    assert reply.status_code == 404, reply.text
+    gate.set()
+    had = stand.cluster.script[:1]
+    again = wants(request_id="r", resume_from=[1], resume_digest=[token_digest(had)])
+    rest = [m async for m in GrpcServer(stand.engine).generate(again, Context())]
+    assert [t for m in rest for d in m.choices for t in d.token_ids] == stand.cluster.script[1:]
     await stream.aclose()
 
 
@@ -298,15 +257,12 @@ async def test_log_probabilities_are_taken_over_with_their_tokens(
     make_stand: MakeStand, gate: asyncio.Event
 ) -> None:
     first = await make_stand(gate=gate, step_s=0.001)
-    headers = {"idempotency-key": "k"}
     body = BODY | {"logprobs": 1}
-    await begin(first, headers, gate, body)
-    async with another(first) as stand:
-        gate.set()
-        reply = await stand.http.post(
-            "/v1/completions", json=body, headers=headers | {"x-resume-index": str(HAD)}
-        )
-        choices = [f["choices"][0] for f in frames(reply)]
-        assert "".join(c["text"] for c in choices) == ANSWER[HAD:]
-        said = [p for c in choices if c["logprobs"] for p in c["logprobs"]["token_logprobs"]]
-        assert len(said) == sum(len(c["token_ids"]) for c in choices) > 0
+    await begin(first, gate, body=body)
+    stand = await another(make_stand, first)
+    gate.set()
+    reply = await resume(stand, body=body)
+    assert text(reply) == ANSWER[HAD:]
+    found = choices(reply)
+    said = [p for c in found if c["logprobs"] for p in c["logprobs"]["token_logprobs"]]
+    assert len(said) == sum(len(c["token_ids"]) for c in found) > 0

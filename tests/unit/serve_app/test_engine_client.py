@@ -207,17 +207,14 @@ async def test_the_limit_of_open_requests(make_stand: MakeStand) -> None:
 async def test_a_key_resumes_and_never_runs_twice(make_stand: MakeStand) -> None:
     gate = asyncio.Event()
     stand = await make_stand(gate=gate)
-    body = {"prompt": "hi", "max_tokens": 100, "stream": True}
     headers = {"idempotency-key": "k1"}
-    first = asyncio.ensure_future(stand.http.post("/v1/completions", json=body, headers=headers))
+    first = asyncio.ensure_future(stand.complete(stream=True, headers=headers))
     await until(lambda: bool(stand.cluster.decode.held))
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     assert stand.cluster.num_held == 1, "kept for a resumption"
     gate.set()
-    again = await stand.http.post(
-        "/v1/completions", json=body, headers=headers | {"x-resume-index": "1"}
-    )
+    again = await stand.complete(stream=True, headers=headers | {"x-resume-index": "1"})
     frames = [json.loads(f[6:]) for f in again.text.strip().split("\n\n")[:-1]]
     assert "".join(f["choices"][0]["text"] for f in frames) == ANSWER[1:]
     assert len(stand.cluster.submitted) == 1
@@ -225,31 +222,26 @@ async def test_a_key_resumes_and_never_runs_twice(make_stand: MakeStand) -> None
 
 async def test_nothing_to_resume_runs_nothing(stand: Stand) -> None:
     headers = {"idempotency-key": "k", "x-resume-index": "3"}
-    reply = await stand.http.post("/v1/completions", json={"prompt": "hi"}, headers=headers)
-    assert reply.status_code == 404
+    assert (await stand.complete(headers=headers)).status_code == 404
     assert stand.cluster.submitted == []
     fresh = headers | {"x-resume-index": "0"}
-    assert (
-        await stand.http.post("/v1/completions", json={"prompt": "hi"}, headers=fresh)
-    ).status_code == 200
+    assert (await stand.complete(headers=fresh)).status_code == 200
 
 
 async def test_keys_are_scoped_by_owner(make_stand: MakeStand) -> None:
     stand = await make_stand(keys=ApiKeys.of(["a", "b"]))
     for key in ("a", "b", "a"):
         headers = {"authorization": f"Bearer {key}", "idempotency-key": "same"}
-        reply = await stand.http.post("/v1/completions", json={"prompt": "hi"}, headers=headers)
-        assert reply.status_code == 200
+        assert (await stand.complete(headers=headers)).status_code == 200
     assert len(stand.cluster.submitted) == 2
 
 
 async def test_a_failed_request_may_be_tried_again_under_its_key(stand: Stand) -> None:
     headers = {"idempotency-key": "k"}
-    body = {"prompt": "hi", "max_tokens": 100}
     stand.cluster.refuse_admission = Overloaded("full")
-    assert (await stand.http.post("/v1/completions", json=body, headers=headers)).status_code == 429
+    assert (await stand.complete(headers=headers)).status_code == 429
     stand.cluster.refuse_admission = None
-    assert (await stand.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+    assert (await stand.complete(headers=headers)).status_code == 200
 
 
 async def test_health_follows_the_cluster(stand: Stand) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -101,12 +100,9 @@ async def test_the_limit_in_both_clients_formats(make_stand: MakeStand) -> None:
     stand = await make_stand(
         keys=keys_of(a=KeyLimits(concurrency=1), b=KeyLimits(concurrency=1)), gate=gate
     )
-    body = {"prompt": "hi", "max_tokens": 100}
-    first = asyncio.ensure_future(
-        stand.http.post("/v1/completions", json=body, headers=bearer("a"))
-    )
+    first = asyncio.ensure_future(stand.complete(headers=bearer("a")))
     await until(lambda: stand.cluster.num_held == 1)
-    refused = await stand.http.post("/v1/completions", json=body, headers=bearer("a"))
+    refused = await stand.complete(headers=bearer("a"))
     assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "rate_limit_exceeded"
     assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -117,30 +113,25 @@ async def test_the_limit_in_both_clients_formats(make_stand: MakeStand) -> None:
     assert context.code is not None
     assert context.code.name == "RESOURCE_EXHAUSTED"
     assert context.trailing["retry-after-ms"] == "1000"
-    other = asyncio.ensure_future(
-        stand.http.post("/v1/completions", json=body, headers=bearer("b"))
-    )
+    other = asyncio.ensure_future(stand.complete(headers=bearer("b")))
     gate.set()
     assert (await first).status_code == 200
     assert (await other).status_code == 200
-    again = await stand.http.post("/v1/completions", json=body, headers=bearer("a"))
-    assert again.status_code == 200
+    assert (await stand.complete(headers=bearer("a"))).status_code == 200
 
 
 async def test_every_way_out_makes_room(make_stand: MakeStand) -> None:
     """Success, refusal, a bad request, a client that goes: the one slot is always free again."""
     stand = await make_stand(keys=keys_of(a=KeyLimits(concurrency=1)))
     for fields in ({}, {"max_tokens": -1}, {"echo": True, "max_tokens": 0}, {"deadline_ms": 1}):
-        body: dict[str, Any] = {"prompt": "hi", "max_tokens": 100} | fields
-        reply = await stand.http.post("/v1/completions", json=body, headers=bearer("a"))
+        reply = await stand.complete(headers=bearer("a"), **fields)
         assert reply.status_code != 429, reply.text
     stand.cluster.gate = asyncio.Event()
     stream = GrpcServer(stand.engine).generate(wants(), Context("Bearer a"))
     await anext(stream)
     await stream.aclose()
     stand.cluster.gate.set()
-    last = await stand.http.post("/v1/completions", json={"prompt": "hi"}, headers=bearer("a"))
-    assert last.status_code == 200
+    assert (await stand.complete(headers=bearer("a"))).status_code == 200
 
 
 async def test_a_resumed_request_is_one_request(make_stand: MakeStand) -> None:

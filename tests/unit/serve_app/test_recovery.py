@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -35,6 +35,7 @@ from serve_app.request.request import Request
 from tests.simulation.virtual_time import run_virtually, virtual_clocks
 from tests.unit.serve_app.conftest import MODEL
 from tests.unit.serve_app.failing_cluster import FailingCluster, FailingReplica, expected
+from tests.unit.serve_app.test_engine_client import until
 
 QUICK = {
     "ingress.poll_timeout_s": 0.05,
@@ -125,12 +126,6 @@ async def all_well(client: EngineClient, cluster: FailingCluster, requests: list
         assert len(sequence.state.exit_layers) == len(tokens)
     assert cluster.num_doubled == 0, "a name was submitted twice"
     assert not client._request_manager.open_requests()
-
-
-async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110  (the fake has no event for every condition)
-            await asyncio.sleep(0.001)
 
 
 def owner(cluster: FailingCluster, request: Request) -> FailingReplica:

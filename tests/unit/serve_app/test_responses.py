@@ -5,17 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.unit.serve_app.conftest import END_ID, MODEL, MakeStand, Stand
+from tests.unit.serve_app.conftest import MakeStand, Stand
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 SAID = 'Well: <tool_call>[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {}}]'
-
-
-async def saying(make_stand: MakeStand, text: str) -> Stand:
-    stand = await make_stand()
-    stand.cluster.script = [*MODEL.tokenizer.encode(text), END_ID]
-    return stand
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -26,7 +20,7 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 async def test_a_stream_of_text_and_calls(make_stand: MakeStand) -> None:
-    stand = await saying(make_stand, f"{SAID}</tool_call>")
+    stand = await make_stand(says=f"{SAID}</tool_call>")
     body = {"input": "1 + 1?", "tools": [TOOL], "seed": 3}
     whole = (await stand.http.post(PATH, json=body)).json()
     seen = events((await stand.http.post(PATH, json=body | {"stream": True})).text)

@@ -15,6 +15,7 @@ from quadriga.core.grammar import Grammar
 from quadriga.errors import Overloaded
 from serve_app.openai import grammar_checker
 from serve_app.openai.grammar_checker import GrammarChecker
+from tests.settled import settled
 from tests.unit.serve_app.conftest import MODEL, Stand
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -152,21 +153,16 @@ def slow() -> Iterator[Slow]:
     checker.close()
 
 
-async def soon() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
 async def test_callers_with_new_grammars_take_turns(slow: Slow) -> None:
     tasks = [slow.begin("a", f"a{i}") for i in range(5)]
-    await soon()
+    await settled()
     tasks += [slow.begin("b", "b0"), slow.begin("c", "c0"), slow.begin("b", "b1")]
     tasks.append(slow.begin("c", "a3"))  # of which another's is tried before
-    await soon()
+    await settled()
     slow.may_end.release(len(tasks))
     await asyncio.gather(*tasks)
     assert slow.tried == ["a0", "a1", "b0", "c0", "a2", "b1", "a3", "a4"]
-    await soon()
+    await settled()
     assert not slow._waiting and not slow._is_busy
 
 
@@ -175,7 +171,7 @@ async def test_no_more_of_a_caller_wait_than_there_is_room_for(
 ) -> None:
     monkeypatch.setattr(grammar_checker, "MAX_WAITING", 2)
     tasks = [slow.begin("a", f"a{i}") for i in range(3)]
-    await soon()
+    await settled()
     with pytest.raises(Overloaded, match="2 other grammars of yours"):
         await slow.begin("a", "a3")
     tasks.append(slow.begin("b", "b"))
@@ -187,7 +183,7 @@ async def test_who_waits_too_long_is_refused_and_who_leaves_keeps_nobody(
     slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, gone = slow.begin("a", "a"), slow.begin("b", "b")
-    await soon()
+    await settled()
     monkeypatch.setattr(grammar_checker, "WAIT_LIMIT_S", 0.01)
     with pytest.raises(Overloaded, match="waited"):
         await slow.begin("c", "c")
@@ -195,11 +191,11 @@ async def test_who_waits_too_long_is_refused_and_who_leaves_keeps_nobody(
     gone.cancel()
     first.cancel()  # the process is busy with it all the same
     last = slow.begin("d", "d")
-    await soon()
+    await settled()
     assert not last.done() and not slow.tried
     slow.may_end.release(2)
     await last
-    await soon()
+    await settled()
     assert slow.tried == ["a", "d"] and not slow._is_busy
 
 

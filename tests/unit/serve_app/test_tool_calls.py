@@ -10,7 +10,7 @@ import pytest
 from serve_app.grpc.messages import generation_fields
 from serve_app.openai.bodies import parse_body
 from serve_app.openai.schema import ChatBody
-from tests.unit.serve_app.conftest import END_ID, MODEL, MakeStand, Stand
+from tests.unit.serve_app.conftest import MODEL, MakeStand, Stand
 
 PATH = "/v1/chat/completions"
 ADD: dict[str, Any] = {
@@ -27,18 +27,12 @@ CALLS = '<tool_call>[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "ar
 SAID = f"Well: {CALLS}</tool_call>"
 
 
-async def saying(make_stand: MakeStand, text: str) -> Stand:
-    stand = await make_stand()
-    stand.cluster.script = [*MODEL.tokenizer.encode(text), END_ID]
-    return stand
-
-
 def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in text.splitlines() if line[6:7] == "{"]
 
 
 async def test_calls_of_a_whole_answer(make_stand: MakeStand) -> None:
-    stand = await saying(make_stand, SAID)
+    stand = await make_stand(says=SAID)
     body = {"messages": [USER], "tools": TOOLS}
     reply = (await stand.http.post(PATH, json=body)).json()
     choice = reply["choices"][0]
@@ -57,7 +51,7 @@ async def test_calls_of_a_whole_answer(make_stand: MakeStand) -> None:
 
 
 async def test_calls_of_a_stream_come_in_pieces(make_stand: MakeStand) -> None:
-    stand = await saying(make_stand, SAID)
+    stand = await make_stand(says=SAID)
     body = {"messages": [USER], "tools": TOOLS, "stream": True, "n": 2}
     chunks = events((await stand.http.post(PATH, json=body)).text)
     for index in (0, 1):
@@ -76,7 +70,7 @@ async def test_calls_of_a_stream_come_in_pieces(make_stand: MakeStand) -> None:
 async def test_a_stream_that_is_taken_up_again_goes_on_within_a_call(
     make_stand: MakeStand,
 ) -> None:
-    stand = await saying(make_stand, SAID)
+    stand = await make_stand(says=SAID)
     body = {"messages": [USER], "tools": TOOLS, "stream": True, "seed": 1}
     headers = {"idempotency-key": "a" * 20}
     whole = events((await stand.http.post(PATH, json=body, headers=headers)).text)
