@@ -88,6 +88,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         waits: The operations at which the host waited, in order.
+        copied: Bytes of each copy from the host, in order.
         kernels: What the device computed, in order.
     """
 
@@ -95,6 +96,7 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device()
         self.waits: list[str] = []
+        self.copied: list[int] = []
         self.kernels: list[str] = []
         self._as_one: str | None = None
         self._lifted: list[bool] = []
@@ -172,6 +174,8 @@ class FakeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         may_run_on = is_asynchronous and getattr(host, "is_pinned_for_fake_gpu", False)
         if to_here != from_here and not may_run_on and not self._as_one:
             self.waits.append(f"{name} {'to' if to_here else 'from'} the device")
+        if to_here and not from_here:
+            self.copied.append(source.nbytes)
         if to_here and from_here and not self._as_one:
             self.kernels.append(name)
         raw = _raw(args)

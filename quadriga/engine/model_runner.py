@@ -90,6 +90,11 @@ class NativeRunner:
         self._drafts = Drafts(num_rows, self.hidden)
         self._scores = PromptScores()
         self._pooled = PooledStates()
+        self._sampling: SamplingTensors | None = None
+        if self._device.type != "cpu":
+            from quadriga.engine.cuda.sampling import SamplingTensors
+
+            self._sampling = SamplingTensors(num_rows, self._device)
 
     @classmethod
     def load(cls, spec: EngineSpec, starter: RankStarter | None = None) -> NativeRunner:
@@ -168,9 +173,10 @@ class NativeRunner:
             raise InvariantViolation(f"row {row} is outside the {self.num_rows} rows")
         if self._samplers[row] is not None:
             raise InvariantViolation(f"row {row} is taken: {state.sequence_id} cannot attach")
-        self._samplers[row] = make_sampler(
-            state, self.model.spec.checkpoint, self.model.config.vocab_size
-        )
+        sampler = make_sampler(state, self.model.spec.checkpoint, self.model.config.vocab_size)
+        self._samplers[row] = sampler
+        if self._sampling is not None:
+            sampler.place = self._sampling.attach(row, state.sampling)
         self.positions[row] = -1
         self._set_adapter(row, state)
         if self.skipped is not None:
@@ -246,8 +252,12 @@ class NativeRunner:
         self, chunks: Sequence[PrefillChunk], on_layers: LayersDone | None = None
     ) -> list[SampledToken | None]:
         """See `ModelRunner.prefill`; all chunks go through the layers together."""
-        if not chunks:
-            return []
+        with self._undone():
+            return self._prefill(chunks, on_layers) if chunks else []
+
+    def _prefill(
+        self, chunks: Sequence[PrefillChunk], on_layers: LayersDone | None
+    ) -> list[SampledToken | None]:
         spans: list[TokenSpan] = []
         token_ids: list[int] = []
         for chunk in chunks:
@@ -397,7 +407,7 @@ class NativeRunner:
         places = at.places(rows) if at is not None and at.segment == 0 else None
         if at is None or places is None:
             raise InvariantViolation(f"rows {list(rows)} are not all at the first exit, just run")
-        token_ids = [t.token_id for t in at.sample(places, np.array(places, dtype=np.int64))]
+        token_ids = [t.token_id for t in self._sampled(at, places)]
         for row, token_id in zip(rows, token_ids, strict=True):
             drafts.tokens[row].append(token_id)
         decoder = self.model.fastest()
@@ -487,12 +497,23 @@ class NativeRunner:
         if at is None or places is None:
             raise InvariantViolation(f"rows {list(rows)} are not all at the exit just run")
         self.exited = ExitedTokens(at.depth, at.samplers, at.hidden, places)
-        some = np.array(places, dtype=np.int64)
         if self.skipped is not None and (at.depth < self.num_layers or self.skipped.keeps_last):
             indices = np.array(rows, dtype=np.int64)
-            states = at.hidden.index_select(0, self._at(some))
+            states = at.hidden.index_select(0, self._at(np.array(places, dtype=np.int64)))
             self.skipped.leave(indices, self.positions[indices], at.segment, states)
-        return at.sample(places, some)
+        return self._sampled(at, places)
+
+    def _sampled(self, at: ExitLogits, places: Sequence[int]) -> list[SampledToken]:
+        """The tokens of those at an exit who leave; half at a time where memory lacks for all."""
+        try:
+            return at.sample(places, np.array(places, dtype=np.int64))
+        except torch.OutOfMemoryError as exc:
+            if len(places) == 1:
+                raise
+            exc.__traceback__ = None  # its frames hold what was computed so far
+        self._empty_cache()
+        half = len(places) // 2
+        return self._sampled(at, places[:half]) + self._sampled(at, places[half:])
 
     def _pass(
         self, rows: Sequence[int], samplers: Sequence[RowSampler], first: int, stop: int
@@ -571,14 +592,14 @@ class NativeRunner:
 
         Raises: DeviceMemoryExhausted: It did; what nobody uses is given back to the device.
         """
-        num_run, failure = self._drafts.num_run.copy(), None
+        num_run, pooled, failure = self._drafts.num_run.copy(), self._pooled.copy(), None
         try:
             yield
         except torch.OutOfMemoryError as exc:
             failure = str(exc).partition("\n")[0]
             exc.__traceback__ = None  # its frames hold what the pass had computed so far
         if failure is not None:
-            self._drafts.num_run[:] = num_run
+            self._drafts.num_run[:], self._pooled = num_run, pooled
             self._exit = self.exited = None
             self._empty_cache()
             raise DeviceMemoryExhausted(

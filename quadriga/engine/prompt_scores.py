@@ -30,6 +30,7 @@ class PromptScores:
         if chunk.start == 0:
             self._found[chunk.row] = [TokenLogprob(state.prompt_ids[0], None)]
         first = chunk.start + 1
+        del self._found.setdefault(chunk.row, [])[first:]  # of a pass that is run again
         return state.prompt_ids[first : first + len(chunk.token_ids)]
 
     def add(self, row: int, state: SequenceState, logits: torch.Tensor, targets: list[int]) -> None:
@@ -39,7 +40,7 @@ class PromptScores:
             logits: float32 [len(targets), vocab].
         """
         num_top = state.sampling.num_prompt_logprobs or 0
-        self._found.setdefault(row, []).extend(token_logprobs(logits, targets, num_top))
+        self._found[row] += token_logprobs(logits, targets, num_top)
 
     def take(self, row: int) -> list[TokenLogprob] | None:
         """All of a row's, which is forgotten; None where nothing was scored."""
@@ -58,8 +59,12 @@ def pooled_from(chunk: PrefillChunk, state: SequenceState) -> int | None:
 class PooledStates:
     """What is gathered so far, by row: the sum of the hidden states, or the last one."""
 
-    def __init__(self) -> None:
-        self._found: dict[int, torch.Tensor] = {}
+    def __init__(self, found: dict[int, torch.Tensor] | None = None) -> None:
+        self._found = found or {}
+
+    def copy(self) -> PooledStates:
+        """The same, which later chunks do not change."""
+        return PooledStates(dict(self._found))
 
     def add(self, chunk: PrefillChunk, state: SequenceState, states: torch.Tensor) -> None:
         """Take a chunk's hidden states, from the token that `pooled_from` named.

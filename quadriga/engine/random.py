@@ -13,6 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+LEAST_DIVISOR = 1e-30
+"""Temperatures and penalties below count as this: float32 makes 0 of still smaller ones, and what
+is divided by it stays finite, or is the −inf of what has no probability."""
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF

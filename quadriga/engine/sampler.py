@@ -18,16 +18,13 @@ import torch
 
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.core.request import SampledToken, SamplingParams, SequenceState, TokenLogprob
-from quadriga.engine.random import uniforms
+from quadriga.engine.random import LEAST_DIVISOR, uniforms
 from quadriga.engine.transfers import index_on, to_device
 from quadriga.errors import InvalidRequest
 from quadriga.text.grammar import Bits, GrammarMatcher, allowed, grammars_of
 
-LEAST_DIVISOR = 1e-30
-"""Temperatures and penalties below count as this: float32 makes 0 of still smaller ones, and what
-is divided by it stays finite, or is the −inf of what has no probability."""
 WHOLE_SORT = 4096
-"""Vocabularies up to this are sorted as a whole on hosts; of larger ones the best tokens alone."""
+"""Vocabularies up to this are sorted as a whole; of larger ones the best tokens alone."""
 FIRST_RANKED = 256
 """So many are ranked at first, then eight times as many, until top-p is reached."""
 
@@ -39,11 +36,12 @@ class RowSampler:
         is_plain: Greedy without any extra: the argmax of the raw logits is the answer.
         alters: It has a bias, bans or penalties.
         matcher: Where it stands in its grammar; None without one.
+        place: Where a device has its parameters, and its row there; None: nowhere.
         error: Why it could say nothing more when its logits were last processed; else None.
     """
 
     __slots__ = ("_banned", "_bias", "_biased", "_counted", "_output_counts", "_prompt_seen",
-                 "alters", "error", "is_plain", "matcher", "params", "state")  # fmt: skip
+                 "alters", "error", "is_plain", "matcher", "params", "place", "state")  # fmt: skip
 
     def __init__(
         self,
@@ -56,6 +54,7 @@ class RowSampler:
         self.state = state
         self.params = p
         self.matcher = matcher
+        self.place: tuple[torch.Tensor, int] | None = None
         ends = set(p.stop_token_ids) | (set() if p.ignore_eos else set(eos_ids))
         banned = sorted(i for i in ends if 0 <= i < vocab_size) if p.min_tokens else []
         biases = {i: b for i, b in p.logit_bias if 0 <= i < vocab_size}
@@ -155,6 +154,10 @@ class SamplerAhead:
     @property
     def matcher(self) -> GrammarMatcher | None:
         return self._row.matcher
+
+    @property
+    def place(self) -> tuple[torch.Tensor, int] | None:
+        return self._row.place
 
     @property
     def alters(self) -> bool:
@@ -274,7 +277,11 @@ def choose(logits: torch.Tensor, rows: Sequence[Sampler], exit_layer: int) -> li
     """`sample` for logits that are already processed; keeps them."""
     best = logits.argmax(dim=-1)
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if len(drawn) == len(rows):
+    if drawn and logits.device.type != "cpu":
+        from quadriga.engine.cuda.sampling import draw_into
+
+        best = draw_into(best, logits, rows, drawn)
+    elif len(drawn) == len(rows):
         best = _draw(logits, rows)
     elif drawn:
         at = index_on(logits.device, drawn)
@@ -327,15 +334,11 @@ def token_logprobs(
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[Sampler]) -> torch.Tensor:
-    """Draw one token per row from its truncated distribution; `logits` [n, vocab] is kept.
+    """Draw one token per row from its truncated distribution, on a host: int64 [n].
 
-    Returns:
-        int64 [n], on the logits' device, which is not waited for.
+    `logits` [n, vocab] is kept. `cuda.sampling` does the same on devices.
     """
-    device = logits.device
-    temperature = _column(
-        [max(r.params.temperature, LEAST_DIVISOR) for r in rows], np.float32, device
-    )
+    temperature = _column([max(r.params.temperature, LEAST_DIVISOR) for r in rows], np.float32)
     # The maximum goes first, so that a tiny temperature gives -inf, not inf - inf.
     scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperature
     scaled = _truncate(scaled, rows)
@@ -345,14 +348,12 @@ def _draw(logits: torch.Tensor, rows: Sequence[Sampler]) -> torch.Tensor:
         [r.choice for r in rows],
         [r.position for r in rows],
     )
-    if device.type == "cpu":
-        return torch.tensor(invert_cdf(probs.numpy(), u))
-    return invert_cdf_on_device(probs, to_device(u, device))
+    return torch.tensor(invert_cdf(probs.numpy(), u))
 
 
-def _column(values: Sequence[float], dtype: type[np.generic], device: torch.device) -> torch.Tensor:
+def _column(values: Sequence[float], dtype: type[np.generic]) -> torch.Tensor:
     """One value a row: [n, 1]."""
-    return to_device(np.array(values, dtype=dtype), device)[:, None]
+    return torch.from_numpy(np.array(values, dtype=dtype))[:, None]
 
 
 def invert_cdf(probs: npt.NDArray[np.float64], u: npt.NDArray[np.float64]) -> list[int]:
@@ -371,28 +372,16 @@ def invert_cdf(probs: npt.NDArray[np.float64], u: npt.NDArray[np.float64]) -> li
     return chosen
 
 
-def invert_cdf_on_device(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """`invert_cdf` where the probabilities are: float64 [n, vocab] and [n] → int64 [n].
-
-    A device sums in another order: where a target lies within rounding, 1e-16 or so, of a border,
-    it may choose the neighbour.
-    """
-    cumulative = probs.cumsum(dim=1)
-    total = cumulative[:, -1:].contiguous()
-    found = torch.searchsorted(cumulative, u[:, None] * total, right=True)
-    return torch.minimum(found, torch.searchsorted(cumulative, total))[:, 0]
-
-
 def _truncate(scaled: torch.Tensor, rows: Sequence[Sampler]) -> torch.Tensor:
     """Set what min-p, top-k and top-p exclude to -inf; [n, vocab], row maximum 0."""
     if any(r.params.min_p > 0 for r in rows):
-        floor = _column([r.params.min_p for r in rows], np.float32, scaled.device).log()
+        floor = _column([r.params.min_p for r in rows], np.float32).log()
         scaled = scaled.masked_fill(scaled < floor, float("-inf"))
     wants_top_k = any(0 < r.params.top_k < scaled.shape[-1] for r in rows)
     wants_top_p = any(r.params.top_p < 1.0 for r in rows)
     if not wants_top_k and not wants_top_p:
         return scaled
-    if scaled.device.type == "cpu" and scaled.shape[-1] > WHOLE_SORT:
+    if scaled.shape[-1] > WHOLE_SORT:
         kept = torch.full_like(scaled, float("-inf"))
         for row, values, into in zip(rows, scaled, kept, strict=True):
             ids = _best(values, row.params.top_k, row.params.top_p)
@@ -404,8 +393,8 @@ def _truncate(scaled: torch.Tensor, rows: Sequence[Sampler]) -> torch.Tensor:
 def _best(values: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     """Ids of the tokens that top-k and top-p leave of one row's, best first, ties by id.
 
-    Only as many are ranked as it takes: on a host, to sort a large vocabulary takes longer than
-    many a model's step.
+    Only as many are ranked as it takes: to sort a large vocabulary takes longer than many a
+    model's step.
 
     Args:
         values: float32 [vocab], row maximum 0.
@@ -436,16 +425,16 @@ def _best(values: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
 def _truncate_sorted(
     scaled: torch.Tensor, rows: Sequence[Sampler], *, wants_top_k: bool, wants_top_p: bool
 ) -> torch.Tensor:
-    """`_best` of all rows at once: on a device, and where the vocabulary is small."""
+    """`_best` of all rows at once, where the vocabulary is small."""
     vocab = scaled.shape[-1]
     # Stable: equal logits rank by id, in every batch alike.
     values, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
     if wants_top_k:
-        limit = _column([r.params.top_k or vocab for r in rows], np.int64, scaled.device)
-        rank = torch.arange(vocab, device=scaled.device)
+        limit = _column([r.params.top_k or vocab for r in rows], np.int64)
+        rank = torch.arange(vocab)
         values = values.masked_fill(rank >= limit, float("-inf"))
     if wants_top_p:
-        top_p = _column([r.params.top_p for r in rows], np.float64, scaled.device)
+        top_p = _column([r.params.top_p for r in rows], np.float64)
         probs = torch.softmax(values.double(), dim=-1)
         before = probs.cumsum(dim=-1) - probs
         outside = before >= top_p

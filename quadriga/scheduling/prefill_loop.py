@@ -10,6 +10,7 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.request import SampledToken, SequenceState, TokenLogprob
 from quadriga.errors import (
     DeadlineExceeded,
+    DeviceMemoryExhausted,
     InvariantViolation,
     KVCacheExhausted,
     QuadrigaError,
@@ -107,7 +108,7 @@ class PrefillLoop:
         self._queue = queue
         queue.num_layers = runner.num_layers
         self._eos_token_ids = eos_token_ids
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = self._fitting_tokens = chunk_tokens
         self._layer_groups = layer_groups
         self._group_ends = _group_ends(runner.num_layers, layer_groups)
         self._is_held = False
@@ -236,7 +237,14 @@ class PrefillLoop:
                     self._on_kv(sequence, chunk, group_start, done - group_start)
             group_start = done
 
-        sampled = self._runner.prefill(chunks, layers_done)
+        try:
+            sampled = self._runner.prefill(chunks, layers_done)
+        except DeviceMemoryExhausted:
+            if self._fitting_tokens == 1:
+                raise
+            self._fitting_tokens //= 2  # the next step's pass needs less
+            return
+        self._fitting_tokens = min(2 * self._fitting_tokens, self._chunk_tokens)
         now_s = self._clock.now_s()
         num_tokens = sum(len(c.token_ids) for c in chunks)
         self.meter.ran(len(chunks), num_tokens)
@@ -324,7 +332,7 @@ class PrefillLoop:
     def _schedule(self) -> list[tuple[RunningSequence, PrefillChunk]]:
         """Fill the token budget from the prompts under way, oldest first."""
         batch: list[tuple[RunningSequence, PrefillChunk]] = []
-        budget = self._chunk_tokens
+        budget = self._fitting_tokens
         under_way: set[bytes] = set()
         for sequence in self._prefilling:
             if budget <= 0:

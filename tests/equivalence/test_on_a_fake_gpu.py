@@ -179,6 +179,27 @@ def test_waits_of_each_pass(gpu: FakeGpu, kinds: list[dict[str, Any]], waits: in
             runner.emit(rows)
 
 
+def test_a_step_copies_no_sampling_parameters(gpu: FakeGpu) -> None:
+    """They are copied when a sequence takes a row; a step brings its rows and their uniforms."""
+    copied = []
+    for kind in (PLAIN, DRAWN, TRUNCATED):
+        runner = on_gpu(gpu, bundled("quadriga-s"))
+        start(runner, [0, 1, 2], **kind)
+        gpu.copied.clear()
+        runner.decode([0, 2])
+        copied.append(list(gpu.copied))
+    plain, drawn, truncated = copied
+    assert drawn == truncated == [*plain, 3 * 2 * 8]
+
+
+def test_a_row_is_drawn_by_its_own_sampling_parameters(gpu: FakeGpu) -> None:
+    runner = on_gpu(gpu, bundled("quadriga-s"))
+    start(runner, [1], temperature=1e-46, num_logprobs=1)
+    start(runner, [0], temperature=1e9, seed=1)
+    _, token = runner.decode([0, 1])
+    assert token.logprob is not None and token.logprob.top[0][0] == token.token_id
+
+
 def test_prompt_scores_embeddings_and_grammars_mix_nothing_of_the_host_in(gpu: FakeGpu) -> None:
     spec = bundled("quadriga-s")
     asked = [
@@ -390,11 +411,11 @@ def bundled(model: str, **overrides: Any) -> EngineSpec:
     return replace(spec, exits=plan.cut(spec.depth), exit_plan=plan, skipped_kv="project")
 
 
-def start(runner: NativeRunner, rows: list[int]) -> list[SequenceState]:
+def start(runner: NativeRunner, rows: list[int], **kind: Any) -> list[SequenceState]:
     """Sequences whose prompts are computed."""
     made = []
     for row in rows:
-        state = make_state([5, 6, 7 + row], max_tokens=40)
+        state = make_state([5, 6, 7 + row], max_tokens=40, **kind)
         start_row(runner, row, state)
         made.append(state)
     return made

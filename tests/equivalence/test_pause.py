@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,12 +17,16 @@ from quadriga.checkpoint.exits import ExitCounters, ExitParams, SkippedKV
 from quadriga.clock import SystemClock
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SequenceState
+from quadriga.engine import model_runner, prompt_scores
+from quadriga.engine.early_exit.exit_logits import ExitLogits
 from quadriga.engine.model_runner import NativeRunner
+from quadriga.engine.sampler import RowSampler
 from quadriga.errors import DeviceMemoryExhausted
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from tests.equivalence.models import begin, build, make_spec, make_state, save
+from tests.equivalence.test_lossless import make_loop as colocated
 
 NUM_SEQUENCES = 6
 MAX_TOKENS = 40
@@ -118,44 +125,45 @@ def test_paused_at_any_moment(checkpoint: Path) -> None:
         assert one.exit_layers == other.exit_layers
 
 
-class Faulty:
-    """A decoder whose every so many calls lack memory: before a pass, behind it, and in a head.
+def lacking(work: Callable[..., Any], lacks: Callable[..., bool]) -> Callable[..., Any]:
+    """`work` that fails for want of memory when `lacks` says so: behind it, then before it, ..."""
+    failures = itertools.count()
+
+    def run(*args: Any) -> Any:
+        fails = lacks(*args)
+        found = work(*args) if not fails or next(failures) % 2 == 0 else None
+        if fails:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return found
+
+    return run
+
+
+def fail_every(every: int, loop: DecodeLoop, is_lone: bool = False) -> list[str]:
+    """Have every so many calls of a loop's decoder lack memory; returns which do.
 
     Only while the loop steps, as prompts are computed by another replica, and has several: it
     cannot help one alone.
     """
+    calls, failed, is_stepping, step = itertools.count(1), list[str](), [False], loop.step
+    decoder: Any = loop._runner._decoder  # type: ignore[attr-defined]
 
-    def __init__(self, loop: DecodeLoop, every: int, is_lone: bool = False) -> None:
-        self._every, self._calls, self._is_stepping, self.failures = every, 0, False, 0
-        self._is_lone = is_lone
-        runner = loop._runner
-        assert isinstance(runner, NativeRunner)
-        decoder: Any = runner._decoder
-        for name in ("run_layers", "candidates", "best"):
-            setattr(decoder, name, self._failing(getattr(decoder, name)))
-        self._step, self._batch = loop.step, loop.batch
-        loop.step = self.step  # type: ignore[method-assign]
+    def lacks(name: str, *_: Any) -> bool:
+        fails = is_stepping[0] and next(calls) % every == 0
+        failed.extend([name] * fails)
+        return fails and bool(next(calls))  # what is run again does not fail at once
 
-    def step(self) -> Any:
-        self._is_stepping = self._is_lone or self._batch.num_decoding > 1
+    def watched() -> Any:
+        is_stepping[0] = is_lone or loop.batch.num_decoding > 1
         try:
-            return self._step()
+            return step()
         finally:
-            self._is_stepping = False
+            is_stepping[0] = False
 
-    def _failing(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            self._calls += self._is_stepping
-            fails = self._is_stepping and self._calls % self._every == 0
-            if fails and self.failures % 2 == 0:
-                work(*args)
-            if fails:
-                self._calls += 1
-                self.failures += 1
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-            return work(*args)
-
-        return run
+    for name in ("run_layers", "candidates", "best"):
+        setattr(decoder, name, lacking(getattr(decoder, name), partial(lacks, name)))
+    loop.step = watched  # type: ignore[method-assign]
+    return failed
 
 
 @pytest.mark.parametrize("every", [7, 10])
@@ -171,17 +179,58 @@ def test_a_pass_that_lacks_memory_pauses_a_sequence_and_is_run_again(
     undisturbed, disturbed = states(), states()
     run(make_loop(spec, 8 * spec.row_capacity_tokens), undisturbed)
     loop = make_loop(spec, 8 * spec.row_capacity_tokens)
-    faulty = Faulty(loop, every)
+    failed = fail_every(every, loop)
     run(loop, disturbed)
-    assert faulty.failures > 10 and loop.preemption.num_pauses > 5
+    assert len(failed) > 10 and loop.preemption.num_pauses > 5
     for one, other in zip(undisturbed, disturbed, strict=True):
         assert one.output_ids == other.output_ids
         assert one.exit_layers == other.exit_layers
 
 
+def test_prompts_and_emissions_that_lack_memory_are_run_in_smaller_parts(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is enough for eight tokens a pass, not for each head, and for one row's sampling."""
+    spec = make_spec(checkpoint)
+    spec = replace(spec, exits=spec.checkpoint.exits)
+    kinds: list[dict[str, Any]] = [{"temperature": 1.0}, {"num_prompt_logprobs": 1}, {}]
+    kinds.append({"max_tokens": 0, "pooling": "mean"})
+    found, calls, seen = [], itertools.count(1), set[str]()
+
+    def is_third(*_: Any) -> bool:
+        return next(calls) % 3 == 0
+
+    def is_first_of(_: torch.Tensor, rows: Sequence[RowSampler], depth: int) -> bool:
+        state = rows[0].state
+        is_seen = bool(state.output_ids) or state.sequence_id in seen
+        seen.add(state.sequence_id)
+        return not is_seen
+
+    for is_limited in (False, True):
+        loop = colocated(NativeRunner.load(spec), None)
+        if is_limited:
+            decoder: Any = loop.decode._runner._decoder  # type: ignore[attr-defined]
+            decoder.run_layers = lacking(decoder.run_layers, lambda x, *_: len(x) > 8)
+            score = lacking(prompt_scores.token_logprobs, is_third)
+            monkeypatch.setattr(prompt_scores, "token_logprobs", score)
+            monkeypatch.setattr(model_runner, "sample", lacking(model_runner.sample, is_first_of))
+            sample = lacking(ExitLogits.sample, lambda _, places, at: len(places) > 1)
+            monkeypatch.setattr(ExitLogits, "sample", sample)
+        made = [
+            replace(s, sampling=replace(s.sampling, **kinds[i % 4])) for i, s in enumerate(states())
+        ]
+        outputs = [o for some in loop.run(made) for o in some]
+        embeddings = [list(o.embedding) for o in outputs if o.embedding]
+        scores = [[s.token_id for s in o.prompt_logprobs] for o in outputs if o.prompt_logprobs]
+        found.append(([s.output_ids for s in made], sorted(embeddings), sorted(scores)))
+    (tokens, embeddings, scores), (tokens_, embeddings_, scores_) = found
+    assert tokens == tokens_ and scores == scores_
+    assert np.allclose(embeddings, embeddings_, atol=1e-5)
+
+
 def test_a_pass_of_one_sequence_that_lacks_memory_says_what_to_lower(checkpoint: Path) -> None:
     loop = make_loop(make_spec(checkpoint), 8 * 96)
-    Faulty(loop, 1, is_lone=True)
+    fail_every(1, loop, is_lone=True)
     with pytest.raises(DeviceMemoryExhausted, match=r"1 GiB; lower decode\.max_slots"):
         run(loop, states()[:1])
 

@@ -22,6 +22,7 @@ from quadriga.engine.cuda.paged_attention import PagedAttention
 from quadriga.engine.cuda.paged_cache import PagedKVCache
 from quadriga.engine.cuda.paged_states import PagedStates
 from quadriga.engine.cuda.pages import PAGE_TOKENS, pages_per_layer
+from quadriga.engine.cuda.sampling import SamplingTensors
 from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.loaded_model import EngineParts
 from quadriga.engine.models.config import ModelConfig
@@ -214,6 +215,7 @@ def dummy_step(
     params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.5)
     state = SequenceState("", "", "", [0], params, "", 0.0, math.inf)
     samplers = [RowSampler(state, config.vocab_size, ())] * spec.num_rows
+    samplers[0].place = SamplingTensors(1, device).attach(0, params)
     sample(decoder.logits(x, spec.depth), samplers, spec.depth)
 
 

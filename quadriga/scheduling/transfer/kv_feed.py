@@ -94,12 +94,12 @@ class KVFeed:
 
         Args:
             span: Follows the one before: the next layers of the same positions, or the first
-                layers of the next positions.
+                layers of the next positions, or of the same where their pass is run again.
 
         Returns:
             What is to be added to the feed now; None: nothing yet.
         """
-        if self._held is not None:
+        if self._held is not None and span.first_layer:
             num_layers = self._held.num_layers + span.num_layers
             span = KVRange(self._held.first_layer, num_layers, span.start, span.stop)
         is_last = span.first_layer + span.num_layers == self._num_layers

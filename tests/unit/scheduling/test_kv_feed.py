@@ -104,6 +104,8 @@ def test_a_short_prompts_layers_make_one_part_and_each_chunk_its_own() -> None:
     feed = KVFeed(StagingBudget(), 6, 1)
     sent = [feed.join(span) for span in (*groups(0, 64), *groups(64, 100))]
     assert sent == [None, None, KVRange(0, 6, 0, 64), None, None, KVRange(0, 6, 64, 100)]
+    feed.join(groups(100, 150)[0])  # its pass lacked memory: it is run again, shorter
+    assert [feed.join(span) for span in groups(100, 110)][-1] == KVRange(0, 6, 100, 110)
 
 
 def test_a_long_prompts_layers_go_as_soon_as_they_are_worth_it() -> None:
