@@ -6,5 +6,6 @@ import asyncio
 
 
 async def settled(num_turns: int = 5) -> None:
+    """Let the tasks that can run do so, so many times one after the other."""
     for _ in range(num_turns):
         await asyncio.sleep(0)

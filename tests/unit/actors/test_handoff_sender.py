@@ -41,14 +41,21 @@ class Peer:
 
 
 def transfer() -> OutgoingTransfer:
-    offer = TransferOffer("t", "s", CLASS, "a", 1, 1, 9, "gloo", 30.0)
+    offer = TransferOffer(
+        transfer_id="t", sequence_id="s", depth_class=CLASS, source="a", epoch=1, num_tokens=1,
+        max_total_tokens=9, transport="gloo", lease_s=30.0,
+    )  # fmt: skip
     info = Accepted(ReplicaInfo("b", Role.DECODE, CLASS, "n", "i", 8, 4096))
     peer: Any = Peer()
     return OutgoingTransfer(offer, info, peer, peer, 5.0)
 
 
 def state() -> SequenceState:
-    return SequenceState("s", "r", "m", [1], SamplingParams(max_tokens=8), "i", 0.0, 9.0)
+    return SequenceState(
+        sequence_id="s", request_id="r", model="m", prompt_ids=[1],
+        sampling=SamplingParams(max_tokens=8), ingress_id="i", arrival_unix_s=0.0,
+        deadline_unix_s=9.0,
+    )  # fmt: skip
 
 
 @pytest.mark.usefixtures("no_collector")
