@@ -243,7 +243,8 @@ def test_threads_copy_rows_while_passes_run() -> None:
 
 
 def test_sampling_on_the_device_draws_as_the_host_does() -> None:
-    from quadriga.engine.sampler import invert_cdf, invert_cdf_on_device
+    from quadriga.engine.cuda.sampling import invert_cdf_on_device
+    from quadriga.engine.sampler import invert_cdf
 
     generator = torch.Generator().manual_seed(1)
     probs = torch.softmax(4 * torch.randn(64, 5000, generator=generator), -1).double()
