@@ -60,11 +60,6 @@ class DepthChanges:
         self._batch = batch
         self._repay_tokens = repay_tokens
 
-    @property
-    def num_changes(self) -> int:
-        """Since the start."""
-        return self._batch.num_depth_changes
-
     def runner(self) -> ResizableRunner:
         """The runner. Raises: ConfigError: Its depth cannot change."""
         if self._batch.resizable is None:

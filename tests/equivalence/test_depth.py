@@ -218,7 +218,7 @@ def test_shrunk_and_grown_again(
     assert store is not None
     if keep_tokens == 5:
         assert store.num_forgotten > 0
-    assert bench.loop.depth.num_changes == 9 and bench.counters.involuntary_exits == 0
+    assert bench.loop.batch.num_depth_changes == 9 and bench.counters.involuntary_exits == 0
 
 
 @compiled

@@ -26,6 +26,7 @@ from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from tests.equivalence.models import begin, build, make_spec, make_state, save
+from tests.equivalence.test_lossless import make_loop as colocated
 
 NUM_SEQUENCES = 6
 MAX_TOKENS = 40
@@ -190,8 +191,6 @@ def test_prompts_and_emissions_that_lack_memory_are_run_in_smaller_parts(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is enough for eight tokens a pass, not for each head, and for one row's sampling."""
-    from tests.equivalence.test_lossless import make_loop as colocated  # needs Ray
-
     spec = make_spec(checkpoint)
     spec = replace(spec, exits=spec.checkpoint.exits)
     kinds: list[dict[str, Any]] = [{"temperature": 1.0}, {"num_prompt_logprobs": 1}, {}]

@@ -235,6 +235,6 @@ def test_hundreds_of_changes_leave_nothing_behind() -> None:
     while replica.loop.has_work:
         replica.step()
     assert len(replica.finished) == number > 100
-    assert replica.loop.depth.num_changes >= 600
+    assert replica.loop.batch.num_depth_changes >= 600
     assert replica.loop.depth.num_repayments > 50
     assert not replica.loop.batch.sequences and replica.slots.num_held == 0

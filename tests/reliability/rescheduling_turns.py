@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 from loadgen.bench.cluster.paced_cluster import (
-    REQUEST_TIMEOUT_S,
     add_cluster_arguments,
+    client_of,
     pace_of,
     settings_of,
     slo_of,
@@ -34,9 +34,9 @@ from loadgen.load.workload import RequestSpec
 from loadgen.options import number, whole
 from loadgen.report.experiment import print_line, say, show
 from loadgen.report.metrics import LoadSummary, summarise
-from loadgen.runner import Live, LoadOptions, now_s, run_load
+from loadgen.runner import Live, LoadOptions, run_load
 from loadgen.target import Target
-from loadgen.wire.client_http import HttpClient, parse_url
+from loadgen.wire.client_http import HttpClient
 from quadriga.ports import free_port
 from tests.reliability.cluster.control import ClusterControl, cluster_control
 
@@ -97,9 +97,7 @@ async def _measure(
     args: argparse.Namespace, exits: str, service: ServiceUnderLoad
 ) -> dict[str, dict[str, Any]]:
     """All rates on one service. Raises: AgentError, ConfigError."""
-    client = HttpClient(
-        parse_url(service.url), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S, api_key=service.api_key
-    )
+    client = client_of(args, service)
     found = {}
     async with cluster_control(service) as control:
         await _turn(args, control, client, _specs(args, args.rates[0], 0), is_on=True)

@@ -47,7 +47,7 @@ INTERVAL_S = 0.5
 SAMPLE_EVERY_S = 0.5
 COUNT_EVERY_S = 1.0
 """Replicas push their counters once a second."""
-REQUEST_TIMEOUT_S = 900.0
+REQUEST_TIMEOUT_S = 300.0
 REFERENCE_STEP_S = 0.02
 SLO_TTFT_S = 5.0
 SLO_TPOT_FACTOR = 1.5
@@ -80,6 +80,16 @@ def slo_of(args: argparse.Namespace) -> LoadSlo:
     the step of a replica whose memory is half full."""
     half_full_s = find_profile(pace_of(args)).step_s(0, KV_CAPACITY_TOKENS // 2)
     return LoadSlo(args.slow * SLO_TTFT_S, SLO_TPOT_FACTOR * half_full_s)
+
+
+def client_of(args: argparse.Namespace, service: ServiceUnderLoad) -> HttpClient:
+    """A client that waits as much longer as the devices are slower."""
+    return HttpClient(
+        parse_url(service.url),
+        now_s=now_s,
+        timeout_s=args.slow * REQUEST_TIMEOUT_S,
+        api_key=service.api_key,
+    )
 
 
 def settings_of(args: argparse.Namespace, policy: str, admin_port: int) -> list[str]:
@@ -163,9 +173,7 @@ async def _send(
     make_specs: MakeSpecs,
     counts: bool,
 ) -> Played:
-    client = HttpClient(
-        parse_url(service.url), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S, api_key=service.api_key
-    )
+    client = client_of(args, service)
     admin = HttpClient(
         parse_url(f"http://127.0.0.1:{admin_port}"), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S
     )

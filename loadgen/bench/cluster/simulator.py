@@ -86,7 +86,7 @@ NUM_DRAWS = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.set_defaults(slow=1)
+    parser.set_defaults(slow=1)  # its own pace is slow already
     parser.add_argument("--model", default="quadriga-s", help="bundled id")
     parser.add_argument(
         "--policies", nargs="+", choices=SIMULATED, default=["off", "ares"], help="to compare"

@@ -140,12 +140,6 @@ class HistoryRow:
         return same / seen if seen > 0.0 else None
 
     @property
-    def mean_depth(self) -> float | None:
-        """Layers a token ran, on average."""
-        total = sum(self.exit_tokens.values())
-        return sum(k * n for k, n in self.exit_tokens.items()) / total if total > 0.0 else None
-
-    @property
     def ttft_s(self) -> float | None:
         return self.ttft_sum_s / self.requests if self.requests > 0.0 else None
 

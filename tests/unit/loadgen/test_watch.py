@@ -207,5 +207,8 @@ def test_the_benchmarks_settings_are_a_configuration(policy: str) -> None:
     assert config.scheduler.ares.mode == wanted["scheduler.ares.mode"]
     assert config.scheduler.placement == wanted["scheduler.placement"]
     specs = rescheduling.make_specs(args)
-    assert specs == rescheduling.make_specs(args)
-    assert len(specs) == 40
+    assert specs == rescheduling.make_specs(args) and len(specs) == 40
+    fast_s, args.slow = specs[-1].arrival_s, 4
+    assert "decode.pace=ares-qwen7b-4090d-short*4" in rescheduling.settings_of(args, policy, 9999)
+    assert rescheduling.make_specs(args)[-1].arrival_s == pytest.approx(4 * fast_s)
+    assert rescheduling.slo_of(args).ttft_s == 20.0

@@ -57,7 +57,8 @@ def test_columns_by_hand() -> None:
     assert found.batch == pytest.approx((2 * f + 4) / (f + 1))
     assert found.tokens_per_s == pytest.approx(found.batch / (found.tpot_s or 0))
     assert found.joules_per_token == pytest.approx(2.0), "of the tokens it is known of"
-    assert found.mean_depth == pytest.approx((96 * f + 300) / (10 * f + 30))
+    assert sum(found.exit_tokens.values()) == pytest.approx(10 * f + 30)
+    assert sum(k * n for k, n in found.exit_tokens.items()) == pytest.approx(96 * f + 300)
     assert found.num_requests == 2
 
 
@@ -71,9 +72,9 @@ def test_an_empty_row_says_nothing() -> None:
     empty = HistoryRow("m", 3)
     values = (
         empty.coverage(3), empty.unchanged_share(3), empty.ttft_s, empty.tpot_s,
-        empty.tokens_per_s, empty.perplexity, empty.joules_per_token, empty.mean_depth,
+        empty.tokens_per_s, empty.perplexity, empty.joules_per_token,
     )  # fmt: skip
-    assert values == (None,) * 8
+    assert values == (None,) * 7
     single = RequestFinished("r", DepthClass("m", 3), {3: 1}, 0, 0.1, 1, 4, 0.1, 0.0)
     empty.add(single)
     assert empty.tpot_s is None, "one token has no time between tokens"
