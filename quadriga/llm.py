@@ -14,6 +14,7 @@ import itertools
 import os
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quadriga.checkpoint.exits import ExitCounters, ExitParams
@@ -66,15 +67,17 @@ class LLM:
 
         config = load_config({"model": model, **settings})
         deployment = resolve(config, Hardware(os.cpu_count() or 1, torch.cuda.device_count()))
-        decoding = next(r.engine for r in deployment.replicas if r.role.does(Role.DECODE))
-        runner = load_runner(decoding)
+        replicas = deployment.replicas
+        chunk_tokens = next(r.engine.pass_tokens for r in replicas if r.role.does(Role.PREFILL))
+        decoding = next(r.engine for r in replicas if r.role.does(Role.DECODE))
+        runner = load_runner(replace(decoding, pass_tokens=chunk_tokens))
         spec, pace, clock, counters = runner.spec, config.decode.pace, SystemClock(), ExitCounters()
         passes = runner if pace is None else PacedRunner(runner, find_profile(pace))
         loop = ColocatedLoop(
             passes,
             spec,
             clock=clock,
-            chunk_tokens=config.prefill.chunk_tokens,
+            chunk_tokens=chunk_tokens,
             max_age_s=config.prefill.max_age_s,
             reservation=config.decode.reservation,
             rebatcher=make_rebatcher(

@@ -32,7 +32,7 @@ class MixedEngine(DecodeEngine):
             self.runner,
             spec,
             clock=self._replica.clock,
-            chunk_tokens=config.prefill.chunk_tokens,
+            chunk_tokens=spec.pass_tokens,
             max_age_s=config.prefill.max_age_s,
             max_queued_sequences=config.prefill.max_queued_sequences,
             max_queued_tokens=config.prefill.max_queued_tokens,

@@ -74,7 +74,7 @@ class PrefillEngine:
                 max_age_s=settings.max_age_s,
             ),
             eos_token_ids=spec.checkpoint.eos_token_ids,
-            chunk_tokens=settings.chunk_tokens,
+            chunk_tokens=spec.pass_tokens,
             layer_groups=settings.layer_groups,
             clock=replica.clock,
             full_depth=spec.checkpoint.num_layers,

@@ -142,6 +142,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             reservation=self.config.decode.reservation if decodes else "longest",
             max_model_len=spec.engine.row_capacity_tokens,
             num_layers=spec.engine.checkpoint.num_layers,
+            chunk_tokens=spec.engine.pass_tokens,
         )
         self._resizing = Resizing(self)
         is_nice = spec.role is Role.DECODE and spec.engine.device == "cpu"

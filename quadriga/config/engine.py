@@ -202,7 +202,10 @@ The others are for sequences whose KV is being sent: what that takes must not ho
 class PrefillConfig(Section):
     """The prefill replicas' queue and chunking."""
 
-    chunk_tokens: Count = Field(256, description="Most prompt tokens in one forward pass.")
+    chunk_tokens: Auto | Count = Field(
+        "auto",
+        description="Most prompt tokens in one forward pass; auto: 256 on CPUs, 2,048 on GPUs.",
+    )
     max_rows: Count = Field(
         16,
         description="Sequences in prefill, or after it, without a place at a decode replica; "
@@ -232,7 +235,9 @@ class PrefillConfig(Section):
 class DecodeConfig(Section):
     """The decode replicas' batch."""
 
-    max_slots: Count = Field(32, description="Sequences in the batch at once.")
+    max_slots: Auto | Count = Field(
+        "auto", description="Sequences in the batch at once; auto: 32 on CPUs, 256 on GPUs."
+    )
     rebatching: Literal["drex", "eager", "lazy", "majority", "off"] = Field(
         "drex",
         description="drex: every token leaves at its own exit; eager, lazy, majority: the batch "

@@ -56,6 +56,12 @@ __all__ = [
 ]
 
 
+CHUNK_TOKENS: Mapping[Device, int] = {"cpu": 256, "cuda": 2048}
+MAX_SLOTS: Mapping[Device, int] = {"cpu": 32, "cuda": 256}
+"""Where the configuration leaves them to the device. A step of a GPU reads its weights once for
+hundreds of tokens in about the time that it takes for one; on a CPU time grows with the tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """What the cluster has.
@@ -203,6 +209,7 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
     cpus_each = _cpus(config, device, hardware, num_processes)
     memory_for = _kv_memory(config, hardware, device, dtype, pools, cpus_each, num_processes)
     replicas: list[ReplicaSpec] = []
+    max_slots = _given(config.decode.max_slots, MAX_SLOTS[device])
     for one in pools:
         pool, memory = one.config, memory_for(one.checkpoint)
         labels = {
@@ -212,7 +219,7 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
         }
         for role, count in one.num_replicas.items():
             decodes = role.does(Role.DECODE)
-            rows = config.decode.max_slots if decodes else config.prefill.num_rows
+            rows = max_slots if decodes else config.prefill.num_rows
             spec = ReplicaSpec(
                 role,
                 _engine_spec(config, one, role, device, dtype, rows, memory),
@@ -267,6 +274,7 @@ def _engine_spec(
         num_rows = max(1, capacity // max_len)
         capacity = num_rows * max_len
     cache_dir = cache_folder(engine.cache_dir)
+    chunk_tokens = _given(config.prefill.chunk_tokens, CHUNK_TOKENS[device])
     return EngineSpec(
         checkpoint=checkpoint,
         depth=depth,
@@ -286,7 +294,7 @@ def _engine_spec(
         kv_memory_bytes=memory,
         skipped_kv=_skipped_kv(pool.config, index, checkpoint),
         replay_newest=_replay_newest(config, index, checkpoint),
-        pass_tokens=config.prefill.chunk_tokens if role.does(Role.PREFILL) else 0,
+        pass_tokens=chunk_tokens if role.does(Role.PREFILL) else 0,
         attention=engine.attention,
         gpu_memory_share=engine.gpu_memory_share if memory is None else None,
         fits_length=memory is None and engine.max_model_len == "auto",
@@ -628,6 +636,10 @@ def _cpus(config: QuadrigaConfig, device: str, hardware: Hardware, num_replicas:
     if num_replicas * full <= hardware.num_cpus - 1:
         return full
     return max(0.01, round(hardware.num_cpus / 2 / num_replicas, 2))
+
+
+def _given(value: int | Literal["auto"], otherwise: int) -> int:
+    return otherwise if value == "auto" else value
 
 
 def _gpus(config: QuadrigaConfig, device: str) -> float:

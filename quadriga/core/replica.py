@@ -60,6 +60,7 @@ class ReplicaInfo:
             KV goes only between equal names. Empty where the deployment is not deterministic, and
             until the weights are loaded: KV goes anywhere.
         usable_bytes: Of a GPU's memory, for weights and KV together; 0 until it is known.
+        chunk_tokens: Prompt tokens that it computes together, at most; 0: it computes none.
     """
 
     name: str
@@ -75,6 +76,7 @@ class ReplicaInfo:
     num_layers: int = 0
     numerics: str = ""
     usable_bytes: int = 0
+    chunk_tokens: int = 0
 
     def has_layers(self, needed: int) -> bool:
         """Whether a sequence that may need so many layers of the model, if it has them, fits."""

@@ -159,9 +159,7 @@ def check_room(
             model=model,
             now_s=now_s,
         )
-        turns = prefill_supply(
-            request, first, num_replicas=len(prefills), chunk_tokens=prefill.chunk_tokens
-        )
+        turns = prefill_supply(request, first, num_replicas=len(prefills))
         if turns.wait_s > max(limit_s, slower.wait_s):
             slower = turns
         has_rows = may_hold_more(num_held, sum(s.info.num_slots for s in prefills))

@@ -212,20 +212,14 @@ def decode_supply(
     return Supply(room - num_pending, max(per_s, MIN_RATE))
 
 
-def prefill_supply(
-    request: AdmitRequest,
-    first: ReplicaSnapshot,
-    *,
-    num_replicas: int,
-    chunk_tokens: int,
-) -> Supply:
+def prefill_supply(request: AdmitRequest, first: ReplicaSnapshot, *, num_replicas: int) -> Supply:
     """Turns at prefill replicas for prompts like the request's.
 
     Args:
         first: The replica with the least work ahead.
     """
-    ahead_s = prefill_wait_s(first, chunk_tokens=chunk_tokens)
-    prompt_s = request.num_prompt_tokens / chunk_tokens * first.prefill_chunk_s
+    ahead_s = _prefill_s(first, first.waiting_tokens)
+    prompt_s = _prefill_s(first, request.num_prompt_tokens)
     per_s = num_replicas / max(prompt_s, 1.0 / MAX_RATE)
     return Supply(1.0 - ahead_s * per_s, per_s)
 
@@ -247,6 +241,6 @@ def _room(snapshot: ReplicaSnapshot, request: AdmitRequest) -> int:
     return max(0, min(slots, free // max(1, wanted)))
 
 
-def prefill_wait_s(snapshot: ReplicaSnapshot, *, chunk_tokens: int) -> float:
-    """Seconds until a prefill replica has computed what waits there, by its time per chunk."""
-    return snapshot.waiting_tokens / chunk_tokens * snapshot.prefill_chunk_s
+def _prefill_s(snapshot: ReplicaSnapshot, tokens: int) -> float:
+    """Seconds in which a replica computes so many prompt tokens, by its time per chunk."""
+    return tokens / max(1, snapshot.info.chunk_tokens) * snapshot.prefill_chunk_s

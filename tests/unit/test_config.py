@@ -105,6 +105,23 @@ def test_resolve_fills_every_auto(checkpoint: Path) -> None:
     assert resolve(config, Hardware(num_cpus=2)).replicas[0].num_cpus < 1.0
 
 
+@pytest.mark.parametrize(
+    ("change", "num_gpus", "batches"),
+    [
+        ({}, 0, "256 32"),
+        ({}, 2, "2048 256"),
+        ({}, 1, "2048 256"),  # mixed
+        ({"prefill.chunk_tokens": 64, "decode.max_slots": 4}, 2, "64 4"),
+    ],
+)
+def test_batches_are_as_large_as_the_device_is_wide(
+    checkpoint: Path, change: dict[str, object], num_gpus: int, batches: str
+) -> None:
+    config = load_config({"model": str(checkpoint)} | change)
+    engines = [r.engine for r in resolve(config, replace(CPU, num_gpus=num_gpus)).replicas]
+    assert f"{engines[0].pass_tokens} {engines[-1].num_rows}" == batches
+
+
 def test_a_replica_of_more_than_one_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine\.resources_gpus.*1"):
         load_config({"engine.resources_gpus": 2.0})

@@ -54,6 +54,7 @@ from loadgen.target import token_pool
 from loadgen.wire.client_http import HttpClient
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.config.loader import QuadrigaConfig, load_config
+from quadriga.config.resolve import Hardware, resolve
 from quadriga.policies.ares.governor import settings_of as ares_settings
 from quadriga.policies.ares.recording import read_ticks, replay
 from quadriga.sim.cluster import Simulation
@@ -164,7 +165,7 @@ def fit_run(args: argparse.Namespace, config: QuadrigaConfig, played: Played) ->
     costs = fit_costs(
         played,
         kv_bytes_per_token=checkpoint.kv_bytes_per_token(checkpoint.num_layers, 4),
-        prefill_budget_tokens=config.prefill.chunk_tokens,
+        prefill_budget_tokens=resolve(config, Hardware(1)).replicas[0].engine.pass_tokens,
         max_tokens=int(load.output_tokens.max()),
     )
     bare = simulate(args, "ares", config, costs, load, seed=0)

@@ -22,7 +22,6 @@ from quadriga.policies.wait_estimator import (
     WaitEstimator,
     decode_supply,
     prefill_supply,
-    prefill_wait_s,
     queue_supply,
 )
 
@@ -35,9 +34,7 @@ PREFILL = PrefillConfig()
 
 
 def snapshot(role: Role, **load: Any) -> ReplicaSnapshot:
-    info = ReplicaInfo(
-        role.value, role, CLASS, "node", "i", num_slots=SLOTS, kv_capacity_tokens=100_000
-    )
+    info = ReplicaInfo(role.value, role, CLASS, "node", "i", SLOTS, 100_000, chunk_tokens=256)
     return ReplicaSnapshot(info, taken_unix_s=0.0, **load)
 
 
@@ -316,8 +313,7 @@ def test_room_is_slots_and_memory() -> None:
 def test_prompts_ahead_are_counted_in_chunks() -> None:
     first = snapshot(Role.PREFILL, waiting_tokens=1024)
     first.step_time_s = 0.1
-    assert prefill_wait_s(first, chunk_tokens=256) == pytest.approx(0.4)
-    supply = prefill_supply(request(), first, num_replicas=2, chunk_tokens=256)
+    supply = prefill_supply(request(), first, num_replicas=2)
     assert supply.wait_s == pytest.approx(0.4)
     assert supply.per_s == pytest.approx(2 * 256 / 10 / 0.1)
 
