@@ -13,7 +13,7 @@ from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.adapters import find_adapter
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import ContextTooLong, InvalidRequest
-from quadriga.text import TextTokenizer
+from quadriga.text import AnswerText, TextTokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or a conversation: messages with `role` and `content`."""
@@ -54,8 +54,7 @@ class InputProcessor:
         Raises: InvalidRequest, ContextTooLong, UnknownModel.
         """
         find_adapter(self._spec.adapters, adapter, param="adapter")
-        one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int | Mapping))
-        asked: Sequence[Any] = [prompts] if one else prompts
+        asked = _each(prompts)
         given = sampling if isinstance(sampling, Sequence) else [sampling] * len(asked)
         if len(given) != len(asked):
             raise InvalidRequest(
@@ -79,6 +78,25 @@ class InputProcessor:
         return [
             self._sequence(prompt, params, wanted, adapter, f"prompts.{index}")
             for index, (prompt, params) in enumerate(zip(asked, given, strict=True))
+        ]
+
+    def answer_texts(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        states: Sequence[SequenceState],
+        stop: Sequence[str],
+    ) -> list[AnswerText]:
+        """What turns the answers' tokens into text; empty where answers have none."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return []
+        return [
+            AnswerText(
+                # An answer in a conversation is a text of its own; others go on with the prompt.
+                tokenizer.detokenizer(after=() if _is_chat(prompt) else state.prompt_ids),
+                tuple(stop),
+            )
+            for prompt, state in zip(_each(prompts), states, strict=True)
         ]
 
     def _sequence(
@@ -120,3 +138,13 @@ class InputProcessor:
         return SequenceState(
             name, name, model, ids, sampling, "", 0.0, math.inf, exits, adapter=adapter
         )
+
+
+def _each(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
+    """The prompts, also where one alone was given."""
+    is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int | Mapping))
+    return [prompts] if is_one else prompts
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return not isinstance(prompt, str) and any(isinstance(part, Mapping) for part in prompt)

@@ -146,12 +146,13 @@ class LLM:
         from tqdm import tqdm
 
         states = self._inputs.sequences(prompts, sampling, exits, stop, adapter)
+        texts = self._inputs.answer_texts(prompts, states, stop)
         outputs = [RequestOutput(index) for index in range(len(states))]
         is_hidden = None if progress is None else not progress
         started_s = self._clock.now_s()
         with (
             tqdm(total=len(states), unit="prompt", disable=is_hidden) as bar,
-            closing(self._run(states, stop)) as said,
+            closing(self._run(states, texts)) as said,
         ):
             for index, emission, text in said:
                 output = outputs[index]
@@ -176,9 +177,10 @@ class LLM:
         Closing the generator frees what it holds in the batch.
         """
         states = self._inputs.sequences(prompts, sampling, exits, stop, adapter)
+        texts = self._inputs.answer_texts(prompts, states, stop)
 
         def outputs() -> Generator[RequestOutput]:
-            with closing(self._run(states, stop)) as said:
+            with closing(self._run(states, texts)) as said:
                 for index, emission, text in said:
                     output = RequestOutput(index)
                     output.add(emission, text)
@@ -187,12 +189,10 @@ class LLM:
         return outputs()
 
     def _run(
-        self, states: list[SequenceState], stop: Sequence[str]
+        self, states: list[SequenceState], texts: list[AnswerText]
     ) -> Generator[tuple[int, EngineOutput, str]]:
         """Run the sequences of one call; yields (index, what is new, its text)."""
         places = {state.sequence_id: index for index, state in enumerate(states)}
-        tokenizer, stops = self.tokenizer, tuple(stop)
-        texts = [AnswerText(tokenizer.detokenizer(), stops) for _ in states] if tokenizer else []
         with closing(self.loop.run(states)) as passes:
             for emission in itertools.chain.from_iterable(passes):
                 if emission.error is not None:

@@ -314,7 +314,7 @@ class PrefillHandoff:
             error,
             extra={"request_id": self._state.request_id, "peer": peer, "code": error.code},
         )
-        if isinstance(error, ReplicaDied):
+        if isinstance(error, ReplicaDied) and error.code != "unreachable":
             self._placement.report_death(peer)
         if len(self._failed_on) >= MAX_FAILURES:
             raise MigrationFailed(

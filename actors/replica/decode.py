@@ -216,7 +216,11 @@ class DecodeReplica(Replica[DecodeEngine]):
                 offer.block_keys,
             )
             self.arrived(offer.sequence_id)
-            return slot.row, core.loop.fill(slot.row, offer.block_keys)
+            try:
+                return slot.row, core.loop.fill(slot.row, offer.block_keys)
+            except Exception:
+                core.loop.leave(offer.sequence_id)
+                raise
 
         return await self.engine.call(reserve)
 
@@ -237,7 +241,11 @@ class DecodeReplica(Replica[DecodeEngine]):
                 self.post(self.mail.put, again)
 
         self.spans.begin("decode", state)
-        await self.engine.call(join)
+        try:
+            await self.engine.call(join)
+        except BaseException as exc:
+            self.spans.end(state.sequence_id, getattr(exc, "code", "cancelled"))
+            raise
 
     def _require_wanted(self, sequence_id: str) -> None:
         """Raises: MigrationFailed: Code "cancelled"."""

@@ -73,7 +73,7 @@ class PrefillReplica(Replica[PrefillEngine]):
 
         def over(task: asyncio.Task[None]) -> None:
             feed.close()
-            sequence.handoff = None
+            sequence.handoff = handoff.task = None
             self._tasks.discard(task)
 
         task.add_done_callback(over)

@@ -140,7 +140,11 @@ async def call_handle(
             f"{name} did not answer {method} within {timeout_s:.1f} s", code="timeout"
         ) from exc
     except RayError as exc:
-        raise from_ray(name, method, exc) from exc
+        error = from_ray(name, method, exc)
+    try:
+        raise error  # not from Ray's, of which it may be the cause
+    finally:
+        del error  # its traceback has this frame, and so the call's arguments
 
 
 def from_ray(name: str, method: str, exc: RayError) -> QuadrigaError:

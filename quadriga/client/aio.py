@@ -67,7 +67,7 @@ class AsyncClient(BaseClient):
         deadline = self._deadline(timeout_s)
 
         async def attempt() -> Any:
-            request.deadline_ms = deadline.left_ms()
+            deadline.tell(request)
             return await self._stub.GenerateOnce(
                 request, metadata=self._for(request), timeout=deadline.left_s()
             )
@@ -102,7 +102,7 @@ class AsyncClient(BaseClient):
                 attempts += 1
                 had = list(progress.received)
                 try:
-                    request.deadline_ms = deadline.left_ms()
+                    deadline.tell(request)
                     call = self._stub.Generate(
                         progress.next_request(),
                         metadata=self._for(request),
@@ -148,7 +148,7 @@ class AsyncClient(BaseClient):
         deadline = self._deadline(timeout_s)
 
         async def attempt() -> Any:
-            request.deadline_ms = deadline.left_ms()
+            deadline.tell(request)
             return await self._stub.Embed(
                 request, metadata=self._for(request), timeout=deadline.left_s()
             )

@@ -12,13 +12,20 @@ from quadriga.errors import DeadlineExceeded, QuadrigaError
 from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import QuadrigaStub
 
 CANCEL_TIMEOUT_S = 2.0
+DEFAULT_TIMEOUT_S = 600.0
 
 
 class Deadline:
-    """Counts down from `timeout_s` from now on."""
+    """Counts down from `timeout_s` from now on.
 
-    def __init__(self, timeout_s: float) -> None:
-        self._give_up_s = time.monotonic() + timeout_s
+    Args:
+        timeout_s: None: nobody asked for a limit. Then the service's own holds, and the client
+            waits for `DEFAULT_TIMEOUT_S`.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._is_asked = timeout_s is not None
+        self._give_up_s = time.monotonic() + (DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
 
     def left_s(self) -> float:
         """Seconds left. Raises: DeadlineExceeded when none are."""
@@ -27,9 +34,14 @@ class Deadline:
             raise DeadlineExceeded("the request was not done within its timeout")
         return left_s
 
-    def left_ms(self) -> int:
-        """Milliseconds left, at least one. Raises: DeadlineExceeded when none are."""
-        return max(1, int(self.left_s() * 1000))
+    def tell(self, request: Any) -> None:
+        """Write what is left into a message, at least a millisecond, where the caller set a limit.
+
+        Raises: DeadlineExceeded when nothing is left.
+        """
+        left_s = self.left_s()
+        if self._is_asked:
+            request.deadline_ms = max(1, int(left_s * 1000))
 
     def allows(self, pause_s: float) -> bool:
         """Whether anything is left after a pause."""
@@ -49,7 +61,8 @@ class BaseClient:
         root_certificates: Whom to trust instead of the public CAs, in PEM.
         client_certificate: Shown to a server that asks for one, with its chain; in PEM.
         client_key: Of the client's certificate, in PEM.
-        timeout_s: For a whole request, retries included; overridden per call.
+        timeout_s: For a whole request, retries included; overridden per call. None: the service's
+            own limit, and no more than `DEFAULT_TIMEOUT_S`.
     """
 
     _library: ClassVar[Any]
@@ -64,7 +77,7 @@ class BaseClient:
         root_certificates: bytes | None = None,
         client_certificate: bytes | None = None,
         client_key: bytes | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
         secure = credentials(

@@ -61,7 +61,7 @@ class Client(BaseClient):
         deadline = self._deadline(timeout_s)
 
         def attempt() -> Any:
-            request.deadline_ms = deadline.left_ms()
+            deadline.tell(request)
             return self._stub.GenerateOnce(
                 request, metadata=self._for(request), timeout=deadline.left_s()
             )
@@ -90,7 +90,7 @@ class Client(BaseClient):
                 attempts += 1
                 had = list(progress.received)
                 try:
-                    request.deadline_ms = deadline.left_ms()
+                    deadline.tell(request)
                     call = self._stub.Generate(
                         progress.next_request(),
                         metadata=self._for(request),
@@ -136,7 +136,7 @@ class Client(BaseClient):
         deadline = self._deadline(timeout_s)
 
         def attempt() -> Any:
-            request.deadline_ms = deadline.left_ms()
+            deadline.tell(request)
             return self._stub.Embed(request, metadata=self._for(request), timeout=deadline.left_s())
 
         return embeddings(self._retried(attempt, deadline))

@@ -133,6 +133,8 @@ def make_request(
     request = pb.GenerateRequest(request_id=request_id or uuid.uuid4().hex, model=model or "")
     _set_prompt(request, prompt)
     for name, value in options.items():
+        if value is None:
+            continue
         if name in ("stop", "stop_token_ids"):
             values = [value] if isinstance(value, str) else value
             getattr(request, name).extend(values)
@@ -144,8 +146,8 @@ def make_request(
             for tool in options["tools"]:
                 _add_tool(request, tool)
         elif name == "tool_choice" and isinstance(value, Mapping):
-            request.tool_name = value["function"]["name"]
-        elif value is not None:
+            request.tool_name = _tool_name(value)
+        else:
             setattr(request, name, value)
     if not request.HasField("seed"):
         digest = hashlib.sha256(request.request_id.encode()).digest()
@@ -189,6 +191,17 @@ def embeddings(reply: Any) -> Embeddings:
     """The vectors of an answer."""
     vectors = tuple(tuple(item.values) for item in reply.embeddings)
     return Embeddings(reply.request_id, reply.model, vectors, reply.prompt_tokens)
+
+
+def _tool_name(choice: Mapping[str, Any]) -> str:
+    """Raises: TypeError, showing what the choice of one tool looks like."""
+    function = choice.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise TypeError(
+            'tool_choice: give "auto", "none", "required" or {"type": "function", "function": '
+            f'{{"name": NAME}}}}, not {dict(choice)!r:.80}'
+        )
+    return str(function["name"])
 
 
 def _set_form(message: Any, form: Mapping[str, Any]) -> None:

@@ -316,7 +316,10 @@ class ReceivingChannel:
         if num_eager:  # not wanted, and on the channel already
             with channel.room(num_eager, deadline_s) as unwanted:
                 channel.receive(unwanted, deadline_s)
-        send_verdict(channel, error, max(1.0, _rest(deadline_s)))
+        try:
+            send_verdict(channel, error, max(1.0, _rest(deadline_s)))
+        finally:
+            del error  # its traceback has this frame, which has what was received
         return True
 
     def _store(self, part: KVPart, data: torch.Tensor) -> QuadrigaError | None:

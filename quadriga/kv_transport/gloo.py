@@ -40,6 +40,9 @@ class GlooChannel:
     def __init__(self, group: Any, rank: int) -> None:
         self._group = group
         self._other = 1 - rank
+        self._room = torch.empty(
+            0, dtype=torch.uint8
+        )  # grows to the largest part, and is used again
 
     def send_frame(self, content: dict[str, Any], timeout_s: float) -> None:
         text = json.dumps(content).encode()
@@ -63,7 +66,9 @@ class GlooChannel:
 
     @contextmanager
     def room(self, num_bytes: int, deadline_s: float) -> Iterator[torch.Tensor]:
-        yield torch.empty(num_bytes, dtype=torch.uint8)
+        if self._room.numel() < num_bytes:
+            self._room = torch.empty(num_bytes, dtype=torch.uint8)
+        yield self._room[:num_bytes]
 
     def receive(self, data: torch.Tensor, deadline_s: float) -> None:
         work = self._group.recv([data], self._other, 0)

@@ -143,7 +143,10 @@ class NcclPair:
     def _wait(self, call: Future[Any], deadline_s: float, check: Check) -> Any:
         """The call's result, once it is there."""
         self._poll(call.done, deadline_s, check)
-        return call.result()
+        try:
+            return call.result()
+        finally:
+            del call  # a failure's traceback has this frame, and the call has the failure
 
     def _poll(self, is_done: Callable[[], bool], deadline_s: float, check: Check) -> None:
         """Wait until it is done and nothing went wrong. Sleeping releases Python's lock."""

@@ -74,6 +74,8 @@ class PairTransport:
         except asyncio.CancelledError:
             self._abandon(peer, part.transfer_id)
             raise
+        finally:
+            del job  # a failure's traceback has this frame, and the job has the failure
 
     async def abort(self, peer: str, transfer_id: str) -> None:
         self._abandon(peer, transfer_id)
@@ -153,6 +155,8 @@ class PairTransport:
             except TimeoutError:
                 future.cancel()
                 raise TimeoutError(f"{peer} was not asked in time") from None
+            finally:
+                del future  # as of `send`: the caller's frames have its store
 
         channel = SendingChannel(peer, self._generation, self._channels, invite=invite)
         try:

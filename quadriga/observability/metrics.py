@@ -33,6 +33,7 @@ SIZE_BUCKETS_BYTES = tuple(float(4**k) for k in range(5, 15))
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 GAUGE_MAX_AGE_S = 10.0
 MAX_SOURCES = 256
+MAX_SILENCE_S = 600.0
 RETIRED_SOURCE = "retired"
 
 
@@ -129,8 +130,8 @@ class MetricsHub:
     """Last values of every source, dead ones included; owned by one process, not thread-safe.
 
     A source that falls silent keeps its counters and histograms and loses its gauges, which speak
-    of a present it no longer has. Beyond `MAX_SOURCES` the longest silent are added up under the
-    source `retired`.
+    of a present it no longer has. After `MAX_SILENCE_S`, or beyond `MAX_SOURCES`, the longest
+    silent are added up under the source `retired`.
     """
 
     def __init__(self) -> None:
@@ -146,8 +147,7 @@ class MetricsHub:
         if known is not None and seq <= known.seq:
             return False
         self._sources[source] = _Source(seq, now_s, parsed)
-        if len(self._sources) > MAX_SOURCES:
-            self._retire_oldest(now_s)
+        self._retire(now_s)
         return True
 
     def dump(self) -> bytes:
@@ -209,9 +209,12 @@ class MetricsHub:
         """Return when each source was last heard of."""
         return {name: source.seen_s for name, source in self._sources.items()}
 
-    def _retire_oldest(self, now_s: float) -> None:
+    def _retire(self, now_s: float) -> None:
+        """Add up the source that has been silent for longest, if that is too long."""
         alive = [(s.seen_s, name) for name, s in self._sources.items() if name != RETIRED_SOURCE]
-        _, oldest = min(alive)
+        seen_s, oldest = min(alive)
+        if len(self._sources) <= MAX_SOURCES and now_s - seen_s <= MAX_SILENCE_S:
+            return
         gone = self._sources.pop(oldest)
         retired = self._sources.setdefault(RETIRED_SOURCE, _Source(0, now_s))
         retired.seq += 1

@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 from quadriga.errors import QuadrigaError, ReplicaError, Unavailable
@@ -72,7 +73,7 @@ class EngineThread(Generic[Core]):
         self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[Callable[[Core], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
-        self._is_stopping = False
+        self._is_stopping = self._is_over = False
         self._error: QuadrigaError | None = None
         self.core: Core | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -115,6 +116,8 @@ class EngineThread(Generic[Core]):
 
         def run(core: Core) -> None:
             try:
+                if self._is_over:
+                    self.require_core()
                 result = command(core)
                 core.publish()  # before the caller acts on it
             except QuadrigaError as exc:
@@ -191,11 +194,13 @@ class EngineThread(Generic[Core]):
         self.post(self._on_failure, error)
 
     def _finish_inbox(self) -> None:
-        """On the event loop, after the thread: callers that came too late must not wait."""
+        """On the event loop, after the thread: callers that came too late are told so."""
+        self._is_over = True
         while not self._inbox.empty():
             command = self._inbox.get()
             if command is not None and self.core is not None:
-                command(self.core)
+                with suppress(EngineBroken):  # it ended for another reason before
+                    command(self.core)
 
     def post(self, callback: Callable[..., object], *args: object) -> None:
         try:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
+SPACE = "\u2581"
+"""As SentencePiece's vocabularies write it."""
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 MAX_PENDING_TOKENS = 16
+CONTEXT_TOKENS = 4
+"""Of a prompt, for a decoder that looks to the left."""
 
 
 class Detokenizer(Protocol):
@@ -41,6 +47,16 @@ def byte_level_table(tokens: Sequence[str | None], hidden: frozenset[int]) -> li
             table.append(token.encode())
         else:
             table.append(bytes(v for v in values if v is not None))
+    return table
+
+
+def sentence_piece_table(tokens: Sequence[str | None], hidden: frozenset[int]) -> list[bytes]:
+    """The same of a vocabulary of SentencePiece, which has tokens for single bytes."""
+    table = []
+    for token_id, token in enumerate(tokens):
+        shown = "" if token is None or token_id in hidden else token
+        byte = BYTE_TOKEN.fullmatch(shown)
+        table.append(bytes.fromhex(byte[1]) if byte else shown.replace(SPACE, " ").encode())
     return table
 
 
@@ -87,15 +103,16 @@ class WindowDetokenizer:
 
     Args:
         decode: Token ids to text, special tokens skipped.
+        after: Tokens before the first, whose text was shown.
     """
 
     __slots__ = ("_decode", "_ids", "_read", "_start")
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], after: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._ids: list[int] = []
+        self._ids = list(after[-CONTEXT_TOKENS:])
         self._start = 0  # first token of the window
-        self._read = 0  # tokens before this one have been shown
+        self._read = len(self._ids)  # tokens before this one have been shown
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)

@@ -9,11 +9,13 @@ from typing import Any
 
 from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.text.detokenizer import (
+    SPACE,
     ByteLevelDetokenizer,
     Detokenizer,
     MarkedDetokenizer,
     WindowDetokenizer,
     byte_level_table,
+    sentence_piece_table,
 )
 from quadriga.text.tool_formats import ToolFormat, tool_format
 
@@ -47,6 +49,9 @@ class TextTokenizer:
         added = self._core.get_added_tokens_decoder()
         self._hidden = frozenset(token_id for token_id, token in added.items() if token.special)
         self._table = byte_level_table(tokens, self._hidden) if self._is_byte_level() else None
+        self._bytes = self._table
+        if SPACE in repr(self._core.decoder):
+            self._bytes = sentence_piece_table(tokens, self._hidden)
 
     @property
     def has_chat_template(self) -> bool:
@@ -100,19 +105,33 @@ class TextTokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token as readable text: the form in which log-probabilities name it."""
-        if self._table is not None and 0 <= token_id < len(self._table) and self._table[token_id]:
-            return self._table[token_id].decode("utf-8", "replace")
+        known = self._known_bytes(token_id)
+        if known:
+            return known.decode("utf-8", "replace")
         return self.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> list[int]:
         """The token's bytes, as `chat.completions` reports them beside its text."""
-        if self._table is not None and 0 <= token_id < len(self._table) and self._table[token_id]:
-            return list(self._table[token_id])
-        return list(self.token_text(token_id).encode("utf-8", "replace"))
+        return list(self._known_bytes(token_id) or self.token_text(token_id).encode())
 
-    def detokenizer(self, marks: Mapping[int, str] | None = None) -> Detokenizer:
-        """Make one for a sequence; special tokens have no text, but for `marks`."""
-        made: Detokenizer = WindowDetokenizer(self.decode)
+    def num_characters(self, token_id: int) -> int:
+        """Characters of an answer's text that begin in this token."""
+        data = b"" if token_id in self._hidden else self.token_bytes(token_id)
+        return sum(value & 0xC0 != 0x80 for value in data)
+
+    def _known_bytes(self, token_id: int) -> bytes:
+        known = self._bytes
+        return known[token_id] if known is not None and 0 <= token_id < len(known) else b""
+
+    def detokenizer(
+        self, marks: Mapping[int, str] | None = None, after: Sequence[int] = ()
+    ) -> Detokenizer:
+        """Make one for a sequence; special tokens have no text, but for `marks`.
+
+        Args:
+            after: Tokens whose text the answer goes on with; empty for an answer by itself.
+        """
+        made: Detokenizer = WindowDetokenizer(self.decode, after)
         if self._table is not None:
             made = ByteLevelDetokenizer(self._table)
         return MarkedDetokenizer(made, marks) if marks else made
@@ -162,7 +181,8 @@ class TextTokenizer:
         try:
             text = self._fast.apply_chat_template(
                 form.messages(messages, tools) if form else [dict(m) for m in messages],
-                tools=[dict(t) for t in tools] if form is None or form.in_template else None,
+                # Templates ask whether tools are none: an empty list would count as some.
+                tools=[dict(t) for t in tools] or None if not form or form.in_template else None,
                 tokenize=False,
                 add_generation_prompt=True,
             )

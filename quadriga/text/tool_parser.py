@@ -12,6 +12,10 @@ from quadriga.text.tool_formats import ToolFormat, is_bare_text
 
 MAX_HELD_CHARS = 4096
 """Of what may be a call but has no name yet; longer, it is text."""
+MAX_HEAD_CHARS = 256
+"""Before the arguments of `NAME[CALL_ID]ID[ARGS]`; names have at most 64."""
+ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+"""Models mix up the key of their own form with the other one."""
 
 
 @dataclass(slots=True)
@@ -168,7 +172,7 @@ class ToolParser:
     def _read_call(self, news: ToolNews) -> bool:
         call = self._call
         assert call is not None
-        self._num_read += call.read(self._held[self._num_read :], self._form.arguments)
+        self._num_read += call.read(self._held[self._num_read :])
         if call.is_shown:
             more = call.take()
             if more:
@@ -197,7 +201,10 @@ class ToolParser:
 
 
 class _Call:
-    """Reads `{"name": …, "arguments": …}` character by character, its fields in any order."""
+    """Reads `{"name": …, "arguments": …}` character by character, its fields in any order.
+
+    The first of `ARGUMENT_KEYS` has the arguments, whichever the model's own form says.
+    """
 
     opening = "{"
 
@@ -218,15 +225,15 @@ class _Call:
         news, self._taken = self.arguments[self._taken :], len(self.arguments)
         return news
 
-    def read(self, text: str, arguments: str) -> int:
+    def read(self, text: str) -> int:
         """Read on; returns how many characters were of the call."""
         for at, char in enumerate(text):
-            self._step(char, arguments)
+            self._step(char)
             if self.is_over or self.is_wrong:
                 return at + 1
         return len(text)
 
-    def _step(self, char: str, arguments: str) -> None:
+    def _step(self, char: str) -> None:
         if self._in_text:
             self._value += char
             if self._escaped:
@@ -235,12 +242,12 @@ class _Call:
                 self._escaped = True
             elif char == '"':
                 self._in_text = False
-            self._note(char, arguments)
+            self._note(char)
             return
         if self._depth == 1 and char in ":,}":
             if char == ":":
                 self._key, self._value = _text(self._value), ""
-                self.in_arguments = self._key == arguments
+                self.in_arguments = self._key in ARGUMENT_KEYS and not self.arguments
                 self.is_wrong = self._key is None
                 return
             self._end_value()
@@ -258,10 +265,10 @@ class _Call:
         elif char == '"':
             self._in_text = True
         self._value += char
-        self._note(char, arguments)
+        self._note(char)
 
-    def _note(self, char: str, arguments: str) -> None:
-        if self._key == arguments:
+    def _note(self, char: str) -> None:
+        if self.in_arguments:
             self.arguments += char
 
     def _end_value(self) -> None:
@@ -282,20 +289,22 @@ class _NamedCall(_Call):
         super().__init__(parameters)
         self._head = ""
 
-    def read(self, text: str, arguments: str) -> int:
+    def read(self, text: str) -> int:
         for at, char in enumerate(text):
             if not self._depth:
                 self._head += char
                 head = re.fullmatch(r"([\w.-]+)\s*(\[CALL_ID\]\w*)?\[ARGS\]\s*\{", self._head)
                 if head:
                     name = json.dumps(head[1])
-                    super().read(f'{{"name": {name}, "{arguments}": {{', arguments)
-                elif not re.fullmatch(r"[\w.-]+\s*(\[[A-Z_]*\]?\w*\s*){0,2}", self._head):
+                    super().read(f'{{"name": {name}, "arguments": {{')
+                elif len(self._head) > MAX_HEAD_CHARS or not re.fullmatch(
+                    r"[\w.-]+\s*(\[[A-Z_]*\]?\w*\s*){0,2}", self._head
+                ):
                     self.is_wrong = True
             else:
-                self._step(char, arguments)
+                self._step(char)
                 if self._depth == 1 and char == "}":
-                    self._step(char, arguments)
+                    self._step(char)
             if self.is_over or self.is_wrong:
                 return at + 1
         return len(text)
@@ -310,7 +319,7 @@ class _TagCall(_Call):
         super().__init__(parameters)
         self._left = ""
 
-    def read(self, text: str, arguments: str) -> int:
+    def read(self, text: str) -> int:
         self._left += text
         while not self.is_over and not self.is_wrong and self._advance():
             pass
@@ -321,7 +330,7 @@ class _TagCall(_Call):
         if self.name is None:
             name, end, rest = self._left.removeprefix(self.opening).partition(">")
             if end:
-                self.name, self.in_arguments, self._left = name, True, rest
+                self.name, self._left = name, rest
             return bool(end)
         self._left = self._left.lstrip()
         if self._left.startswith("</function>"):
@@ -334,6 +343,7 @@ class _TagCall(_Call):
                 tag.startswith(self._left) for tag in ("</function>", "<parameter=")
             )
             return False
+        self.in_arguments = True
         written, end, rest = self._left.removeprefix("<parameter=").partition("</parameter>")
         if end:
             key, _, value = written.partition(">")

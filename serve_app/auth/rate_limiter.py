@@ -156,7 +156,11 @@ class RateLimiter:
         meter.num_running += 1
 
     def end(self, key_name: str, num_output_tokens: int) -> None:
-        """A generation is over: free its place, and charge its output."""
+        """A generation is over: free its place, and charge its output.
+
+        Args:
+            num_output_tokens: Negative to give back what `begin` charged.
+        """
         meter = self._meters[key_name]
         meter.num_running -= 1
         if meter.tokens is not None:

@@ -294,7 +294,7 @@ def _completion_logprobs(
             top.setdefault(name(token_id), value)
         tops.append(top if row.logprob is not None else None)
         offsets.append(offset)
-        offset += len(text)
+        offset += tokenizer.num_characters(row.token_id)
     table = {
         "tokens": tokens,
         "token_logprobs": values,

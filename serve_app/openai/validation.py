@@ -31,13 +31,15 @@ from serve_app.openai.schema import (
     ToolCallBody,
 )
 from serve_app.openai.tools import NO_TOOLS, ChatTools, read_tools
-from serve_app.request.request import Request
+from serve_app.request.request import Request, deadline_exceeded
 
 DEFAULT_COMPLETION_TOKENS = 16
 SLICE_TOKENS = 65_536
 """Token ids that are checked between two turns of the event loop: some milliseconds."""
 PROMPTS_AT_ONCE = 8
 """Short prompts of one request that are read between two turns of the event loop."""
+MAX_LOGPROBS = 1 << 22
+"""Of one answer, alternatives counted: some hundreds of megabytes."""
 OPENAI_DEFAULTS = SamplingDefaults()
 EXIT_FIELDS = ("exit_threshold", "exit_policy", "max_depth", "sla_tbt_ms", "quality_budget")
 ASK_FOR_NOTHING: dict[str, tuple[object, ...]] = {
@@ -88,8 +90,12 @@ async def completion_request(
         num_prompt_logprobs=num_logprobs if echo else None,
     )
     check_context(longest, wanted, model, "prompt", "max_tokens")
-    sampling = await _with_grammar(sampling, body, model, models, caller)
-    return _request(body, model, limits, request_id, now_unix_s, prompts, texts, n, sampling, echo)
+    sampling = await _with_grammar(sampling, body, model, models, limits, caller)
+    request = _request(
+        body, model, limits, request_id, now_unix_s, prompts, texts, n, sampling, echo
+    )
+    request.continues = True
+    return request
 
 
 async def chat_request(
@@ -130,7 +136,7 @@ async def chat_request(
         wanted = max(1, model.max_model_len - len(token_ids))
     check_context(len(token_ids), wanted, model, "messages", field)
     sampling = _read_sampling(body, model, limits, max_tokens=wanted, num_logprobs=num_logprobs)
-    sampling = await _with_grammar(sampling, body, model, models, caller, tools)
+    sampling = await _with_grammar(sampling, body, model, models, limits, caller, tools)
     request = _request(
         body, model, limits, request_id, now_unix_s, [token_ids], [text], n, sampling, False
     )
@@ -143,15 +149,24 @@ async def _with_grammar(
     body: GenerationFields,
     model: ServedModel,
     models: ModelDirectory,
+    limits: IngressConfig,
     caller: str,
     tools: ChatTools = NO_TOOLS,
 ) -> SamplingParams:
-    """Add the grammar that the body asks for, which was tried. Raises: InvalidRequest."""
+    """Add the grammar that the body asks for, which was tried.
+
+    Raises: InvalidRequest, DeadlineExceeded.
+    """
     found = read_grammar(body, tools)
     if found is None:
         return sampling
     grammar, field = found
-    await models.check_grammar(model, grammar, field, caller)
+    allowed_s = read_deadline_s(body, limits)
+    try:
+        async with asyncio.timeout(allowed_s):
+            await models.check_grammar(model, grammar, field, caller)
+    except TimeoutError:
+        raise deadline_exceeded(allowed_s) from None
     return replace(sampling, grammar=grammar)
 
 
@@ -172,6 +187,22 @@ def _logprobs(wanted: int | None, limits: IngressConfig, field: str) -> int | No
             f"{field}: {wanted} is above the limit of {limits.max_logprobs}", param=field
         )
     return wanted
+
+
+def _check_num_logprobs(prompts: list[list[int]], n: int, sampling: SamplingParams) -> None:
+    """Raises: InvalidRequest: The answer would have more of them than fit into memory."""
+    if sampling.num_logprobs is None:
+        return
+    echoed = 0 if sampling.num_prompt_logprobs is None else sum(map(len, prompts))
+    tokens = n * (len(prompts) * sampling.max_tokens + echoed)
+    count = tokens * (1 + sampling.num_logprobs)
+    if count > MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"logprobs: {tokens} tokens with {sampling.num_logprobs} alternatives each are {count} "
+            f"log-probabilities, above the limit of {MAX_LOGPROBS}; ask for fewer choices, tokens "
+            "or alternatives",
+            param="logprobs",
+        )
 
 
 def check_context(
@@ -208,6 +239,7 @@ def _request(
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options: needs stream: true", param="stream_options")
     options = body.stream_options
+    _check_num_logprobs(prompts, n, sampling)
     return Request(
         request_id=request_id,
         model=model.id,

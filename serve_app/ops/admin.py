@@ -98,7 +98,7 @@ class AdminServer:
         request_id = call.query.get("request", "")
         if not request_id:
             raise InvalidRequest("name the request: /cluster/moves?request=ID", param="request")
-        for prefix in ("chatcmpl-", "cmpl-"):  # as answers give it
+        for prefix in ("chatcmpl-", "cmpl-", "resp_"):  # as answers give it
             request_id = request_id.removeprefix(prefix)
         await call.answer_json({"moves": await self._engine_client.cluster.moves(request_id)})
 

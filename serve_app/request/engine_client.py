@@ -17,7 +17,6 @@ from quadriga.config.loader import QuadrigaConfig
 from quadriga.core.request import FinishReason, ResumableSequence
 from quadriga.errors import (
     Cancelled,
-    DeadlineExceeded,
     NotFound,
     Overloaded,
     QuadrigaError,
@@ -34,7 +33,12 @@ from serve_app.ops.auto_reports import AutoReports
 from serve_app.ops.metrics import IngressMetrics, endpoint_gauges, view_gauges
 from serve_app.ops.tasks import Tasks
 from serve_app.request.cluster_client import ClusterClient, ClusterStateCache
-from serve_app.request.request import Request, caller_fingerprints, resume_claims
+from serve_app.request.request import (
+    Request,
+    caller_fingerprints,
+    deadline_exceeded,
+    resume_claims,
+)
 from serve_app.request.request_manager import RequestManager
 from serve_app.request.resumption import RequestStore
 from serve_app.request.sequence_request import SequenceRequest
@@ -389,7 +393,10 @@ class EngineClient:
             for sequence in request.sequences:
                 if sequence.is_auto:
                     self._reports.ended(sequence, request.arrived_s)
-        self.rate_limiter.end(request.caller, request.num_output_tokens)
+        charge = request.num_output_tokens
+        if not charge and isinstance(request.first_error, Overloaded | Unavailable):
+            charge = -request.num_prompt_tokens  # it was refused, not served
+        self.rate_limiter.end(request.caller, charge)
         if request.deadline_timer is not None:
             request.deadline_timer.cancel()
         self._num_open -= 1
@@ -413,10 +420,7 @@ class EngineClient:
 
     def _time_out(self, request: Request) -> None:
         allowed_s = request.deadline_unix_s - request.arrival_unix_s
-        error = DeadlineExceeded(
-            f"the request was not done within its deadline of {allowed_s:g} s", param="deadline_ms"
-        )
-        self.abort(request, error)
+        self.abort(request, deadline_exceeded(allowed_s))
 
     def _cut_if_due(self) -> None:
         """End the open requests in an error once the drain's time is up."""

@@ -25,7 +25,7 @@ from quadriga.core.request import (
     TokenLogprob,
     token_digest,
 )
-from quadriga.errors import Cancelled, NotFound, QuadrigaError, TakenOver
+from quadriga.errors import Cancelled, DeadlineExceeded, NotFound, QuadrigaError, TakenOver
 from quadriga.observability.tracing import StageSpan
 from quadriga.policies.token_pacing import TokenPacer
 from quadriga.text import StopMatcher, TextTokenizer
@@ -34,6 +34,8 @@ from serve_app.request.sequence_request import SequenceRequest
 
 NO_STOPS = StopMatcher(())
 """Shared by all sequences without stop strings: it keeps no state."""
+KEPT_TOKENS_PER_LOGPROB = 4
+"""What a log-probability takes of memory, in tokens: some hundred bytes."""
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class Request:
         n: Sequences per prompt; number `k` of prompt `p` has index `p · n + k`.
         sampling: Shared by all sequences; their random keys differ by index.
         stop: Stop strings.
+        continues: The answer's text goes on with the prompt's, as a completion does.
         echo: The answer begins with the prompt.
         is_auto: `model` is only the first choice: the cluster may take another.
         ignored_fields: Fields of the request that mean nothing here.
@@ -115,6 +118,7 @@ class Request:
     return_token_ids: bool = False
     tools: ToolCalling | None = None
     cache_salt: str = ""
+    continues: bool = False
 
     sequences: list[SequenceRequest] = field(default_factory=list)
     key: tuple[str, str] | None = None
@@ -156,9 +160,8 @@ class Request:
                     cache_salt=self.cache_salt,
                 )
                 stops = StopMatcher(self.stop) if self.stop else NO_STOPS
-                sequence = SequenceRequest(
-                    len(self.sequences), state, tokenizer.detokenizer(marks), stops
-                )
+                text = tokenizer.detokenizer(marks, prompt_ids if self.continues else ())
+                sequence = SequenceRequest(len(self.sequences), state, text, stops)
                 sequence.is_auto = self.is_auto
                 self.sequences.append(sequence)
 
@@ -224,6 +227,14 @@ class Request:
         """Nothing will be added any more."""
         self.ended_s = now_s
         self.num_kept_tokens = self.num_prompt_tokens + self.num_output_tokens
+        self.num_kept_tokens += KEPT_TOKENS_PER_LOGPROB * self.num_logprobs
+
+    @property
+    def num_logprobs(self) -> int:
+        """Log-probabilities that the answer has, alternatives counted."""
+        states = [sequence.state for sequence in self.sequences]
+        rows = sum(len(s.logprobs) + len(s.prompt_logprobs or ()) for s in states)
+        return rows * (1 + (self.sampling.num_logprobs or 0))
 
     def wake(self) -> None:
         """Have every reader look for new output."""
@@ -387,6 +398,9 @@ class OutputStream:
                 continue
             self._verify(i, sequence)
             start = min(start, stop)
+            if start and not self._started[i]:
+                before = [self.request.prompt_text(i)] if self.request.echo else []
+                self.text_offsets[i] = sum(map(len, [*before, *sequence.pieces[:start]]))
             logprobs = sequence.state.logprobs
             text = "".join(sequence.pieces[start:stop])
             if ends:
@@ -406,6 +420,12 @@ class OutputStream:
             self._started[i] = True
             self._cursors[i] = stop
         return deltas
+
+
+def deadline_exceeded(allowed_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"the request was not done within its deadline of {allowed_s:g} s", param="deadline_ms"
+    )
 
 
 def resume_claims(request: Request, key: tuple[str, str] | None, fingerprint: bytes) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import random
 import sys
@@ -58,8 +59,8 @@ CALM_S = 3.0
 WARM_UP_EVERY_S = 0.2
 SETTLING_SHARE = 0.5
 """Of a process's time is left out of its line: caches still fill, allocators find their size."""
-SETTLING_S = 300.0
-"""And no less than this of those that were started on the way, which fill up from nothing."""
+SETTLING_S = 600.0
+"""And no less than this, so that processes begin their lines at one age, whenever they began."""
 MIB = 1 << 20
 
 
@@ -108,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
     plot = args.out / "memory.png"
     soak.plot(plot)
     console.print(soak.table())
+    (args.out / "memory.json").write_text(json.dumps(soak.samples()), encoding="utf-8")
     console.print(f"plot: {plot}")
     print_line("soak", **soak.summary(), seconds=round(time.monotonic() - began_s, 1))
     return 0 if not soak.failures() else 1
@@ -312,6 +314,16 @@ class Soak:
             "±": lambda pid: f"{slopes[pid].error / MIB:.1f}",
         }
         return table_of(sorted(slopes, key=lambda pid: of[pid].kind), columns)
+
+    def samples(self) -> dict[str, list[list[float]]]:
+        """Own memory of every process: [seconds, MiB] each."""
+        return {
+            f"{one.kind} {pid}": [
+                [round(t, 1), round(b / MIB, 2)]
+                for t, b in zip(one.times_s, one.own_bytes, strict=True)
+            ]
+            for pid, one in self._series.items()
+        }
 
     def plot(self, path: Path) -> None:
         """Draw the memory of every process, with the harms as ticks."""

@@ -9,6 +9,7 @@ from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import ClusterView
 from quadriga.observability.metrics import (
     GAUGE_MAX_AGE_S,
+    MAX_SILENCE_S,
     MAX_SOURCES,
     MetricsHub,
     Registry,
@@ -76,6 +77,15 @@ def test_sources_are_bounded_and_their_sum_is_kept() -> None:
     assert len(values) <= MAX_SOURCES + 1
     assert sum(values.values()) == 2 * (MAX_SOURCES + 20)
     assert values['t_total{replica="retired"}'] > 0
+
+
+def test_whoever_is_silent_for_long_is_added_up() -> None:
+    hub = MetricsHub()
+    for at_s, name in ((0.0, "old"), (1.0, "new"), (MAX_SILENCE_S + 0.5, "new")):
+        registry = Registry(name)
+        registry.counter("t_total", "Things.").inc(2)
+        hub.push(name, registry.snapshot(), now_s=at_s)
+    assert page(hub) == {'t_total{replica="new"}': 2, 't_total{replica="retired"}': 2}
 
 
 def test_a_successor_shows_what_its_predecessor_knew() -> None:

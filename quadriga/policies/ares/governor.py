@@ -197,15 +197,16 @@ class Governor:
         """
         started_s = time.perf_counter()
         busy, fixed = self.moves.busy(now_s), self.moves.fixed(now_s)
+        oldest_unix_s = now_unix_s - self.config.snapshot_max_age_s
+        heard = [s for s in snapshots if s.taken_unix_s >= oldest_unix_s]
         fresh = [
             s if s.forecast is None else replace(s, forecast=with_fixed(s.forecast, fixed))
-            for s in snapshots
+            for s in heard
             if s.info.role.does(Role.DECODE)
-            and now_unix_s - s.taken_unix_s <= self.config.snapshot_max_age_s
         ]
         ticks: list[RecordedTick] = []
         unplaced: Counter[str] = Counter()
-        for snapshot in snapshots:
+        for snapshot in heard:
             unplaced[snapshot.info.depth_class.model] += snapshot.num_unplaced
         last, self.overload, self.num_held = self.overload, {}, {}
         pools, self.pools = self.pools, {}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from actors.rpc import ray_rpc
-from quadriga.errors import ReplicaDied
+from quadriga.errors import Overloaded, ReplicaDied
 
 
 class Store:
@@ -93,3 +96,31 @@ def test_only_an_actor_that_ray_does_not_know_counts_as_dead(
     with pytest.raises(ReplicaDied) as error:
         ray_rpc.get_actor("nobody, ever")
     assert error.value.code == code
+
+
+class Refusing:
+    """Raises an error of ours, as Ray brings it."""
+
+    def __init__(self) -> None:
+        self.refuse = self
+
+    async def remote(self, _: object) -> None:
+        cause = Overloaded("full", retry_after_s=1.0)
+        raise RayTaskError("refuse", "a trace", cause).as_instanceof_cause()
+
+
+async def test_an_error_of_the_callee_keeps_nothing_of_the_call() -> None:
+    async def refused(said: set[str]) -> None:
+        with contextlib.suppress(Overloaded):
+            await ray_rpc.call_handle("a", Refusing(), "refuse", said, timeout_s=5.0)  # type: ignore[arg-type]
+
+    said = {"a large argument"}
+    kept = weakref.ref(said)
+    gc.collect()
+    gc.disable()
+    try:
+        await refused(said)
+        del said
+        assert kept() is None
+    finally:
+        gc.enable()

@@ -110,6 +110,28 @@ async def test_a_failure_ends_the_hand_off_in_its_error(
     assert error.value.code == code
 
 
+@pytest.mark.parametrize(("code", "is_told"), [(None, True), ("unreachable", False)])
+async def test_only_a_death_that_is_known_is_told(code: str | None, is_told: bool) -> None:
+    told: list[tuple[object, ...]] = []
+
+    async def place(*_: Any, **__: Any) -> str:
+        return "d0"
+
+    async def tell(*said: object) -> None:
+        told.append(said)
+
+    async def reserve(*_: Any, **__: Any) -> None:
+        raise ReplicaDied("d0 does not answer", code=code)
+
+    sequence = RunningSequence(a_state(deadline_s=20.0))
+    calls = SimpleNamespace(call=place, tell=tell)
+    handoff, _ = a_handoff(replica(), sequence, SimpleNamespace(reserve=reserve), calls)
+    with pytest.raises(MigrationFailed):
+        await handoff.run()
+    await asyncio.sleep(0)
+    assert any("replica_died" in said for said in told) is is_told
+
+
 async def test_a_hand_off_that_is_cancelled_asks_for_no_room_any_more() -> None:
     """Its question may be on the way; what follows it to the scheduler takes it back."""
     asked, told = asyncio.Event(), asyncio.Event()

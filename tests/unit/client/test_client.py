@@ -14,7 +14,7 @@ import pytest
 
 import quadriga.client as sdk
 from quadriga.client import AsyncClient, Client, Message, RetryPolicy
-from quadriga.client.wire import StreamProgress, make_request
+from quadriga.client.wire import CallOptions, StreamProgress, make_request
 from quadriga.core.request import FinishReason, token_digest
 from quadriga.errors import (
     Cancelled,
@@ -227,6 +227,23 @@ async def test_the_async_client_leaves_a_stream(servicer: Servicer, target: str)
         await anext(pieces)
         await pieces.aclose()
     assert servicer.cancelled == ["left"]
+
+
+def test_the_services_own_limit_holds_where_the_caller_sets_none(
+    servicer: Servicer, target: str
+) -> None:
+    with Client(target, api_key="k") as client:
+        client.generate("x")
+        client.generate("x", timeout_s=9.0)
+    unlimited, limited = servicer.requests
+    assert not unlimited.HasField("deadline_ms") and 0 < limited.deadline_ms <= 9000
+
+
+def test_an_option_that_is_none_is_as_one_left_out() -> None:
+    names: Any = sorted(CallOptions.__annotations__)
+    assert make_request("x", "m", "r", dict.fromkeys(names)) == make_request("x", "m", "r", {})
+    with pytest.raises(TypeError, match=r'tool_choice: give "auto"'):
+        make_request("x", None, None, {"tool_choice": {"type": "auto"}})  # type: ignore[typeddict-item]
 
 
 def test_requests_as_messages() -> None:

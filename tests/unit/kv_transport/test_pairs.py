@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import os
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from quadriga.errors import KVTransportError
 from quadriga.kv_transport.channel_ends import Job, SendingChannel
@@ -95,3 +99,37 @@ def test_parts_behind_an_aborted_one_fail_when_no_thread_can_be_started(
 
 async def _nothing() -> None:
     return
+
+
+def test_parts_that_fail_are_freed_without_the_cyclic_collector(rig: Rig) -> None:
+    """In a process that serves it hardly ever runs."""
+    rig.sink.unwanted.add("over")
+    gc.collect()
+    gc.disable()
+    try:
+        parts = [refused(rig, 1000) for _ in range(6)]
+    finally:
+        gc.enable()
+    assert sum(part() is not None for part in parts) <= 1, "the thread may have the last one"
+
+
+def test_an_invitation_that_is_refused_leaves_no_store(rig: Rig) -> None:
+    rig.refuse_invitations = True
+    refused(rig, 10)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(6):
+            refused(rig, 10)
+        assert len(os.listdir("/proc/self/fd")) < before + 12, "one has nine, and may still end"
+    finally:
+        gc.enable()
+
+
+def refused(rig: Rig, num_tokens: int) -> weakref.ref[torch.Tensor]:
+    """Send a part, which fails; returns what tells whether its KV is still there."""
+    piece = rig.make(num_tokens, "over")
+    with contextlib.suppress(KVTransportError):
+        pytest.fail(f"it came to {rig.send(piece).result(WAIT_S)}")
+    return weakref.ref(piece[1])

@@ -332,6 +332,15 @@ def test_the_governor_protects_from_eighty_percent_on_and_says_so() -> None:
     assert (made.overload, made.num_held) == ({}, {})
 
 
+def test_what_a_silent_prefill_replica_holds_does_not_count() -> None:
+    made, below = governor(), crowded(0.6)
+    made.tick(crowded(0.85), now_s=0.0, now_unix_s=0.0)
+    assert made.overload
+    below[-1].taken_unix_s = -1e6
+    made.tick(below, now_s=1.0, now_unix_s=0.0)
+    assert (made.overload, made.num_held) == ({}, {})
+
+
 @pytest.mark.parametrize("ares", [{"overload": False}, {"mode": "load"}, {"mode": "off"}])
 def test_who_wants_no_overload_objective_has_none(ares: dict[str, object]) -> None:
     made = governor(**ares)

@@ -175,6 +175,21 @@ async def test_commands_that_come_with_the_end_do_not_hang() -> None:
     assert await engine.join(5.0)
 
 
+async def test_whoever_waits_behind_a_break_is_told() -> None:
+    core, may_step = Core(), threading.Event()
+    engine, _ = await start(core)
+    calls = [asyncio.create_task(engine.call(lambda c: may_step.wait(20)))]
+    await asyncio.sleep(0)
+    core.fails = core.has_work = True
+    engine.break_off("a rank is gone")
+    calls.append(asyncio.create_task(engine.call(lambda c: 1)))
+    await asyncio.sleep(0)
+    may_step.set()
+    async with asyncio.timeout(20):
+        results = await asyncio.gather(*calls, return_exceptions=True)
+    assert list(map(type, results)) == [bool, Unavailable]
+
+
 async def test_an_idle_thread_that_is_woken_looks_for_work() -> None:
     core = Core()
     engine, _ = await start(core)

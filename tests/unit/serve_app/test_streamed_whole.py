@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.http import generation
 from tests.hostile import tried
 from tests.unit.serve_app.conftest import MakeStand, Stand
 
@@ -64,3 +66,49 @@ async def test_a_stream_put_together_is_the_whole(stand: Stand, options: dict[st
     for choice in whole["choices"]:
         assert choices[choice.pop("index")] == choice
     assert usage == (whole["usage"] if options["stream_options"] else None)
+
+
+ECHOED = {"prompt": "é😀a", "max_tokens": 4, "echo": True, "logprobs": 1}
+
+
+async def test_offsets_count_characters(stand: Stand) -> None:
+    (choice,) = (await stand.complete(**ECHOED)).json()["choices"]
+    offsets = choice["logprobs"]["text_offset"]
+    begins = [
+        choice["text"][at:].startswith(word) for at, word in zip(offsets[-4:], "Hell", strict=True)
+    ]
+    assert offsets[0] == 0 and offsets[-4:] == [3, 4, 5, 6] and all(begins)
+
+
+@pytest.mark.parametrize("fields", [{}, ECHOED])
+async def test_offsets_go_on_after_a_resumption(stand: Stand, fields: dict[str, Any]) -> None:
+    asked = {"logprobs": 0, "stream": True} | fields
+    headers, offsets = {"idempotency-key": "k"}, []
+    for more in ({}, {"x-resume-index": "2"}):
+        reply = await stand.complete(headers=headers | more, **asked)
+        choices, _ = put_together(reply.content)
+        offsets.append(choices[0]["logprobs"]["text_offset"])
+    whole, rest = offsets
+    assert rest == whole[len(whole) - len(rest) :]
+
+
+async def test_log_probabilities_that_no_memory_holds_are_refused(stand: Stand) -> None:
+    reply = await stand.complete(prompt=["a"] * 32, n=16, max_tokens=1000, logprobs=20)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "logprobs"
+    assert "are 10752000 log-probabilities, above the limit" in reply.json()["error"]["message"]
+
+
+async def test_long_answers_are_written_beside_the_event_loop(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    render = generation._rendered
+
+    def rendered(*args: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return render(*args)
+
+    monkeypatch.setattr(generation, "_rendered", rendered)
+    for logprobs in (None, 1):
+        assert (await stand.complete(logprobs=logprobs)).status_code == 200
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]

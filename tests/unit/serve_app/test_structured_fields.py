@@ -15,6 +15,7 @@ from quadriga.core.grammar import Grammar
 from quadriga.errors import Overloaded
 from serve_app.openai import grammar_checker
 from serve_app.openai.grammar_checker import GrammarChecker
+from serve_app.openai.models import ModelDirectory
 from tests.settled import settled
 from tests.unit.serve_app.conftest import MODEL, Stand
 
@@ -212,3 +213,15 @@ async def test_a_caller_is_the_name_of_a_key(stand: Stand, monkeypatch: pytest.M
         assert reply.status_code == 429
         assert "retry-after" in reply.headers
     assert callers == ["anonymous"] * len(ROUTES)
+
+
+async def test_a_deadline_holds_while_a_form_waits_to_be_compiled(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ModelDirectory, "check_grammar", check)
+    body = ROUTES["/v1/completions"] | {"guided_regex": "a", "deadline_ms": 20}
+    reply = await stand.http.post("/v1/completions", json=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline_exceeded")

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from quadriga.checkpoint.folder import ASSETS
 from quadriga.errors import ConfigError, InvalidRequest
@@ -62,16 +63,31 @@ def test_window_decoding_equals_byte_decoding() -> None:
     assert "".join([*(window.push(i) for i in ids), window.flush()]) == TOKENIZER.decode(ids)
 
 
-def test_window_keeps_the_spaces_of_a_sentencepiece_vocabulary() -> None:
+def sentence_piece() -> TextTokenizer:
     vocab = {"▁hello": 0, "▁world": 1, "s": 2, "<0xF0>": 3, "<0x9F>": 4, "<0x98>": 5, "<0x80>": 6}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
          decoders.Strip(" ", 1, 0)]
     )  # fmt: skip
-    window = WindowDetokenizer(core.decode)
-    pieces = [window.push(i) for i in (0, 1, 2, 3, 4, 5, 6)]
-    assert pieces == ["hello", " world", "s", "", "", "", "😀"]
+    return TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=core), "m")
+
+
+def test_window_keeps_the_spaces_of_a_sentencepiece_vocabulary() -> None:
+    pieces = streamed(sentence_piece(), [0, 1, 2, 3, 4, 5, 6])
+    assert pieces == ["hello", " world", "s", "", "", "", "😀", ""]
+
+
+def test_an_answer_that_goes_on_with_a_text_keeps_its_first_space() -> None:
+    window = sentence_piece().detokenizer(after=[0, 2])
+    assert [window.push(i) for i in (1, 2)] == [" world", "s"]
+
+
+def test_tokens_of_a_sentencepiece_vocabulary_are_named_by_their_bytes() -> None:
+    text = sentence_piece()
+    assert [text.token_text(i) for i in (0, 1, 2)] == [" hello", " world", "s"]
+    assert [text.token_bytes(i) for i in (3, 6)] == [[0xF0], [0x80]]
+    assert [text.num_characters(i) for i in (0, 3, 4, 5, 6)] == [6, 1, 0, 0, 0]
 
 
 def test_window_lets_go_of_what_never_becomes_text() -> None:

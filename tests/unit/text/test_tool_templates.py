@@ -148,6 +148,13 @@ def test_a_conversation_with_tools_and_results_is_rendered(name: str) -> None:
     assert "days" in shown
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_a_conversation_without_tools_is_as_the_template_alone_writes_it(name: str) -> None:
+    text, talk = tokenizer(getattr(templates, name)), [{"role": "user", "content": "Hi"}]
+    alone = text._fast.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert text.render_chat(talk) == text.render_chat(talk, []) == alone
+
+
 def test_a_streamed_argument_in_tags_comes_when_it_ends() -> None:
     parser = ToolParser(QWEN_TAGS, PARAMETERS)
     text = written("QWEN_CODER", ("get_weather", ROME))
@@ -192,6 +199,8 @@ def test_other_values_in_tags_are_json_where_they_can_be(written_value: str, val
         (QWEN_TAGS, "<tool_call>\n<function=nobody>\n</function>\n</tool_call>"),
         (QWEN_TAGS, "<tool_call>\nwords</tool_call>"),
         (QWEN_TAGS, "<tool_call>\n<func"),
+        (QWEN_TAGS, "<tool_call>\n<function=wait> hi there"),
+        (MISTRAL_ARGS, "[TOOL_CALLS]" + "a" * 300),
         (QWEN_TAGS, '<tool_call>\n{"name": "wait"}\n</tool_call>'),
         (HERMES, '{"name": "wait", "arguments": {}}'),
         (HERMES, '<tool_call>{"name": ' + "[" * 2000 + "]" * 2000 + "}"),

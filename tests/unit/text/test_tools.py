@@ -115,6 +115,12 @@ def test_arguments_come_as_they_are_written_and_a_cut_call_stays_cut() -> None:
     assert not parser.flush().text
 
 
+@pytest.mark.parametrize(("form", "key"), [(HERMES, "parameters"), (LLAMA, "arguments")])
+def test_arguments_may_have_the_other_forms_key(form: ToolFormat, key: str) -> None:
+    text = f'{form.opening}{{"name": "add", "{key}": {{"a": 1}}}}{form.closing}'
+    assert read(form, list(text)) == ("", [("add", '{"a": 1}')])
+
+
 def test_arguments_may_come_before_the_name() -> None:
     text = '<tool_call>\n{"arguments": {"name": "x"}, "name": "add"}\n</tool_call>'
     assert read(HERMES, list(text)) == ("", [("add", '{"name": "x"}')])

@@ -94,7 +94,7 @@ LLAMA = """
 {%- set call = message.tool_calls[0].function -%}
 {{ '{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + '}' }}
 {%- else -%}
-{%- if tools and message.role == 'user' and loop.last -%}
+{%- if tools is not none and message.role == 'user' and loop.last -%}
 {{ 'Functions, called with {"name": NAME, "parameters": OBJECT}:\\n' }}
 {%- for tool in tools %}{{ (tool | tojson(indent=4)) + '\\n\\n' }}{% endfor -%}
 {%- endif -%}
@@ -109,7 +109,7 @@ LLAMA = """
 """
 
 _MISTRAL = """
-{%- if tools -%}
+{%- if tools is not none -%}
 {{ '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}
 {%- endif -%}
 {%- for message in messages -%}
