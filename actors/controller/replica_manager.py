@@ -86,7 +86,7 @@ class ReplicaManager:
         self._num_failures: dict[PlaceKey, int] = {}
         self._not_before_s: dict[PlaceKey, float] = {}
         self._reports = NodeReports(clock)
-        self.num_respawns = 0
+        self.num_respawns, self.last_failure = 0, ""
 
     def of(self, key: PlaceKey) -> list[ReplicaHandle]:
         """Replicas of one place in the desired state that are not on their way out."""
@@ -286,6 +286,7 @@ class ReplicaManager:
             pause_s = min(BACKOFF_S * 2.0**failures, MAX_BACKOFF_S) if failures else 0.0
             self._not_before_s[replica.key] = self._clock.now_s() + pause_s
             self.num_respawns += 1
+            self.last_failure = f"{replica.name}: {reason}"
         if not await self._remove(replica):
             background(self._remove_later(replica))
         await self.tell_scheduler(replica.name)

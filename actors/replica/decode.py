@@ -216,11 +216,7 @@ class DecodeReplica(Replica[DecodeEngine]):
                 offer.block_keys,
             )
             self.arrived(offer.sequence_id)
-            try:
-                return slot.row, core.loop.fill(slot.row, offer.block_keys)
-            except Exception:
-                core.loop.leave(offer.sequence_id)
-                raise
+            return slot.row, core.loop.fill(offer.sequence_id, slot.row, offer.block_keys)
 
         return await self.engine.call(reserve)
 
@@ -240,12 +236,8 @@ class DecodeReplica(Replica[DecodeEngine]):
                 again = [(state.ingress_id, emission) for emission in resume.unacknowledged]
                 self.post(self.mail.put, again)
 
-        self.spans.begin("decode", state)
-        try:
+        with self.spans.begun("decode", state):
             await self.engine.call(join)
-        except BaseException as exc:
-            self.spans.end(state.sequence_id, getattr(exc, "code", "cancelled"))
-            raise
 
     def _require_wanted(self, sequence_id: str) -> None:
         """Raises: MigrationFailed: Code "cancelled"."""

@@ -493,12 +493,8 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             submit(core)
             self.arrived(state.sequence_id)
 
-        self.spans.begin("prefill", state)
-        try:
+        with self.spans.begun("prefill", state):
             await self.engine.call(queue)
-        except QuadrigaError as exc:
-            self.spans.end(state.sequence_id, exc.code)
-            raise
         if self.departed.is_cancelled(state.sequence_id):
             await self._cancel([state.sequence_id], state.ingress_id)
 

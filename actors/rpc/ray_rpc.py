@@ -136,9 +136,8 @@ async def call_handle(
         async with asyncio.timeout(timeout_s):
             return await getattr(handle, method).remote(*args)
     except TimeoutError as exc:
-        raise ReplicaError(
-            f"{name} did not answer {method} within {timeout_s:.1f} s", code="timeout"
-        ) from exc
+        why = f"{name} did not answer {method} within {timeout_s:.1f} s"
+        raise ReplicaError(why, code="timeout") from exc
     except RayError as exc:
         error = from_ray(name, method, exc)
     try:

@@ -106,7 +106,7 @@ def write_adapter(path: Path, model: str, rank: int) -> tuple[int, float]:
     import torch
     from safetensors.torch import save_file
 
-    from quadriga.engine.models.config import read_model_config
+    from quadriga.checkpoint.model_config import read_model_config
     from quadriga.engine.weights.adapters import projections
 
     config = read_model_config(read_checkpoint(model).path)

@@ -10,11 +10,11 @@ import torch
 
 from quadriga.checkpoint.exits import NO_EXITS, ExitSpec
 from quadriga.checkpoint.folder import Checkpoint
+from quadriga.checkpoint.model_config import ModelConfig, RopeConfig
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.engine.cuda.loading import load_paged
 from quadriga.engine.model_runner import NativeRunner
-from quadriga.engine.models.config import ModelConfig, RopeConfig
 from quadriga.engine.weights.checkpoint_weights import (
     Head,
     KVMap,

@@ -24,6 +24,7 @@ import torch
 from loadgen.bench.gpu_models import LLAMA_1B, LLAMA_8B, TINY, Shape, begin, load
 from loadgen.report import provenance
 from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.checkpoint.model_config import read_model_config
 from quadriga.core.request import SampledToken, SequenceState
 from quadriga.engine.cuda.attention import choose_attention
 from quadriga.engine.cuda.decoder import PagedDecoder
@@ -31,7 +32,6 @@ from quadriga.engine.cuda.graphs import CudaRecorder
 from quadriga.engine.cuda.loading import load_paged
 from quadriga.engine.cuda.pages import PAGE_TOKENS
 from quadriga.engine.model_runner import NativeRunner
-from quadriga.engine.models.config import read_model_config
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.errors import ConfigError
 

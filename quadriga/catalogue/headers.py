@@ -101,7 +101,7 @@ def _place(file: Path, name: str, entry: Any, start: int) -> TensorPlace:
     if form is not None and dtype == "U8" and len(shape) == 2:
         columns = form.columns(shape[1])
         is_sized = stop - first == math.prod(shape)
-        if columns is None or not is_sized or min(first, *shape) < 0:
+        if columns is None or not is_sized or min((first, *shape)) < 0:
             raise _broken(file, f"{name} of {list(shape)} bytes is no matrix in blocks")
         return TensorPlace(base, file, form.name, (shape[0], columns), start + first, stop - first)
     if dtype not in _DTYPE_BYTES:
@@ -111,7 +111,7 @@ def _place(file: Path, name: str, entry: Any, start: int) -> TensorPlace:
             param="model",
         )
     is_sized = stop - first == math.prod(shape) * _DTYPE_BYTES[dtype]
-    if not is_sized or min(first, *shape) < 0:
+    if not is_sized or min((first, *shape)) < 0:
         raise _broken(file, f"{name} of shape {list(shape)} cannot take bytes {first}..{stop}")
     return TensorPlace(name, file, dtype, shape, start + first, stop - first)
 
@@ -124,14 +124,14 @@ def read_checkpoint_headers(path: Path) -> dict[str, TensorPlace]:
             index puts there, or a file is damaged.
     """
     index = path / INDEX_FILE
-    if not index.is_file():
-        if not (path / SINGLE_FILE).is_file():
-            raise ConfigError(
-                f"model: {path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; save the model with "
-                "safe_serialization=True",
-                param="model",
-            )
+    if (path / SINGLE_FILE).is_file():  # an index beside it is of shards that were there before
         return {p.name: p for p in read_header(path / SINGLE_FILE)}
+    if not index.is_file():
+        raise ConfigError(
+            f"model: {path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; save the model with "
+            "safe_serialization=True",
+            param="model",
+        )
     stored = read_index(index)
     names = {split_name(name)[0]: shard for name, shard in stored.items()}
     places: dict[str, TensorPlace] = {}

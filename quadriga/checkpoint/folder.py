@@ -8,7 +8,9 @@ clients know it by that name, or by that of its folder, or of its file without `
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,17 @@ from quadriga.checkpoint.exits import EXITS_FILE, ExitSpec, read_exits
 from quadriga.checkpoint.families import read_facts
 from quadriga.checkpoint.json_files import GARBLED, read_object
 from quadriga.checkpoint.packaged_models import PACKAGED_MODELS, packaged_file
-from quadriga.checkpoint.tuned import TUNE_FILE, bundled_for, check_pair
+from quadriga.checkpoint.tuned import TUNE_FILE, bundled_for, check_pair, weights_hash
 from quadriga.errors import ConfigError
 from quadriga.files import cache_folder
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 GGUF_SUFFIX = ".gguf"
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt"]
+HUB_IGNORED = ["consolidated*", "original/*", "onnx/*"]
+"""The same weights once more, in forms that are not read."""
+TOKENIZER_HEAD_BYTES = 1 << 20
+"""Of a `tokenizer.json`, whose vocabulary comes behind the added tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,8 @@ class Checkpoint:
         architecture: Hugging Face class name, e.g. `LlamaForCausalLM`.
         exits: What `exits.json` says; no exits where there is no such file.
         max_model_len: Most positions the model was made for.
-        fingerprint: Hash of config and weight index; equal fingerprints have interchangeable KV.
+        fingerprint: Hash of the configuration and of samples of the weights; checkpoints with
+            equal ones have interchangeable KV.
         heads_path: Where exits, length heads and maps are: `path`, or a folder of `quadriga.tune`.
         sampling: What its `generation_config.json` recommends.
         source: By what any node finds it: an absolute path, or a name.
@@ -112,7 +119,8 @@ def locate(model: str, *, cache_dir: str | Path | None = None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_PATTERNS))
+        fetch = partial(snapshot_download, ignore_patterns=HUB_IGNORED)
+        return Path(fetch(model, allow_patterns=HUB_PATTERNS))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as exc:
         raise ConfigError(
             f"model: {model!r} could not be fetched from the hub: {exc}", param="model"
@@ -143,7 +151,8 @@ def read_checkpoint(
     try:
         facts = read_facts(config)
         architecture = str((config.get("architectures") or ["unknown"])[0])
-        eos_token_ids = _eos_token_ids(generation, config.get("text_config", config))
+        named = _eos_token_ids(generation, config.get("text_config", config))
+        eos_token_ids = tuple(dict.fromkeys((*named, *_tokenizers_end(path))))
     except GARBLED as exc:
         raise ConfigError(
             f"model: {path / 'config.json'} lacks or garbles the field {exc}", param="model"
@@ -235,6 +244,24 @@ def _eos_token_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[
     return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
 
 
+def _tokenizers_end(path: Path) -> tuple[int, ...]:
+    """The tokenizer's own end, which fine-tunes for chats often name there alone."""
+    files = [path / name for name in ("tokenizer_config.json", "tokenizer.json")]
+    if not all(file.is_file() for file in files):
+        return ()
+    end = read_object(files[0]).get("eos_token")
+    if isinstance(end, dict):
+        end = end.get("content")
+    with files[1].open("rb") as stream:
+        head = stream.read(TOKENIZER_HEAD_BYTES).decode("utf-8", "ignore")
+    try:
+        begin = head.index("[", head.index('"added_tokens"'))
+        added, _ = json.JSONDecoder().raw_decode(head, begin)
+        return tuple(int(token["id"]) for token in added if token["content"] == end)
+    except (*GARBLED, RecursionError):  # whoever loads the tokenizer says what is wrong with it
+        return ()
+
+
 _SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (1e-9, 1.0),
@@ -270,6 +297,7 @@ def _sampling(path: Path, generation: dict[str, Any]) -> SamplingDefaults:
 
 def _fingerprint(path: Path, heads_path: Path) -> str:
     digest = hashlib.sha256((path / "config.json").read_bytes())
+    digest.update(weights_hash(path).encode())
     for file in sorted(path.glob("*.safetensors")):
         digest.update(f"{file.name}:{file.stat().st_size}".encode())
         with file.open("rb") as handle:

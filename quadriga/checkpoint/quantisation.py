@@ -95,6 +95,10 @@ def quantisation_of(config: Mapping[str, Any], name: str) -> Quantisation | None
 
 
 def _compressed_tensors(raw: Mapping[str, Any], name: str) -> Quantisation:
+    for turned in ((raw.get("transform_config") or {}).get("config_groups") or {}).values():
+        for place in (str(apply["location"]) for apply in turned["apply"]):
+            if not place.startswith("weight"):
+                raise _unread(name, "transform_config", place, "rotations of weights alone")
     groups = list(raw["config_groups"].values())
     if not groups:
         raise _unread(name, "config_groups", groups, "one group at least")

@@ -73,7 +73,8 @@ def weight_bytes(
 ) -> int:
     """Return the bytes that an engine holds of a checkpoint's weights, all layers; reads headers.
 
-    0 where the headers cannot be read: the engine that loads them raises the error.
+    Where the headers cannot be read, or hold more than float weights, it is the files' size, as
+    of 16-bit floats.
 
     Args:
         value_bytes: Of a number that the engine computes with.
@@ -86,8 +87,9 @@ def weight_bytes(
             values = sum(sizes.layer_params) + sizes.embed_params + sizes.head_params
             return values * (value_bytes if matrices == "stored" else matrices)
         places = read_checkpoint_headers(checkpoint.path)
-    except ConfigError:  # the engine says what is wrong with them
-        return 0
+    except ConfigError:  # the engine says what is wrong with them, if it cannot load them either
+        stored = sum(file.stat().st_size for file in checkpoint.path.glob("*.safetensors"))
+        return stored * max(1, value_bytes // 2)
 
     def num_bytes(place: TensorPlace) -> int:
         if len(place.shape) != 2:

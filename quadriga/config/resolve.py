@@ -19,6 +19,7 @@ from quadriga.checkpoint.exits import (
 from quadriga.checkpoint.families import NATIVE_ARCHITECTURES
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.checkpoint.json_files import read_object
+from quadriga.checkpoint.model_config import read_model_config
 from quadriga.config.engine import PoolConfig
 from quadriga.config.engine_spec import (
     DTYPE_BYTES,
@@ -53,6 +54,7 @@ __all__ = [
     "configured_exits",
     "num_replicas",
     "resolve",
+    "runner_of",
 ]
 
 
@@ -196,7 +198,7 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
                 f"{checkpoint.id}",
                 param=f"pools.{index}.depth",
             )
-        runner = _runner(pool, index, checkpoint, depth)
+        runner = runner_of(pool, index, checkpoint, depth)
         _check_weights(engine.weights, device, dtype, runner, checkpoint.id)
         _check_ranks(config, index, checkpoint, device, runner)
         adapters = _adapters(config, index, checkpoint, device, runner, DTYPE_BYTES[dtype])
@@ -505,7 +507,7 @@ def _kv_memory(
     return bytes_for
 
 
-def _runner(pool: PoolConfig, index: int, checkpoint: Checkpoint, depth: int) -> Runner:
+def runner_of(pool: PoolConfig, index: int, checkpoint: Checkpoint, depth: int) -> Runner:
     """Who runs the model. Raises: ConfigError when that runner cannot."""
     is_native = checkpoint.architecture in NATIVE_ARCHITECTURES
     if pool.runner == "native" and not is_native:
@@ -515,6 +517,7 @@ def _runner(pool: PoolConfig, index: int, checkpoint: Checkpoint, depth: int) ->
             param=f"pools.{index}.runner",
         )
     if pool.runner == "native" or (pool.runner == "auto" and is_native):
+        read_model_config(checkpoint.path)  # says what it cannot compute before a replica starts
         return "native"
     if depth < checkpoint.num_layers:
         raise ConfigError(

@@ -29,7 +29,7 @@ def load_runner(spec: EngineSpec, starter: RankStarter | None = None) -> AnyRunn
 
     Raises:
         ConfigError: The checkpoint is not on this node, or cannot be served: see `weights` and
-            `models.config` for the native runner, `baton.loading` and `baton.probe` for the relay
+            `checkpoint.model_config` for the native runner, `baton.loading` and `baton.probe` for the relay
             batch.
     """
     from quadriga.checkpoint.folder import on_this_node

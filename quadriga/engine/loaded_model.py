@@ -25,12 +25,12 @@ import numpy.typing as npt
 import torch
 
 from quadriga.checkpoint.exits import MAX_LAYERS
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.engine.compiled import CompiledDecoder, Kernels, KernelSwap, find_kernels
 from quadriga.engine.early_exit.row_states import MappedStates
 from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.kv_cache import KVCache, RowKVCache
-from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.decoder import AnyDecoder, Decoder
 from quadriga.engine.numerics import numerics
 from quadriga.engine.weights.checkpoint_weights import ModelWeights

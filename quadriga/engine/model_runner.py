@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quadriga.checkpoint.model_config import read_model_config
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.adapters import find_adapter
 from quadriga.core.kv import KVExtent
@@ -34,7 +35,6 @@ from quadriga.engine.loaded_model import (
     kept_at_end,
     load_rows,
 )
-from quadriga.engine.models.config import read_model_config
 from quadriga.engine.models.decoder import AnyDecoder, Decoder
 from quadriga.engine.models.layers import TokenSpan, last_states
 from quadriga.engine.prompt_scores import PooledStates, PromptScores, pooled_from, wants_scores

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from quadriga.clock import Clock
 from quadriga.core.output import EngineOutput
@@ -32,6 +33,16 @@ class SequenceSpans:
             return
         since, num_tokens = self._clock.unix_s(), len(state.output_ids)
         self.open[state.sequence_id] = (stage, state.traceparent, since, state, num_tokens)
+
+    @contextmanager
+    def begun(self, stage: str, state: SequenceState) -> Iterator[None]:
+        """A stage of a sequence begins here, if what is done inside succeeds."""
+        self.begin(stage, state)
+        try:
+            yield
+        except BaseException as exc:
+            self.end(state.sequence_id, getattr(exc, "code", "cancelled"))
+            raise
 
     def end(self, sequence_id: str, error: str | None = None, /, **attributes: str | int) -> None:
         """It is over; unknown ones are no error."""

@@ -171,9 +171,16 @@ class DecodeLoop:
         self.batch.expect(sequence_id, slot.row, num_tokens or 0)
         return slot
 
-    def fill(self, row: int, block_keys: Sequence[bytes]) -> int:
-        """Let a row that was just promised begin with what is kept; returns its tokens."""
-        return 0 if self.prefixes is None else self.prefixes.fill(row, block_keys)
+    def fill(self, sequence_id: str, row: int, block_keys: Sequence[bytes]) -> int:
+        """Let a row that was just promised begin with what is kept; returns its tokens.
+
+        The promise does not outlive a failure.
+        """
+        try:
+            return 0 if self.prefixes is None else self.prefixes.fill(row, block_keys)
+        except Exception:
+            self.leave(sequence_id)
+            raise
 
     def join(
         self,

@@ -174,7 +174,8 @@ class TextTokenizer:
 
         if not self.has_chat_template:
             raise InvalidRequest(
-                f"model {self.model_id!r} has no chat template; use /v1/completions",
+                f"model {self.model_id!r} has no chat template; give it a prompt, of text or token "
+                "ids (/v1/completions)",
                 param="messages",
             )
         form = self.tool_format

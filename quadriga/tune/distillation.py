@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quadriga.engine.models.config import ModelConfig
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.weights.checkpoint_weights import Head
 from quadriga.tune.exit_heads import ExitHead, TunedKind
 from quadriga.tune.states import StateStore

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quadriga.engine.models.config import ModelConfig
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.models.layers import activate, rms_norm
 from quadriga.engine.weights.checkpoint_weights import Head
 

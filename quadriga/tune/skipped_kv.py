@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quadriga.checkpoint.exits import NEVER, ExitSpec
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.model_runner import NativeRunner
-from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.layers import norm
 from quadriga.engine.weights.checkpoint_weights import LayerWeights
 from quadriga.tune.answers import OwnAnswer

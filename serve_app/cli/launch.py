@@ -16,6 +16,7 @@ from typing import Any
 
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.config.loader import QuadrigaConfig
+from quadriga.config.resolve import runner_of
 from quadriga.errors import ConfigError, QuadrigaError, Unavailable
 from quadriga.ports import LOOPBACK
 from serve_app.auth.api_keys import ApiKeys
@@ -125,6 +126,8 @@ def find_models(config: QuadrigaConfig) -> QuadrigaConfig:
     found = [
         read_checkpoint(p.model, cache_dir=cache_dir, heads=p.exits.folder) for p in config.pools
     ]
+    for index, (pool, checkpoint) in enumerate(zip(config.pools, found, strict=True)):
+        runner_of(pool, index, checkpoint, pool.depth or checkpoint.num_layers)
     if config.helios.enabled:
         from quadriga.control.helios_setup import check_catalogue, with_a_choice
 
@@ -322,7 +325,7 @@ class LocalService:
                 states = ", ".join(f"{r['name']} {r['phase']}" for r in status["replicas"])
                 raise Unavailable(
                     f"not ready within lifecycle.replica_start_timeout_s: "
-                    f"{status.get('error') or states or 'no replica was started'}"
+                    f"{status.get('error') or status.get('last_failure') or states}"
                 )
             time.sleep(POLL_INTERVAL_S)
 

@@ -57,9 +57,10 @@ def test_a_model_is_fetched_once_and_then_waited_for(
     assert script("wait_for_models.py")() == 0
     tell(monkeypatch, model | {"revision": "other"})
     assert script("wait_for_models.py")() == 1, "another revision is not there"
-    assert script("download_models.py")() == 0
-    assert hub[-1] == "org/model@other"
+    assert script("download_models.py")() == 1, "nothing changes under a cluster that runs"
+    tell(monkeypatch, model)
     assert script("wait_for_models.py")() == 0
+    assert hub == ["org/model@main"]
 
 
 def test_what_is_no_model_is_never_called_complete(

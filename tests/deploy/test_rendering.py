@@ -206,9 +206,11 @@ def test_pods_wait_for_downloads() -> None:
     documents = render(EVERYTHING)
     job = one(documents, "Job")
     downloads = json.loads(_env(job["spec"]["template"]["spec"]["containers"][0], "MODELS"))
-    assert downloads == [{"path": "/models/tiny", "repo": "org/tiny", "revision": "0123abc"}]
+    assert downloads == [
+        {"path": "/models/0123abc/tiny", "repo": "org/tiny", "revision": "0123abc"}
+    ]
     pools = serve_config(documents)["applications"][0]["args"]["pools"]
-    assert [p["model"] for p in pools] == ["quadriga-s", "/models/tiny"]
+    assert [p["model"] for p in pools] == ["quadriga-s", "/models/0123abc/tiny"]
     for template in pod_templates(documents).values():
         [wait] = [c for c in template["spec"]["initContainers"] if c["name"] == "wait-for-models"]
         assert json.loads(_env(wait, "MODELS")) == downloads

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from quadriga.checkpoint.model_config import read_model_config
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.engine.cuda.decoder import PagedDecoder
 from quadriga.engine.cuda.graphs import DecodeGraphs, GraphRecorder
 from quadriga.engine.cuda.loading import load_paged
 from quadriga.engine.cuda.paged_cache import PagedKVCache
 from quadriga.engine.model_runner import NativeRunner
-from quadriga.engine.models.config import read_model_config
 
 PAGE_TOKENS = 16
 """So small that short test sequences cross many pages."""

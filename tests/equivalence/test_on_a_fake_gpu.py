@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from quadriga.checkpoint.exits import SkippedKV
 from quadriga.checkpoint.folder import ASSETS
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.grammar import Grammar
 from quadriga.core.request import SampledToken, SequenceState
@@ -28,7 +29,6 @@ from quadriga.engine.cuda.graphs import GraphRecorder
 from quadriga.engine.cuda.operations import Operations, Store
 from quadriga.engine.cuda.pages import PAGE_TOKENS
 from quadriga.engine.model_runner import NativeRunner
-from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.weights.checkpoint_weights import LayerWeights, Norm
 from quadriga.interfaces import MAX_DRAFTED, PrefillChunk
 from tests.architecture.bounds import Bound

@@ -25,8 +25,8 @@ from quadriga.catalogue.headers import read_header
 from quadriga.checkpoint.exits import read_exits
 from quadriga.checkpoint.folder import ASSETS, read_checkpoint
 from quadriga.checkpoint.length_heads import read_length_heads
+from quadriga.checkpoint.model_config import read_model_config
 from quadriga.config.loader import load_config
-from quadriga.engine.models.config import read_model_config
 from quadriga.engine.weights.tensor_files import WeightSource
 from quadriga.errors import ConfigError
 from quadriga.gguf.checkpoint_folder import Conversion

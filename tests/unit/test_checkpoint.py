@@ -70,3 +70,21 @@ def test_nonsense_is_named(tmp_path: Path, field: str, value: Any) -> None:
 def test_the_end_token_of_the_generation_config_wins(tmp_path: Path) -> None:
     assert read(tmp_path, {"eos_token_id": [5, 6]}).eos_token_ids == (5, 6)
     assert read(tmp_path, {}).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", {"content": "<|im_end|>"}, "<unknown>", None])
+def test_the_tokenizers_end_ends_answers_too(tmp_path: Path, end: object) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    added = [{"id": 7, "content": "<|im_end|>"}, {"id": 2, "content": "</s>"}]
+    vocabulary = {"added_tokens": added, "model": {"vocab": {"a" * 50: 0}}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    assert read(tmp_path, {}).eos_token_ids == ((2, 7) if "im_end" in str(end) else (2,))
+
+
+def test_another_training_has_another_fingerprint(tmp_path: Path) -> None:
+    """Though shapes, names and the beginning of the file are the same."""
+    found = set()
+    for value in (0, 1):
+        (tmp_path / "model.safetensors").write_bytes(bytes(1 << 17) + bytes([value]) * (1 << 17))
+        found.add(read(tmp_path, None).fingerprint)
+    assert len(found) == 2

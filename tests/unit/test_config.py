@@ -23,6 +23,7 @@ CONFIG_JSON = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 4,
     "hidden_size": 64,
+    "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
@@ -176,11 +177,17 @@ def test_mixed_replicas_exclude_others_of_their_pool_and_helios(checkpoint: Path
         ({"engine.kv_memory_bytes": 1024}, "less than one sequence of 128"),
         ({"engine.weights": "int8", "engine.dtype": "bfloat16"}, "'int8' is a form of the native"),
         ({"engine.weights": "int8", "runner": "baton"}, "runs in the relay batch; use 'auto'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "'yarn' is not supported.*runner: baton"),
     ],
 )
 def test_what_cannot_be_served_is_refused(
     checkpoint: Path, change: dict[str, object], message: str
 ) -> None:
+    if "rope_scaling" in change:
+        raw = json.loads((checkpoint / "config.json").read_text())
+        (checkpoint / "config.json").write_text(json.dumps(raw | change))
+        assert resolve(load_config({"model": str(checkpoint), "runner": "baton"}), CPU).replicas
+        change = {}
     with pytest.raises(ConfigError, match=message):
         resolve(load_config({"model": str(checkpoint)} | change), CPU)
 

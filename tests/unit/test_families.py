@@ -9,10 +9,10 @@ import pytest
 
 from quadriga.checkpoint.families import NATIVE_ARCHITECTURES, read_facts
 from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.checkpoint.model_config import _FAMILIES
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.config.resolve import EngineSpec, Hardware, resolve
 from quadriga.core.replica import Role
-from quadriga.engine.models.config import _FAMILIES
 from quadriga.errors import ConfigError
 from tests.equivalence.relay_models import FAMILIES, POSITIONS, VOCAB
 

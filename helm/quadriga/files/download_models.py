@@ -9,6 +9,7 @@ from huggingface_hub import snapshot_download
 
 MARKER = ".quadriga-complete"
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+IGNORED = ["consolidated*", "original/*", "onnx/*"]
 
 
 def main() -> int:
@@ -19,13 +20,20 @@ def main() -> int:
         if marker.is_file() and marker.read_text(encoding="utf-8") == origin:
             print(f"{folder}: {origin} is there", flush=True)
             continue
-        marker.unlink(missing_ok=True)
+        if marker.is_file():
+            held = marker.read_text(encoding="utf-8")
+            print(
+                f"{folder} holds {held}, which replicas may be reading, and not {origin}; delete "
+                "the folder first, or name a revision, which has one of its own"
+            )
+            return 1
         print(f"{folder}: fetching {origin}", flush=True)
         snapshot_download(
             model["repo"],
             revision=model["revision"],
             local_dir=folder,
             allow_patterns=PATTERNS,
+            ignore_patterns=IGNORED,
         )
         if not (folder / "config.json").is_file():
             print(f"{folder}: {origin} holds no config.json, so it is no model")

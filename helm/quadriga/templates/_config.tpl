@@ -4,9 +4,12 @@
 {{- dig "engine" "device" "cpu" .Values.config -}}
 {{- end -}}
 
-{{/* Folder of a downloaded model: the last part of its repository. */}}
+{{/* Folder of a downloaded model: the last part of its repository, under its revision if it names
+one: an upgrade to another must not change files that replicas have open. */}}
 {{- define "quadriga.downloadPath" -}}
-{{- printf "%s/%s" (trimSuffix "/" .root.Values.modelStorage.mountPath) (base .download.repo) -}}
+{{- $revision := .download.revision | default "main" -}}
+{{- $under := eq $revision "main" | ternary "" (printf "/%s" (replace "/" "-" $revision)) -}}
+{{- printf "%s%s/%s" (trimSuffix "/" .root.Values.modelStorage.mountPath) $under (base .download.repo) -}}
 {{- end -}}
 
 {{- define "quadriga.downloads" -}}

@@ -69,7 +69,7 @@ def measure_machine(threads: int) -> MachineRates:
 
 def model_costs(checkpoint: Path) -> ModelCosts:
     """Count from the configuration. Raises: ConfigError when the family is not native."""
-    from quadriga.engine.models.config import read_model_config
+    from quadriga.checkpoint.model_config import read_model_config
 
     c = read_model_config(checkpoint)
     mlp = c.hidden_size * c.ffn_size * (3 if c.gated else 2)

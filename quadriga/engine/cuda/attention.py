@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.config.engine_spec import Attention
 from quadriga.engine.cuda.paged_attention import PagedAttention, Runs
 from quadriga.engine.cuda.probe import MakeRecorder, failed_probe
-from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.layers import (
     attend_each,
     attend_run,

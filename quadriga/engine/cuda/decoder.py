@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.cuda.graphs import DecodeGraphs, Looked
 from quadriga.engine.cuda.operations import SAYS, Operations, Store
 from quadriga.engine.cuda.paged_attention import PagedAttention, Runs
 from quadriga.engine.cuda.paged_cache import PagedKVCache
-from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.decoder import Candidates
 from quadriga.engine.models.layers import (
     TokenSpan,

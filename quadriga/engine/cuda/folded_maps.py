@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from quadriga.engine.models.config import ModelConfig
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.weights.checkpoint_weights import KVMap, Linear, ModelWeights
 from quadriga.engine.weights.matrix import Form, Matrix
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.config.kv_memory import fitting_length, least_length
 from quadriga.core.request import SamplingParams, SequenceState
@@ -25,7 +26,6 @@ from quadriga.engine.cuda.pages import PAGE_TOKENS, pages_per_layer
 from quadriga.engine.cuda.sampling import SamplingTensors
 from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.loaded_model import EngineParts
-from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.engine.sampler import RowSampler, sample
 from quadriga.engine.weights.checkpoint_weights import ModelWeights

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quadriga.engine.models.config import ModelConfig
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.models.layers import activate, norm, split_qkv
 from quadriga.engine.weights.checkpoint_weights import LayerWeights, Norm
 

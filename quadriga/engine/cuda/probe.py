@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import torch
 
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.cuda.graphs import GraphRecorder
 from quadriga.engine.cuda.paged_attention import PagedAttention, Runs
 from quadriga.engine.cuda.pages import PAGE_TOKENS
-from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.layers import TokenSpan
 
 MakeRecorder = Callable[[], GraphRecorder]

@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.cuda.paged_attention import Runs
-from quadriga.engine.models.config import ModelConfig
 
 _MIN_ROWS = 16  # of a program's matrix: the least that a product takes
 _MAX_ROWS = {torch.float32: 16}

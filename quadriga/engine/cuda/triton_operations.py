@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.cuda.operations import SAYS, Operations, Store
-from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.weights.checkpoint_weights import LayerWeights, Norm
 
 _HEADS = 16  # of one program of `_rotate_and_store`

@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 from quadriga.errors import ConfigError
-from quadriga.files import LockTimeout, cache_folder, file_lock
+from quadriga.files import cache_folder, file_lock
 
 SOURCES = Path(__file__).parent
 BUILD_TIMEOUT_S = 300.0
@@ -75,7 +75,7 @@ def build_library(cache_dir: Path) -> Path:
                 abandoned.unlink(missing_ok=True)
             if not target.is_file():
                 _compile(compiler, target)
-    except LockTimeout as exc:
+    except OSError as exc:  # nobody released the lock in time, or the directory is read-only
         raise BuildUnavailable(str(exc)) from exc
     return target
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.kv_cache import RowKVCache
-from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.layers import (
     Pass,
     TokenSpan,

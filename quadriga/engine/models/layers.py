@@ -13,8 +13,8 @@ from types import MappingProxyType
 import torch
 from torch.nn import functional as F
 
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.kv_cache import KV_BLOCK
-from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.rope import rotate
 from quadriga.engine.weights.checkpoint_weights import (
     Head,

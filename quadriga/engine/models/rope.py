@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from quadriga.engine.models.config import RopeConfig
+from quadriga.checkpoint.model_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.compiled import CompiledDecoder
 from quadriga.engine.kv_cache import check_range, check_shape
-from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.decoder import AnyDecoder
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.engine.numerics import torch_code

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 
 from quadriga.checkpoint.folder import on_this_node
+from quadriga.checkpoint.model_config import ModelConfig, read_model_config
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.engine.loaded_model import EngineParts, skips_of
-from quadriga.engine.models.config import ModelConfig, read_model_config
 from quadriga.engine.tensor_parallel.leader import ParallelCache, ParallelDecoder
 from quadriga.engine.tensor_parallel.part import Part
 from quadriga.engine.tensor_parallel.ranks import Ranks

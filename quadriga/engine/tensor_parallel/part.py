@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.engine.compiled import CompiledDecoder, KernelSwap, find_kernels
 from quadriga.engine.kv_cache import RowKVCache
-from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.decoder import Decoder
 from quadriga.engine.tensor_parallel.ranks import Op, Order, Ranks, Tokens
 from quadriga.engine.weights.loading import load_spec

@@ -7,8 +7,8 @@ from safetensors import SafetensorError, safe_open
 
 from quadriga.catalogue.adapters import WEIGHTS_FILE, read_adapter, target_of
 from quadriga.catalogue.headers import read_header
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.core.adapters import Adapter
-from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.weights.checkpoint_weights import LayerAdapters, LowRank
 from quadriga.errors import ConfigError
 

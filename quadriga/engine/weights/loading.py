@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from quadriga.checkpoint.exits import EXITS_WEIGHTS, SKIPPED_KV_WEIGHTS, ExitSpec
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.config.engine_spec import EngineSpec
-from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.weights.adapters import load_adapters
 from quadriga.engine.weights.checkpoint_weights import (
     ExitMLP,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quadriga.engine.models.config import ModelConfig
+from quadriga.checkpoint.model_config import ModelConfig
 
 _BY_ROWS = {
     *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"),

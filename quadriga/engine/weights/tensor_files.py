@@ -90,7 +90,7 @@ class TensorFiles:
     The host holds one tensor at a time of those that go to another device.
 
     Args:
-        single_file: Where they are, unless the checkpoint has an index of shards.
+        single_file: Where they are, unless the checkpoint has an index of shards instead.
 
     Raises:
         ConfigError: No safetensors, a shard is missing or damaged.
@@ -106,10 +106,10 @@ class TensorFiles:
         )
         self._open: dict[str, Any] = {}
         stored: dict[str, str] = {}
-        if single_file == SINGLE_FILE and (path / INDEX_FILE).is_file():
-            stored = read_index(path / INDEX_FILE)
-        elif (path / single_file).is_file():
+        if (path / single_file).is_file():
             stored = dict.fromkeys(self._file(single_file).keys(), single_file)
+        elif single_file == SINGLE_FILE and (path / INDEX_FILE).is_file():
+            stored = read_index(path / INDEX_FILE)
         else:
             raise ConfigError(
                 f"model: {path} holds no {single_file} and no {INDEX_FILE}; pickled weights are "

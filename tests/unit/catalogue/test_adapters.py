@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quadriga.catalogue.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapters
+from quadriga.checkpoint.model_config import read_model_config
 from quadriga.config.loader import load_config
 from quadriga.config.resolve import Hardware, resolve
 from quadriga.core.adapters import Adapter, find_adapter
-from quadriga.engine.models.config import read_model_config
 from quadriga.engine.weights.adapters import load_adapters
 from quadriga.errors import ConfigError, UnknownModel
 from tests.equivalence.models import build, save

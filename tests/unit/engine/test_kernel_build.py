@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -109,6 +110,17 @@ def test_a_directory_that_cannot_be_made_leaves_the_engine_eager(
     with caplog.at_level(logging.WARNING):
         load_runner(make_spec(checkpoint, compile="wait", cache_dir=checkpoint / "file" / "cache"))
     assert any("cannot be used" in r.message for r in caplog.records)
+
+
+def test_a_directory_that_is_read_only_leaves_the_engine_eager(
+    tmp_path: Path, fake_compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def locked(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(build, "file_lock", locked)
+    with pytest.raises(BuildUnavailable, match="Read-only"):
+        build_library(tmp_path / "cache")
 
 
 def test_a_failing_compiler_leaves_nothing_behind(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quadriga.engine.models.config import RopeConfig, read_model_config
+from quadriga.checkpoint.model_config import RopeConfig, read_model_config
 from quadriga.engine.models.rope import inverse_frequencies
 from quadriga.errors import ConfigError
 
@@ -67,6 +67,20 @@ def test_old_and_new_spelling_of_rope_agree(tmp_path: Path) -> None:
     new = read(tmp_path, rope_parameters={"rope_theta": 5e5, "rope_type": "linear", "factor": 4.0})
     assert old == new
     assert old.rope == RopeConfig(5e5, "linear", factor=4.0)
+
+
+def test_a_scaling_that_was_added_to_a_newer_file_counts(tmp_path: Path) -> None:
+    new = {"rope_type": "default", "rope_theta": 5e5}
+    config = read(tmp_path, rope_parameters=new, rope_scaling={"type": "linear", "factor": 4.0})
+    assert config.rope == RopeConfig(5e5, "linear", factor=4.0)
+
+
+@pytest.mark.parametrize(("named", "window"), [(..., 4096), (None, 0), (7, 7)])
+def test_a_window_that_no_file_names_is_transformers_own(
+    tmp_path: Path, named: Any, window: int
+) -> None:
+    config = read(tmp_path, architectures=["MistralForCausalLM"], sliding_window=named)
+    assert set(config.windows) == {window}
 
 
 def test_windows_follow_the_layer_types(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from transformers import LlamaConfig
 
 from quadriga.catalogue.headers import SINGLE_FILE
 from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.checkpoint.model_config import read_model_config
 from quadriga.config.kv_memory import weight_bytes
-from quadriga.engine.models.config import read_model_config
 from quadriga.engine.weights.loading import load_weights
 from quadriga.engine.weights.matrix import Form
 from quadriga.engine.weights.tensor_files import WeightSource
@@ -227,6 +227,9 @@ def test_numbers_are_those_of_the_layout(whole: Path, layout: str) -> None:
     assert weight_bytes(checkpoint, 4, matrices="stored") > 0
 
 
+TURNED = {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}}
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [
@@ -241,6 +244,7 @@ def test_numbers_are_those_of_the_layout(whole: Path, layout: str) -> None:
         (groups_of(num_bits=3, type="int") | PACKED, "num_bits 3"),
         (groups_of(num_bits=4, type="float") | PACKED, "num_bits 4"),
         ({"quant_method": "fp8", "weight_block_size": 3}, "TypeError"),
+        (groups_of(num_bits=4, type="int") | PACKED | TURNED, "transform_config 'input'"),
     ],
 )
 def test_what_is_not_understood_is_refused(whole: Path, said: Any, message: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quadriga.catalogue.headers import SINGLE_FILE
-from quadriga.engine.models.config import read_model_config
+from quadriga.checkpoint.model_config import read_model_config
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.engine.weights.loading import load_weights
 from quadriga.engine.weights.shared_memory import SharedParts, is_supported

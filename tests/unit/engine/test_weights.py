@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quadriga.catalogue.headers import INDEX_FILE, SINGLE_FILE
-from quadriga.engine.models.config import read_model_config
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.checkpoint.model_config import read_model_config
+from quadriga.config.kv_memory import weight_bytes
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.engine.weights.loading import load_weights
 from quadriga.engine.weights.matrix import FORM_OF_DTYPE, Form, MatrixForm
@@ -170,15 +172,29 @@ def test_integer_weights(checkpoint: Path) -> None:
 )
 def test_bad_index(checkpoint: Path, index: str) -> None:
     (checkpoint / INDEX_FILE).write_text(index)
+    load(checkpoint)  # of shards that were there before: the one file counts
+    (checkpoint / SINGLE_FILE).unlink()
     with pytest.raises(ConfigError, match="index"):
         load(checkpoint)
+
+
+@pytest.mark.parametrize("extra", [torch.tensor(1.0), torch.ones(1, 4, 4, dtype=torch.bool)])
+def test_tensors_that_are_no_weights_do_not_hide_the_others_size(
+    checkpoint: Path, extra: torch.Tensor
+) -> None:
+    def size() -> int:
+        return weight_bytes(read_checkpoint(str(checkpoint)), 4, matrices="stored")
+
+    before = size()
+    rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.0.extra": extra}))
+    assert before <= size() < 2.2 * before
 
 
 MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from quadriga.engine.models.config import read_model_config
+from quadriga.checkpoint.model_config import read_model_config
 from quadriga.engine.weights.loading import load_weights
 from quadriga.engine.weights.tensor_files import WeightSource
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -175,3 +176,15 @@ def test_tokens_press_that_come_nearly_too_late() -> None:
     assert gap_pressure(0.007, 0.01) == 0.0
     assert gap_pressure(0.009, 0.01) == pytest.approx(0.5)
     assert gap_pressure(0.03, 0.01) == 1.0
+
+
+def test_a_promise_ends_where_its_row_cannot_be_filled() -> None:
+    def fail(*_: object) -> int:
+        raise RuntimeError("no memory")
+
+    loop = Replica().loop
+    loop.prefixes = SimpleNamespace(touch=lambda keys: None, fill=fail)  # type: ignore[assignment]
+    slot = loop.reserve("s", 20, 10, block_keys=[b"k"])
+    with pytest.raises(RuntimeError):
+        loop.fill("s", slot.row, [b"k"])
+    assert not loop.batch.sequences and loop.slots.get("s") is None

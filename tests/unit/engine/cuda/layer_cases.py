@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from quadriga.checkpoint.model_config import ModelConfig, RopeConfig
 from quadriga.engine.cuda.operations import SAYS, Operations, Store
-from quadriga.engine.models.config import ModelConfig, RopeConfig
 from quadriga.engine.models.rope import rope_table
 from quadriga.engine.weights.checkpoint_weights import LayerWeights, Norm
 from tests.unit.engine.cuda.test_attention import make_config

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.cuda.attention import FlashAttention, TorchAttention, choose_attention
 from quadriga.engine.cuda.graphs import GraphRecorder
 from quadriga.engine.cuda.paged_attention import PagedAttention, Runs
 from quadriga.engine.cuda.probe import failed_probe
-from quadriga.engine.models.config import ModelConfig
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.errors import ConfigError
 from tests.equivalence.recording import TapeRecorder

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quadriga.checkpoint.exits import ExitSpec
+from quadriga.checkpoint.model_config import read_model_config
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.config.resolve import Hardware, resolve
@@ -21,7 +22,6 @@ from quadriga.engine.cuda.attention import TorchAttention
 from quadriga.engine.cuda.loading import bytes_per_token, tokens_that_fit
 from quadriga.engine.cuda.operations import Operations
 from quadriga.engine.cuda.pages import PAGE_TOKENS, pages_per_layer
-from quadriga.engine.models.config import read_model_config
 from quadriga.engine.weights.loading import load_weights
 from quadriga.engine.weights.tensor_files import WeightSource
 from quadriga.errors import ConfigError

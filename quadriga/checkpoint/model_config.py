@@ -17,6 +17,9 @@ from quadriga.errors import ConfigError
 
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 
+DEFAULT_WINDOW = 4096
+"""Of Mistral's and Qwen's configurations in transformers, where a file names none."""
+
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -150,7 +153,7 @@ def _llama(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _mistral(raw: dict[str, Any]) -> ModelConfig:
-    return _rope_family(raw, "mistral", window=int(raw.get("sliding_window") or 0))
+    return _rope_family(raw, "mistral", window=int(raw.get("sliding_window", DEFAULT_WINDOW) or 0))
 
 
 def _qwen2(raw: dict[str, Any]) -> ModelConfig:
@@ -171,7 +174,9 @@ def _qwen3(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _qwen_window(raw: dict[str, Any]) -> int:
-    return int(raw.get("sliding_window") or 0) if raw.get("use_sliding_window") else 0
+    if not raw.get("use_sliding_window"):
+        return 0
+    return int(raw.get("sliding_window", DEFAULT_WINDOW) or 0)
 
 
 def _rope_family(raw: dict[str, Any], family: str, *, window: int, **features: bool) -> ModelConfig:
@@ -223,8 +228,11 @@ def _num_layers(raw: dict[str, Any]) -> int:
 
 def _rope(raw: dict[str, Any]) -> RopeConfig:
     """Read both spellings: `rope_parameters` (new) and `rope_theta` with `rope_scaling` (old)."""
-    scaling = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+    new = dict(raw.get("rope_parameters") or {})
+    scaling = dict(raw.get("rope_scaling") or new)  # the old one counts where both are there
+    theta = float(
+        scaling.get("rope_theta") or new.get("rope_theta") or raw.get("rope_theta") or 10_000.0
+    )
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if float(scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1) != 1:
         raise ValueError("partial_rotary_factor other than 1 is not supported")
@@ -243,7 +251,8 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
             original_positions=int(original),
         )
     raise ConfigError(
-        f"model: RoPE scaling {kind!r} is not supported; default, linear and llama3 are",
+        f"model: RoPE scaling {kind!r} is not supported; default, linear and llama3 are, and "
+        "runner: baton runs others at full depth",
         param="model",
     )
 
