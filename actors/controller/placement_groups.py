@@ -84,33 +84,36 @@ def remove(name: str, handle: ActorHandle[Any] | None) -> None:
             ray.kill(handle, no_restart=True)
         except (RayError, ValueError) as exc:
             logger.info("kill of %s: %s", name, exc)
-    for group_name, state in groups():
-        if group_name == name and state != "REMOVED":
-            ray.util.remove_placement_group(ray.util.get_placement_group(name))
+    if (group := _group(name)) is not None:
+        ray.util.remove_placement_group(group)
 
 
-def groups() -> list[tuple[str, str]]:
-    """(name, state) of every placement group Ray knows; states: PENDING, CREATED, REMOVED, …"""
-    return [(g["name"], g["state"]) for g in ray.util.placement_group_table().values()]
+def is_placed(name: str) -> bool:
+    """Whether a replica's placement group is created; Ray would list all that ever were."""
+    group = _group(name)
+    return group is not None and ray.util.placement_group_table(group)["state"] == "CREATED"
+
+
+def _group(name: str) -> Any:
+    """A placement group that was not removed; None where there is none."""
+    try:
+        return ray.util.get_placement_group(name)
+    except ValueError:
+        return None
 
 
 def living_replicas(app: str) -> list[str]:
     """Names of this application's replica actors, as Ray lists them."""
     actors = ray.util.list_named_actors(all_namespaces=True)
-    return [
-        a["name"]
-        for a in actors
-        if a["namespace"] == NAMESPACE and parse_replica_name(app, a["name"]) is not None
-    ]
+    names = [a["name"] for a in actors if a["namespace"] == NAMESPACE]
+    return [name for name in names if parse_replica_name(app, name) is not None]
 
 
 def groups_of(app: str) -> list[str]:
     """Names of this application's placement groups, removed ones left out."""
-    return [
-        name
-        for name, state in groups()
-        if state != "REMOVED" and parse_replica_name(app, name) is not None
-    ]
+    groups = ray.util.placement_group_table().values()
+    names = [group["name"] for group in groups if group["state"] != "REMOVED"]
+    return [name for name in names if parse_replica_name(app, name) is not None]
 
 
 def cluster_hardware() -> Hardware:

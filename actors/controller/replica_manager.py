@@ -14,7 +14,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 
 from actors.controller.drain import empty
 from actors.controller.node_reports import NodeReports
-from actors.controller.placement_groups import groups, remove, spawn
+from actors.controller.placement_groups import is_placed, remove, spawn
 from actors.rpc.lifecycle import scheduler_name
 from actors.rpc.ray_rpc import RAY_FAILED, call, call_handle, remember_handle
 from quadriga.background import background
@@ -257,11 +257,10 @@ class ReplicaManager:
     async def _is_placed(self, replica: ReplicaHandle) -> bool:
         """Whether its placement group is created, as far as Ray says."""
         try:
-            states = await asyncio.to_thread(lambda: dict(groups()))
+            return await asyncio.to_thread(is_placed, replica.name)
         except RAY_FAILED as exc:
             logger.warning("Ray does not say whether %s has a place: %s", replica.name, exc)
             return False
-        return states.get(replica.name) == "CREATED"
 
     def _patience_s(self, silence_s: float) -> float:
         now_s = self._clock.now_s()

@@ -306,17 +306,13 @@ class PrefillHandoff:
         """Count a failed hand-off; raise when it was one too many."""
         self._failed_on.append(peer)
         self._replica.metrics.handoff_failed(error.code)
+        state, count = self._state, len(self._failed_on)
+        about = {"request_id": state.request_id, "peer": peer, "code": error.code}
         logger.warning(
-            "hand-off %d of %s to %s failed: %s",
-            len(self._failed_on),
-            self._state.sequence_id,
-            peer,
-            error,
-            extra={"request_id": self._state.request_id, "peer": peer, "code": error.code},
+            "hand-off %d of %s to %s failed: %s", count, state.sequence_id, peer, error, extra=about
         )
         if isinstance(error, ReplicaDied) and error.code != "unreachable":
             self._placement.report_death(peer)
-        if len(self._failed_on) >= MAX_FAILURES:
-            raise MigrationFailed(
-                f"{len(self._failed_on)} hand-offs failed, the last on {peer}: {error.message}"
-            ) from error
+        if count >= MAX_FAILURES:
+            why = f"{count} hand-offs failed, the last on {peer}: {error.message}"
+            raise MigrationFailed(why) from error

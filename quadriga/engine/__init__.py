@@ -29,8 +29,8 @@ def load_runner(spec: EngineSpec, starter: RankStarter | None = None) -> AnyRunn
 
     Raises:
         ConfigError: The checkpoint is not on this node, or cannot be served: see `weights` and
-            `checkpoint.model_config` for the native runner, `baton.loading` and `baton.probe` for the relay
-            batch.
+            `checkpoint.model_config` for the native runner, `baton.loading` and `baton.probe` for
+            the relay batch.
     """
     from quadriga.checkpoint.folder import on_this_node
 

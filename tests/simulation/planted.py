@@ -215,7 +215,7 @@ PLANTED: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "an order to move that is over is kept": ((MoveTracker, "ended", _nothing),),
     "acknowledged outputs are kept": ((OutputDispatcher, "collect", _collects_all),),
     "a request's place under its key is kept": ((RateLimiter, "end", _nothing),),
-    "placement groups of dead replicas are kept": ((placement_groups, "groups", list),),
+    "placement groups of dead replicas are kept": ((placement_groups, "_group", _nothing),),
     "the SDK does not keep deadlines": (
         (Deadline, "left_s", lambda self: 60.0),
         (Deadline, "allows", lambda self, pause_s: True),

@@ -312,6 +312,8 @@ class VirtualRay:
         return process.name if process.name in self.groups else None
 
     def get_placement_group(self, name: str) -> str:
+        if self.groups.get(name, "REMOVED") == "REMOVED":
+            raise ValueError(f"Failed to look up placement group with name: {name}")
         return name
 
     def remove_placement_group(self, name: str) -> None:
@@ -321,8 +323,9 @@ class VirtualRay:
         if actor is not None:
             outside(lambda: self.end(actor, for_good=True))
 
-    def placement_group_table(self) -> dict[str, dict[str, str]]:
-        return {n: {"name": n, "state": s} for n, s in self.groups.items()}
+    def placement_group_table(self, name: str | None = None) -> dict[str, Any]:
+        found = {n: {"name": n, "state": s} for n, s in self.groups.items()}
+        return found if name is None else found[name]
 
     def placement_group(self, bundles: Any, *, name: str, **_: Any) -> str:
         self.groups[name] = "PENDING"

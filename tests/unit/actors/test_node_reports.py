@@ -98,9 +98,9 @@ async def test_a_store_that_does_not_tell_which_nodes_live_is_asked_again(
     assert cluster.asked == [9.0]
 
 
-@pytest.mark.parametrize("state", ["PENDING", "CREATED"])
+@pytest.mark.parametrize("is_placed", [False, True])
 async def test_the_replica_manager_asks_nodes_for_a_replica_without_a_place(
-    state: str, monkeypatch: pytest.MonkeyPatch
+    is_placed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: list[float] = []
 
@@ -108,9 +108,9 @@ async def test_the_replica_manager_asks_nodes_for_a_replica_without_a_place(
         waiting.append(since_s)
 
     monkeypatch.setattr(NodeReports, "while_pending", while_pending)
-    monkeypatch.setattr("actors.controller.replica_manager.groups", lambda: [("d0", state)])
+    monkeypatch.setattr("actors.controller.replica_manager.is_placed", lambda name: is_placed)
     fleet = ReplicaManager("app", ManualClock(1000.0), lambda: None, lambda: 0.0)
     handle: Any = None
     member = ReplicaHandle((Role.DECODE, 0), "d0", 990.0, "same", handle=handle)
     assert await fleet._verdict(member, 8.0) is None
-    assert waiting == ([990.0] if state == "PENDING" else [])
+    assert waiting == ([] if is_placed else [990.0])

@@ -112,13 +112,13 @@ async def test_a_replica_is_watched_on_while_the_control_store_is_away(
     handle: Any = Handle()
     failures = [RayError("the control store is away"), RuntimeError("still")]
 
-    def groups() -> list[tuple[str, str]]:
+    def is_placed(name: str) -> bool:
         if failures:
             raise failures.pop()
         handle.is_placed = True
-        return [("d0", "CREATED")]
+        return True
 
-    monkeypatch.setattr(replica_manager, "groups", groups)
+    monkeypatch.setattr(replica_manager, "is_placed", is_placed)
     ready = asyncio.Event()
     member = replica_of(ReplicaPhase.PENDING, handle)
     async with watched(fleet_of(changed=ready.set), member):
@@ -160,8 +160,7 @@ async def test_an_adopted_replica_that_never_answers_is_hung_once_it_is_placed(
 ) -> None:
     """One that waits for its place cannot answer, and one that was just placed loads its code."""
     placed = is_placed
-    state = {True: "CREATED", False: "PENDING"}
-    monkeypatch.setattr(replica_manager, "groups", lambda: [("d0", state[placed])])
+    monkeypatch.setattr(replica_manager, "is_placed", lambda name: placed)
     monkeypatch.setattr(replica_manager, "background", lambda coroutine: coroutine.close())
     clock = ManualClock(NOW_S)
     fleet = fleet_of(clock)
