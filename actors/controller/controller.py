@@ -197,7 +197,7 @@ class Controller:
     def _push_own_metrics(self) -> None:
         desired = self._desired
         families = self._metrics.snapshot(
-            [role for role, _ in desired.places] if desired is not None else [],
+            [role for role, _ in self._places(desired)] if desired is not None else [],
             [(m.key[0], m.phase) for m in self._manager.replicas.values()],
             num_respawns=self._manager.num_respawns,
             is_failing=self._error is not None,
@@ -360,17 +360,14 @@ class Controller:
         places = self._places(desired)
         if self._helios is None:
             await self._keep_the_busiest(desired, places)
+        wanted = {key: fingerprint(spec, desired.config) for key, spec in places.items()}
+        may_go = self._helios.pools.may_go if self._helios is not None else None
         for key, spec in places.items():
-            replicas = self._manager.of(key)
-            if any(m.fingerprint is None for m in replicas):
+            if any(m.fingerprint is None for m in self._manager.of(key)):
                 continue  # adopted, and not yet known
-            wanted = fingerprint(spec, desired.config)
+            everyone, now_s = list(self._manager.replicas.values()), self._clock.now_s()
             place = turn_over(
-                replicas,
-                wanted,
-                left_s=self._left_s,
-                may_go=self._helios.pools.may_go if self._helios is not None else None,
-                now_s=self._clock.now_s(),
+                key, everyone, wanted, left_s=self._left_s, may_go=may_go, now_s=now_s
             )
             if place.lacks_one and self._manager.may_spawn(key):
                 name = new_replica_name(self._app, *key)

@@ -83,7 +83,7 @@ class ReplicaManager:
         self._is_leaving = is_leaving
         self._is_held = is_held
         self._departed: OrderedDict[str, None] = OrderedDict()
-        self._num_failures: dict[PlaceKey, int] = {}
+        self._num_failures: dict[tuple[PlaceKey, str | None], int] = {}
         self._not_before_s: dict[PlaceKey, float] = {}
         self._reports = NodeReports(clock)
         self.num_respawns, self.last_failure = 0, ""
@@ -102,7 +102,7 @@ class ReplicaManager:
 
     def num_failures(self, key: PlaceKey) -> int:
         """Processes of a place that died, one after the other, before one was well for long."""
-        return self._num_failures.get(key, 0)
+        return sum(count for (of, _), count in self._num_failures.items() if of == key)
 
     def may_spawn(self, key: PlaceKey) -> bool:
         """Whether the back-off after a death is over."""
@@ -231,7 +231,7 @@ class ReplicaManager:
                 logger.info("%s is ready", replica.name)
                 self._changed()
         if replica.phase is ReplicaPhase.READY and now_s - replica.since_s > HEALTHY_S:
-            self._num_failures.pop(replica.key, None)
+            self._num_failures.pop((replica.key, replica.fingerprint), None)
 
     async def _verdict(self, replica: ReplicaHandle, silence_s: float) -> str | None:
         """Why a replica must be replaced; None while it may live."""
@@ -280,8 +280,9 @@ class ReplicaManager:
             if task is not asyncio.current_task():
                 task.cancel()
         if replica.phase is not ReplicaPhase.RETIRING:
-            failures = self._num_failures.get(replica.key, 0)
-            self._num_failures[replica.key] = failures + 1
+            kind = (replica.key, replica.fingerprint)  # not an older one that serves beside it
+            failures = self._num_failures.get(kind, 0)
+            self._num_failures[kind] = failures + 1
             pause_s = min(BACKOFF_S * 2.0**failures, MAX_BACKOFF_S) if failures else 0.0
             self._not_before_s[replica.key] = self._clock.now_s() + pause_s
             self.num_respawns += 1

@@ -92,7 +92,8 @@ def load_config(data: dict[str, Any]) -> QuadrigaConfig:
     try:
         config = QuadrigaConfig.model_validate(expand_dotted(data))
     except ValidationError as exc:
-        lines = []
+        lines: list[str] = []
+        said: dict[str, list[str]] = {}
         for error in exc.errors():
             if (
                 error["type"] == "too_short"
@@ -100,12 +101,16 @@ def load_config(data: dict[str, Any]) -> QuadrigaConfig:
                 and error["loc"] == ("pools",)
             ):
                 continue  # pydantic counts a pool at fault as none
-            field = ".".join(str(part) for part in error["loc"]) or "(top level)"
+            # Of a field that takes "auto" or a number, pydantic says both: what it is not.
+            place = [str(part) for part in error["loc"]]
+            place = [part for part in place if not part.startswith(("literal[", "constrained-"))]
+            field = ".".join(place) or "(top level)"
             if error["type"] == "extra_forbidden":
                 lines.append(f"{field}: there is no such setting{_similar(error['loc'])}")
                 continue
-            shown = repr(error["input"])[:80]
-            lines.append(f"{field}: {error['msg']} (got {shown})")
+            messages = said.setdefault(f"{field}: {{}} (got {error['input']!r:.80})", [])
+            messages.append(error["msg"])
+        lines += [text.replace("{}", ", or: ".join(found), 1) for text, found in said.items()]
         raise ConfigError("; ".join(lines), param=lines[0].split(":", 1)[0]) from exc
     pools = tuple(_with_model(pool, config.helios) for pool in config.pools)
     return config.model_copy(update={"pools": pools})

@@ -86,6 +86,7 @@ class ReplicaSpec:
 
     Attributes:
         node_labels: Only a node with all of these Ray labels may run it.
+        changes_depth: It loads and drops layers while it lives.
     """
 
     role: Role
@@ -93,6 +94,7 @@ class ReplicaSpec:
     num_cpus: float
     num_gpus: float
     node_labels: Mapping[str, str] = field(default_factory=dict)
+    changes_depth: bool = False
 
 
 @dataclass(frozen=True, slots=True)

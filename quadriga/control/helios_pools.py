@@ -40,6 +40,16 @@ class HeliosPools:
         self._clock = clock
         self._empty_s: dict[PlaceKey, float] = {}  # since when a place is empty
         self._given_up: set[PlaceKey] = set()
+        self._leave_out_removed(setup.config.helios.scaling.min_replicas)
+
+    def _leave_out_removed(self, least: int) -> None:
+        """Places that an earlier controller's scaling took away are none of this one's either."""
+        filled = {replica.key for replica in self._replicas.values()}
+        own = [key for key in self.base if key[0] is Role.DECODE and key not in self.scouts]
+        empty = [key for key in own if key not in filled]
+        if self._is_scaled and len(empty) < len(own):  # else there was none before
+            for key in empty[: max(0, len(own) - least)]:
+                del self.base[key]
 
     def specs(self) -> dict[PlaceKey, ReplicaSpec]:
         """What shall run now; a replica that was found running keeps what it holds."""

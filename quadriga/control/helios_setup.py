@@ -101,6 +101,8 @@ def set_up(
     base = {key: spec.engine.depth_class for key, spec in own.items()}
     for key, spec in own.items():
         specs.setdefault((key[0], spec.engine.depth_class), spec)
+    if device == "cpu":  # on a GPU a process at the new depth takes the place of the old one
+        specs = {kind: replace(spec, changes_depth=True) for kind, spec in specs.items()}
     scouts: set[PlaceKey] = set()
     if config.helios.scout:
         full = DepthClass(checkpoint.id, checkpoint.num_layers)

@@ -36,12 +36,12 @@ def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:
         ("num_rows", "row_capacity_tokens", "kv_capacity_tokens", "kv_memory_bytes")
     )
     engine["memory"] = [config["engine"][name] for name in ("max_model_len", "kv_memory_bytes")]
-    if config["helios"]["enabled"]:
+    if spec.changes_depth:
         engine |= dict.fromkeys(("depth", "exits"))
     own = [part.value for part in PARTS if spec.role.does(part)]
     sections = ("transport", "lifecycle", *own)
     facts = [engine, dict(spec.node_labels), *(config[section] for section in sections)]
-    facts.append(config["deterministic"])
+    facts += [config["deterministic"], config["helios"]["enabled"]]
     # The rest of the scheduler's section is the scheduler's alone, and may change at any time.
     scheduler = config["scheduler"]
     facts.append(scheduler["snapshot_interval_s"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord
@@ -36,9 +36,14 @@ class Rollout:
     going: Sequence[DepartingReplica]
 
 
+def _waits_long(replica: ReplicaRecord, now_s: float) -> bool:
+    return replica.phase is ReplicaPhase.PENDING and now_s - replica.since_s > SURGE_PATIENCE_S
+
+
 def turn_over(
-    replicas: Sequence[ReplicaRecord],
-    wanted: str,
+    key: PlaceKey,
+    everyone: Iterable[ReplicaRecord],
+    wanted: Mapping[PlaceKey, str],
     *,
     left_s: Callable[[ReplicaRecord], float | None],
     may_go: Callable[[ReplicaRecord], bool] | None,
@@ -46,22 +51,34 @@ def turn_over(
 ) -> Rollout:
     """Decide for one place; a replica goes when its successor is ready, or waits for its room.
 
+    Of a role one after the other: while a successor starts, or waits for the room of a replica that
+    is on its way out, no other outdated replica gets one, or goes without.
+
     Args:
-        replicas: Of the place, none of them retiring.
-        wanted: Fingerprint that its replica shall have.
+        everyone: All replicas.
+        wanted: Fingerprints that the replicas of all places shall have.
         left_s: Seconds until a replica goes anyway: its node does, or it was asked to; None where
             it stays.
         may_go: Asked before an outdated replica is retired, which needs a ready successor then;
             None: any may go.
     """
+    alike = [m for m in everyone if m.key[0] is key[0]]
+    staying = [m for m in alike if m.phase is not ReplicaPhase.RETIRING]
+    is_leaving = len(staying) < len(alike)
+    is_under_way = any(
+        m.phase is ReplicaPhase.STARTING
+        # For long it may wait in vain, if no room is about to be given back.
+        or (m.phase is ReplicaPhase.PENDING and (is_leaving or not _waits_long(m, now_s)))
+        for m in staying
+        if m.fingerprint == wanted.get(m.key)
+    )
+    replicas = [m for m in staying if m.key == key]
     due_s = {m.name: left_s(m) for m in replicas}
-    current = [m for m in replicas if m.fingerprint == wanted and due_s[m.name] is None]
+    current = [m for m in replicas if m.fingerprint == wanted[key] and due_s[m.name] is None]
     by_worth = sorted(current, key=lambda m: (m.phase is not ReplicaPhase.READY, m.name))
     going = [DepartingReplica(m, "there are two for one place") for m in by_worth[1:]]
     is_replaced = any(m.phase is ReplicaPhase.READY for m in current)
-    has_no_room = any(
-        m.phase is ReplicaPhase.PENDING and now_s - m.since_s > SURGE_PATIENCE_S for m in current
-    )
+    has_no_room = any(_waits_long(m, now_s) for m in current)
     # Those first that go anyway: their time is not decided here.
     others = sorted((m for m in replicas if m not in current), key=lambda m: due_s[m.name] is None)
     for replica in others[:1]:
@@ -73,12 +90,13 @@ def turn_over(
                         replica, "it, or its node, was asked to go", moves=True, within_s=within_s
                     )
                 )
-        elif is_replaced or (has_no_room and may_go is None):
+        elif is_replaced or (has_no_room and may_go is None and not is_leaving):
             if may_go is None:
                 going.append(DepartingReplica(replica, "its configuration has changed"))
             elif may_go(replica):  # for another model: those still to change have the old one
                 going.append(DepartingReplica(replica, "another model takes its place", moves=True))
-    return Rollout(not current, going)
+    stays = any(due_s[m.name] is None for m in replicas)
+    return Rollout(not current and not (stays and is_under_way), going)
 
 
 def is_relieved(
@@ -97,11 +115,7 @@ def is_relieved(
     """
     if any(role is replica.key[0] for role, _ in replicas):
         return True
-    waits = any(
-        m.phase is ReplicaPhase.PENDING and now_s - m.since_s > SURGE_PATIENCE_S
-        for of_place in replicas.values()
-        for m in of_place
-    )
+    waits = any(_waits_long(m, now_s) for of_place in replicas.values() for m in of_place)
     return waits or all(any(m.is_ready for m in of_place) for of_place in replicas.values())
 
 

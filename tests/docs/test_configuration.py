@@ -59,6 +59,8 @@ OTHER_VALUES: dict[str, Any] = {
     "helios.models": ["quadriga-s"],
     "helios.enabled": True,
     "engine.max_model_len": 512,
+    "prefill.chunk_tokens": 64,
+    "decode.max_slots": 16,
     "engine.kv_memory_bytes": 1 << 28,
     "engine.resources_cpus": 2,
     "engine.resources_gpus": 0.5,

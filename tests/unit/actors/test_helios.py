@@ -342,7 +342,7 @@ async def test_a_switch_is_done_when_the_new_process_is_ready(make_stand: MakeSt
     assert {control.pools.specs()[k].engine.depth_class for k in (SCOUT_P, SCOUT_D)} == {L12}
     # The second one dies on its way: the place keeps what it has.
     other = next(k for k in (SCOUT_P, SCOUT_D) if k not in changing)
-    stand.fleet._num_failures[other] = 1
+    stand.fleet._num_failures[other, "new"] = 1
     await stand.ticks(1)
     assert control.view()["counters"]["failures"] == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,8 +51,9 @@ def decide(
 ) -> Rollout:
     left = leaving or {}
     return turn_over(
-        members,
-        "new",
+        KEY,
+        [*members, *options.get("others", ())],
+        {KEY: "new", (Role.DECODE, 1): "new"},
         left_s=lambda m: left.get(m.name),
         may_go=options.get("may_go"),
         now_s=options.get("now_s", 0.0),
@@ -80,6 +82,36 @@ def test_replicas_of_another_role_serve_until_the_new_ones_do(
     assert is_relieved(member("d"), places, now_s=FAR_S) == may_go
     one_too_many = member("m1", role=Role.MIXED)
     assert is_relieved(one_too_many, places, now_s=FAR_S), "others of its role remain"
+
+
+def elsewhere(phase: ReplicaPhase, since_s: float = 0.0) -> ReplicaRecord:
+    """Another place's replica."""
+    return replace(member("other", phase, since_s=since_s), key=(Role.DECODE, 1))
+
+
+@pytest.mark.parametrize(
+    ("other", "may_begin"),
+    [
+        (elsewhere(ReplicaPhase.READY), True),
+        (elsewhere(ReplicaPhase.RETIRING), True),
+        (elsewhere(ReplicaPhase.STARTING), False),
+        (elsewhere(ReplicaPhase.PENDING, FAR_S - 1.0), False),
+        (elsewhere(ReplicaPhase.PENDING), True),
+    ],
+)
+def test_replicas_are_replaced_one_after_the_other(other: ReplicaRecord, may_begin: bool) -> None:
+    old = member("a", fingerprint="old")
+    assert decide(old, others=[other], now_s=FAR_S).lacks_one is may_begin
+    assert decide(others=[other], now_s=FAR_S).lacks_one, "an empty place is filled at once"
+    assert decide(old, others=[other], leaving={"a": 60.0}, now_s=FAR_S).lacks_one, "it goes anyway"
+
+
+def test_only_one_goes_before_its_successor_has_room() -> None:
+    """The other successor may take the room that is given back, but no second one gives its own."""
+    waiting = (member("a", fingerprint="old"), member("b", ReplicaPhase.PENDING))
+    assert gone(decide(*waiting, now_s=FAR_S)) == ["a"]
+    retiring = [elsewhere(ReplicaPhase.RETIRING)]
+    assert gone(decide(*waiting, others=retiring, now_s=FAR_S)) == []
 
 
 def test_an_empty_place_is_filled_and_a_full_one_left_alone() -> None:
