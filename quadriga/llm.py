@@ -198,6 +198,8 @@ class LLM:
                 if emission.error is not None:
                     raise emission.error
                 index, text = places[emission.sequence_id], ""
+                if texts and texts[index].is_stopped:
+                    continue  # of passes that other calls ran meanwhile
                 if texts:
                     text = texts[index].read(emission)
                     if texts[index].is_stopped:

@@ -89,7 +89,8 @@ class MetricsPage:
             try:
                 async with asyncio.timeout(KEEP_TIMEOUT_S):
                     save, app = controller_store.save, self._app
-                    await asyncio.to_thread(save, app, "metrics", self.hub.dump())
+                    dump = await asyncio.to_thread(self.hub.dump)
+                    await asyncio.to_thread(save, app, "metrics", dump)
                     await asyncio.to_thread(save, app, "load_history", self.history.dump())
             except (TimeoutError, *RAY_FAILED) as exc:
                 logger.warning("the counters were not stored: %s", exc)

@@ -386,6 +386,13 @@ def _adapters(
     Raises: ConfigError: One cannot be served, they take too much memory, or nothing runs them.
     """
     field, folder = f"pools.{index}.adapters", config.pools[index].adapters
+    for other, pool in enumerate(config.pools[:index]):
+        if pool.model == config.pools[index].model and pool.adapters != folder:
+            raise ConfigError(
+                f"{field}: {folder} and pools.{other}.adapters: {pool.adapters} are of one model, "
+                "whose requests either pool may get; give both the same",
+                param=field,
+            )
     if folder is None:
         return ()
     if index == 0 and config.helios.enabled:

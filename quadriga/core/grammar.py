@@ -10,6 +10,9 @@ from typing import Any, Literal
 WHITESPACE = r" |\n {0,32}"
 """Between two parts of a JSON text: bounded, as small models may else write nothing but blanks."""
 
+MAX_GRAMMAR_BYTES = 128 << 10
+"""Of its text, and of the schemas of all tools together."""
+
 GrammarKind = Literal["json_schema", "regex", "lark", "ebnf"]
 
 

@@ -23,8 +23,8 @@ TTFT = "vllm:time_to_first_token_seconds"
 TOKEN_TIME = "vllm:inter_token_latency_seconds"
 OPEN_REQUESTS = "quadriga_ingress_open_requests"
 RUNNING = "quadriga_running_sequences"
-DECODE_MARK = ":decode:"
-"""Part of the name of every decode replica."""
+DECODE_MARKS = (":decode:", ":mixed:")
+"""Parts of the names of replicas that generate."""
 
 Buckets = dict[float, float]
 """Upper bound → observations at or below it."""
@@ -98,7 +98,9 @@ class LoadHistory:
                 number,
                 sum(_rate(c, b) for c, b in pairs) if pairs else None,
                 _total(open_requests),
-                _total({n: f for n, f in running.items() if DECODE_MARK in n}),
+                _total(
+                    {n: f for n, f in running.items() if any(mark in n for mark in DECODE_MARKS)}
+                ),
                 *ttft,
                 *token,
             )

@@ -33,8 +33,7 @@ SIZE_BUCKETS_BYTES = tuple(float(4**k) for k in range(5, 15))
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 GAUGE_MAX_AGE_S = 10.0
 MAX_SOURCES = 256
-MAX_SILENCE_S = 600.0
-RETIRED_SOURCE = "retired"
+MAX_KEYS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +103,8 @@ def collect_families(registry: CollectorRegistry, *, seq: int = 0) -> bytes:
 
 
 Labels = tuple[tuple[str, str], ...]
+Key = tuple[str, Labels]
+"""Sample name and labels."""
 
 
 @dataclass(slots=True)
@@ -112,7 +113,7 @@ class Family:
 
     kind: str
     text: str
-    samples: dict[tuple[str, Labels], float]
+    samples: dict[Key, float]
 
     @property
     def cumulative(self) -> bool:
@@ -130,31 +131,40 @@ class MetricsHub:
     """Last values of every source, dead ones included; owned by one process, not thread-safe.
 
     A source that falls silent keeps its counters and histograms and loses its gauges, which speak
-    of a present it no longer has. After `MAX_SILENCE_S`, or beyond `MAX_SOURCES`, the longest
-    silent are added up under the source `retired`.
+    of a present it no longer has. Beyond `MAX_SOURCES` the longest silent are forgotten: added to
+    another source, all that they ever counted would be news to whoever asks for rates.
     """
 
     def __init__(self) -> None:
         self._sources: dict[str, _Source] = {}
+        self._keys: dict[Key, Key] = {}  # most are those of many sources
 
     def push(self, source: str, families: bytes, *, now_s: float) -> bool:
         """Take a snapshot; return False when a newer one of this source is already here.
 
         Raises: ValueError when the bytes are not a snapshot.
         """
-        seq, parsed = _parse(families)
+        if len(self._keys) > MAX_KEYS:
+            self._keys.clear()
+        try:
+            seq, parsed = _from_tree(json.loads(families), self._keys)
+        except (ValueError, KeyError, TypeError) as exc:
+            raise ValueError(f"not a metrics snapshot: {exc}") from exc
         known = self._sources.get(source)
         if known is not None and seq <= known.seq:
             return False
         self._sources[source] = _Source(seq, now_s, parsed)
-        self._retire(now_s)
+        if len(self._sources) > MAX_SOURCES:
+            seen_s, oldest = min((s.seen_s, name) for name, s in self._sources.items())
+            if now_s - seen_s > GAUGE_MAX_AGE_S:
+                del self._sources[oldest]
         return True
 
     def dump(self) -> bytes:
         """Pack the cumulative values of every source, for a hub that comes after this one."""
         sources = {
             name: _to_tree(source.seq, _cumulative(source.families))
-            for name, source in self._sources.items()
+            for name, source in dict(self._sources).items()  # others may push meanwhile
         }
         return zlib.compress(json.dumps(sources, separators=(",", ":")).encode())
 
@@ -165,7 +175,8 @@ class MetricsHub:
         """
         try:
             sources = {
-                name: _from_tree(tree) for name, tree in json.loads(zlib.decompress(data)).items()
+                name: _from_tree(tree, self._keys)
+                for name, tree in json.loads(zlib.decompress(data)).items()
             }
         except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as exc:
             raise ValueError(f"not a dump of a metrics hub: {exc}") from exc
@@ -178,7 +189,7 @@ class MetricsHub:
         """Return all sources as one Prometheus text page, each series labelled `replica`."""
         present: list[tuple[str, dict[str, Family]]] = []
         for name, source in self._sources.items():
-            fresh = name != RETIRED_SOURCE and now_s - source.seen_s <= GAUGE_MAX_AGE_S
+            fresh = now_s - source.seen_s <= GAUGE_MAX_AGE_S
             present.append((name, source.families if fresh else _cumulative(source.families)))
         return merge(present)
 
@@ -193,9 +204,9 @@ class MetricsHub:
         return found
 
     def family(self, name: str) -> dict[str, Family]:
-        """Return one metric of every source that counts it, but for those added up as retired."""
+        """Return one metric of every source that counts it."""
         found = {source: kept.families.get(name) for source, kept in self._sources.items()}
-        return {s: f for s, f in found.items() if f is not None and s != RETIRED_SOURCE}
+        return {s: f for s, f in found.items() if f is not None}
 
     def present(self, name: str, *, now_s: float) -> dict[str, Family]:
         """Return one gauge of every source that was heard of lately."""
@@ -208,20 +219,6 @@ class MetricsHub:
     def seen_s(self) -> dict[str, float]:
         """Return when each source was last heard of."""
         return {name: source.seen_s for name, source in self._sources.items()}
-
-    def _retire(self, now_s: float) -> None:
-        """Add up the source that has been silent for longest, if that is too long."""
-        alive = [(s.seen_s, name) for name, s in self._sources.items() if name != RETIRED_SOURCE]
-        seen_s, oldest = min(alive)
-        if len(self._sources) <= MAX_SOURCES and now_s - seen_s <= MAX_SILENCE_S:
-            return
-        gone = self._sources.pop(oldest)
-        retired = self._sources.setdefault(RETIRED_SOURCE, _Source(0, now_s))
-        retired.seq += 1
-        for name, family in _cumulative(gone.families).items():
-            total = retired.families.setdefault(name, Family(family.kind, family.text, {}))
-            for key, value in family.samples.items():
-                total.samples[key] = total.samples.get(key, 0.0) + value
 
 
 def merge(sources: Iterable[tuple[str, dict[str, Family]]]) -> bytes:
@@ -276,27 +273,22 @@ def _to_tree(seq: int, families: dict[str, Family]) -> dict[str, Any]:
     return {"seq": seq, "families": rows}
 
 
-def _from_tree(tree: Any) -> tuple[int, dict[str, Family]]:
-    """Raises: ValueError, KeyError or TypeError where it is no tree of ours."""
+def _from_tree(tree: Any, keys: dict[Key, Key]) -> tuple[int, dict[str, Family]]:
+    """Raises: ValueError, KeyError or TypeError where it is no tree of ours.
+
+    Args:
+        keys: Those that are there already, to be shared.
+    """
+
+    def shared(sample: str, labels: Iterable[tuple[Any, Any]]) -> Key:
+        key = (sample, tuple((str(k), str(v)) for k, v in labels))
+        return keys.setdefault(key, key)
+
     families = {
-        name: Family(
-            kind,
-            text,
-            {
-                (sample, tuple((str(k), str(v)) for k, v in labels)): float(value)
-                for sample, labels, value in samples
-            },
-        )
+        name: Family(kind, text, {shared(s, labels): float(value) for s, labels, value in samples})
         for name, kind, text, samples in tree["families"]
     }
     return int(tree["seq"]), families
-
-
-def _parse(data: bytes) -> tuple[int, dict[str, Family]]:
-    try:
-        return _from_tree(json.loads(data))
-    except (ValueError, KeyError, TypeError) as exc:
-        raise ValueError(f"not a metrics snapshot: {exc}") from exc
 
 
 def _escape_help(text: str) -> str:

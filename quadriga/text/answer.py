@@ -21,14 +21,21 @@ class AnswerText:
         self._stops = StopMatcher(stop)
 
     def read(self, emission: EngineOutput) -> str:
-        """Return the text that an emission makes visible: with its last one, all that is left."""
-        shown = emission.token_ids
+        """Return the text that an emission makes visible: with its last one, all that is left.
+
+        Where a stop string is met, tokens behind it are taken out of the emission.
+        """
+        shown, text = emission.token_ids, ""
         if emission.finish is FinishReason.STOP:
             shown = shown[:-1]
-        pieces = [self._detokenizer.push(token_id) for token_id in shown]
+        for count, token_id in enumerate(shown, 1):
+            piece, self.is_stopped = self._stops.push(self._detokenizer.push(token_id))
+            text += piece
+            if self.is_stopped:
+                for column in (emission.token_ids, emission.exit_layers, emission.logprobs or []):
+                    del column[count:]
+                return text
         if emission.finish is not None:
-            pieces.append(self._detokenizer.flush())
-        text, self.is_stopped = self._stops.push("".join(pieces))
-        if emission.finish is not None and not self.is_stopped:
-            text += self._stops.flush()
+            piece, self.is_stopped = self._stops.push(self._detokenizer.flush())
+            text += piece if self.is_stopped else piece + self._stops.flush()
         return text

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from pydantic_core import from_json
 
+from quadriga.core.grammar import MAX_GRAMMAR_BYTES
 from quadriga.core.request import FinishReason, TokenLogprob
 from quadriga.errors import BodyTooLarge, InvalidRequest, QuadrigaError
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
@@ -206,6 +207,10 @@ def _schema(text: str, field: str) -> Any:
     """A JSON schema. Raises: InvalidRequest: It is no JSON."""
     if not text:
         return None
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(
+            f"{field}: {len(text)} bytes, above the limit of {MAX_GRAMMAR_BYTES}", param=field
+        )
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError as exc:
@@ -266,6 +271,16 @@ def choice_message(request: Request, sequence: SequenceRequest) -> Any:
         tool_calls=[pb.ToolCall(id=c.id, name=c.name, arguments=c.arguments) for c in calls],
         logprobs=list(_logprobs(sequence.state.logprobs)),
         prompt_logprobs=list(_logprobs(sequence.state.prompt_logprobs or ())),
+    )
+
+
+def whole_message(request: Request) -> Any:
+    """The `GenerateOnceResponse` of a request that has ended."""
+    return pb.GenerateOnceResponse(
+        request_id=request.request_id,
+        model=request.model,
+        choices=[choice_message(request, sequence) for sequence in request.sequences],
+        usage=usage_message(request),
     )
 
 

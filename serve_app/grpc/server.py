@@ -7,6 +7,7 @@ import hashlib
 import logging
 import uuid
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 from grpc_health.v1 import health_pb2
@@ -44,7 +45,7 @@ from serve_app.openai.validation import (
     largest_n,
 )
 from serve_app.request.engine_client import EngineClient
-from serve_app.request.request import OutputStream, Request
+from serve_app.request.request import OutputStream, Request, beside
 from serve_app.request.resumption import check_cursors, check_key
 
 logger = logging.getLogger("quadriga.grpc")
@@ -106,13 +107,9 @@ class GrpcServer:
             with self._engine_client.answering():
                 while await stream.read():
                     pass
+            answer = await beside(request, partial(wire.whole_message, request))
             code = OK
-            return pb.GenerateOnceResponse(
-                request_id=request.request_id,
-                model=request.model,
-                choices=[wire.choice_message(request, s) for s in request.sequences],
-                usage=wire.usage_message(request),
-            )
+            return answer
         except Exception as exc:  # as above
             error = self._failed(exc, context)
             code = error.grpc_code
@@ -134,14 +131,9 @@ class GrpcServer:
             with self._engine_client.answering():
                 while await stream.read():
                     pass
-            found = vectors(request, normalize=message.normalize)
+            answer = await beside(request, partial(_embeddings, request, message.normalize))
             code = OK
-            return pb.EmbedResponse(
-                request_id=request.request_id,
-                model=request.model,
-                embeddings=[pb.Embedding(values=vector) for vector in found],
-                prompt_tokens=request.num_prompt_tokens,
-            )
+            return answer
         except Exception as exc:  # as above
             error = self._failed(exc, context)
             code = error.grpc_code
@@ -316,6 +308,16 @@ class GrpcServer:
         self._engine_client.metrics.requests.labels("grpc", code).inc()
 
 
+def _embeddings(request: Request, normalize: bool) -> Any:
+    found = vectors(request, normalize=normalize)
+    return pb.EmbedResponse(
+        request_id=request.request_id,
+        model=request.model,
+        embeddings=[pb.Embedding(values=vector) for vector in found],
+        prompt_tokens=request.num_prompt_tokens,
+    )
+
+
 def _traceparent(context: Any) -> str | None:
     """The client's, where traces are written."""
     if not tracing.is_on():
@@ -326,8 +328,10 @@ def _traceparent(context: Any) -> str | None:
 
 def _check_counts(message: Any, max_n: int) -> None:
     """Raises: InvalidRequest where a list is longer than it may ever be."""
+    asked = enumerate(message.chat.messages[: MAX_MESSAGES + 1])
     for field, items, most in (
         ("messages", message.chat.messages, MAX_MESSAGES),
+        *((f"messages.{i}.tool_calls", m.tool_calls, MAX_TOOLS) for i, m in asked),
         ("tools", message.tools, MAX_TOOLS),
         ("stop", message.stop, MAX_STOPS_READ),
         ("stop_token_ids", message.stop_token_ids, MAX_STOP_TOKEN_IDS),

@@ -30,6 +30,10 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 CLIENT_GONE = Cancelled.http_status
+UNCOUNTED = frozenset(
+    f"GET /{name}" for name in ("health", "ping", "live", "metrics", "metrics/endpoint")
+)
+"""Probes and scrapes: among them the failures of requests would be too few to be seen."""
 
 
 class Call:
@@ -38,6 +42,7 @@ class Call:
     Attributes:
         headers: Lower-case names; of a repeated header the last value.
         status: What was answered; 0 until then.
+        failed_status: What an answer that had begun ended in; 0 where it ended well.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,7 +53,7 @@ class Call:
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
         }
-        self.status = 0
+        self.status = self.failed_status = 0
 
     @property
     def path(self) -> str:
@@ -179,7 +184,9 @@ class Endpoint:
             else:
                 await call.answer_error(error)
         finally:  # without a status where the call itself was cancelled
-            self._requests.labels(self._door, str(call.status or CLIENT_GONE)).inc()
+            code = call.failed_status or call.status or CLIENT_GONE
+            if call.route not in UNCOUNTED:
+                self._requests.labels(self._door, str(code)).inc()
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

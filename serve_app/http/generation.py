@@ -25,7 +25,7 @@ from serve_app.openai.rendering import CHAT, COMPLETION, AnswerFormat, StreamFor
 from serve_app.openai.schema import ChatBody, CompletionBody
 from serve_app.openai.validation import chat_request, completion_request
 from serve_app.request.engine_client import EngineClient
-from serve_app.request.request import OutputStream, Request
+from serve_app.request.request import OutputStream, Request, beside
 from serve_app.request.resumption import check_cursors, check_key
 from serve_app.responses.body import ResponsesBody, as_chat, in_its_words
 from serve_app.responses.rendering import ResponsesFormat
@@ -91,10 +91,7 @@ class HttpGeneration:
                     while await stream.read():
                         pass
                     render = partial(_rendered, answer_format, request, tokenizer)
-                    is_long = request.sampling.num_logprobs is not None
-                    is_long = is_long or request.sampling.pooling is not None
-                    answer = await asyncio.to_thread(render) if is_long else render()
-                    await call.answer(answer, headers=headers)
+                    await call.answer(await beside(request, render), headers=headers)
         finally:
             watcher.cancel()
             stream.close()
@@ -198,9 +195,11 @@ async def _stream(
             deltas = await stream.read()
         await call.write(answer_format.closing_events(stream.request), more=False)
     except Cancelled as exc:
+        call.failed_status = exc.http_status
         logger.info("stream ended by its client: %s", exc.message)
         await call.write(b"", more=False)
     except QuadrigaError as exc:
+        call.failed_status = exc.http_status
         await call.write(answer_format.error_event(exc), more=False)
 
 

@@ -38,7 +38,7 @@ def parse_json(data: bytes) -> Any:
 
     Raises: InvalidRequest.
     """
-    _check_pieces(data)
+    check_pieces(data)
     try:
         return from_json(data, allow_inf_nan=False, cache_strings="keys")
     except ValueError as exc:
@@ -47,7 +47,8 @@ def parse_json(data: bytes) -> Any:
         raise InvalidRequest(f"the body is not valid JSON: {exc}", code="invalid_json") from exc
 
 
-def _check_pieces(data: bytes) -> None:
+def check_pieces(data: bytes) -> None:
+    """Raises: InvalidRequest: Reading it would take too long."""
     # Text full of quotes and brackets has many that are no pieces; only then they are counted.
     most = data.count(b'"') // 2 + data.count(b"[") + data.count(b"{")
     if most <= MAX_PIECES:

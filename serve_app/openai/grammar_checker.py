@@ -16,11 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from quadriga.checkpoint.folder import Checkpoint
-from quadriga.core.grammar import Grammar
+from quadriga.core.grammar import MAX_GRAMMAR_BYTES, Grammar
 from quadriga.errors import InvalidRequest, Overloaded, Unavailable
 from quadriga.text import TextTokenizer
 
-MAX_GRAMMAR_BYTES = 128 << 10
 COMPILE_LIMIT_S = 3.0
 START_LIMIT_S = 60.0
 MAX_WAITING = 16

@@ -6,11 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from quadriga.core.grammar import Grammar
+from quadriga.core.grammar import MAX_GRAMMAR_BYTES, Grammar
 from quadriga.errors import InvalidRequest
 from quadriga.text.tool_parser import ToolCalling
 from serve_app.openai.bodies import shown
-from serve_app.openai.grammar_checker import MAX_GRAMMAR_BYTES
 from serve_app.openai.models import ServedModel
 from serve_app.openai.schema import ChatBody, NamedToolChoice, ToolBody
 

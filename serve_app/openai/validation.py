@@ -18,7 +18,7 @@ from quadriga.checkpoint.folder import SamplingDefaults
 from quadriga.config.ingress import IngressConfig
 from quadriga.core.request import SamplingParams
 from quadriga.errors import ContextTooLong, InvalidRequest
-from serve_app.openai.bodies import ignored_fields, refuse_unsupported, shown
+from serve_app.openai.bodies import check_pieces, ignored_fields, refuse_unsupported, shown
 from serve_app.openai.grammars import read_grammar
 from serve_app.openai.models import ModelDirectory, ServedModel
 from serve_app.openai.schema import (
@@ -319,6 +319,7 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 def _plain_call(call: ToolCallBody) -> dict[str, Any]:
     """A call as chat templates want it: with the arguments as an object, where they are one."""
     arguments: Any = call.function.arguments
+    check_pieces(arguments.encode("utf-8", "replace"))
     with suppress(ValueError):
         arguments = from_json(arguments)
     function = {"name": call.function.name, "arguments": arguments}

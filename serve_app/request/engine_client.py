@@ -218,7 +218,6 @@ class EngineClient:
         self._num_open += 1
         self._num_open_sequences += len(request.sequences)
         self.metrics.open_requests.inc()
-        self.metrics.of(request.model).prompt_tokens.inc(request.num_prompt_tokens)
         if key is not None:
             self.requests.add(request)
         sampling = request.sampling
@@ -393,17 +392,18 @@ class EngineClient:
             for sequence in request.sequences:
                 if sequence.is_auto:
                     self._reports.ended(sequence, request.arrived_s)
-        charge = request.num_output_tokens
+        charge, metrics = request.num_output_tokens, self.metrics.of(request.model)
         if not charge and isinstance(request.first_error, Overloaded | Unavailable):
             charge = -request.num_prompt_tokens  # it was refused, not served
+        else:
+            metrics.prompt_tokens.inc(request.num_prompt_tokens)
+            metrics.e2e.observe(self.clock.now_s() - request.arrived_s)
         self.rate_limiter.end(request.caller, charge)
         if request.deadline_timer is not None:
             request.deadline_timer.cancel()
         self._num_open -= 1
         self._num_open_sequences -= len(request.sequences)
         self.metrics.open_requests.dec()
-        took_s = self.clock.now_s() - request.arrived_s
-        self.metrics.of(request.model).e2e.observe(took_s)
         self._log_end(request)
 
     def _log_end(self, request: Request) -> None:

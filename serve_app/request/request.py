@@ -13,9 +13,10 @@ import hashlib
 import time
 import uuid
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
 from quadriga.core.request import (
@@ -34,6 +35,7 @@ from serve_app.request.sequence_request import SequenceRequest
 
 NO_STOPS = StopMatcher(())
 """Shared by all sequences without stop strings: it keeps no state."""
+Answer = TypeVar("Answer")
 KEPT_TOKENS_PER_LOGPROB = 4
 """What a log-probability takes of memory, in tokens: some hundred bytes."""
 
@@ -420,6 +422,13 @@ class OutputStream:
             self._started[i] = True
             self._cursors[i] = stop
         return deltas
+
+
+async def beside(request: Request, render: Callable[[], Answer]) -> Answer:
+    """Write a whole answer, by another thread where that may take long."""
+    sampling = request.sampling
+    is_long = sampling.num_logprobs is not None or sampling.pooling is not None
+    return await asyncio.to_thread(render) if is_long else render()
 
 
 def deadline_exceeded(allowed_s: float) -> DeadlineExceeded:

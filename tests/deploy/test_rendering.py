@@ -297,7 +297,8 @@ def test_dashboards_and_alerts_of_the_chart_are_shipped(tmp_path: Path) -> None:
         shutil.rmtree(chart / folder, ignore_errors=True)
         (chart / folder).mkdir()
     (chart / "dashboards" / "one_page.json").write_text('{"title": "{{ not a template }}"}\n')
-    rule = {"alert": "A", "expr": "up == 0", "annotations": {"summary": "{{ $labels.pod }}"}}
+    asked = 'sum by (model_name) (rate(vllm:a_total[5m])) / absent(quadriga_b{code=~"5.."})'
+    rule = {"alert": "A", "expr": asked, "annotations": {"summary": "{{ $labels.pod }}"}}
     for name in ("a", "b"):
         groups = {"groups": [{"name": name, "rules": [rule]}]}
         (chart / "alerts" / f"{name}.yaml").write_text(yaml.safe_dump(groups))
@@ -307,6 +308,8 @@ def test_dashboards_and_alerts_of_the_chart_are_shipped(tmp_path: Path) -> None:
     assert page["metadata"]["labels"]["grafana_dashboard"] == "1"
     groups = one(documents, "PrometheusRule")["spec"]["groups"]
     assert [g["name"] for g in groups] == ["a", "b"]
+    here = 'namespace="quadriga"'  # two releases do not hide each other's
+    rule["expr"] = asked.replace("a_total", f"a_total{{{here}}}").replace("{code", f"{{{here},code")
     assert groups[0]["rules"] == [rule]
 
 

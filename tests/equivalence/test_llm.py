@@ -122,6 +122,17 @@ def test_seeds_decide_what_is_drawn(llm: LLM, prompts: list[str]) -> None:
     assert first == again != other
 
 
+def test_a_stream_that_is_read_late_ends_at_its_stop_string(llm: LLM) -> None:
+    prompt = "Count from 3 to 20.\n"
+    (whole,) = llm.generate(prompt, GREEDY, stop=("7",))
+    late = llm.stream(prompt, GREEDY, stop=("7",))
+    first = next(late)
+    llm.generate("Sort: 42 7 19 3 88 5 61 9\n", GREEDY)  # runs passes for both
+    news = [first, *late]
+    assert "".join(n.text for n in news) == whole.text
+    assert [t for n in news for t in n.token_ids] == whole.token_ids
+
+
 def test_a_stream_says_what_generate_says(llm: LLM, prompts: list[str]) -> None:
     stop = ("7 ",)
     whole = llm.generate(prompts, stop=stop)

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM as AutoModel
 from transformers import LlamaConfig, MistralConfig, OPTConfig, Qwen3Config
 
-from quadriga.checkpoint.exits import ExitParams
+from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SequenceState
 from quadriga.engine.model_runner import NativeRunner
@@ -57,6 +58,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A random model of each family, with an exit behind each layer."""
     made = {}
     for name, config in FAMILIES.items():
+        torch.manual_seed(3)
         model = AutoModel.from_config(config(), attn_implementation="eager").eval()
         made[name] = save(randomise(model), tmp_path_factory.mktemp(name))
         (made[name] / "exits.json").write_text(EXITS)
@@ -107,6 +109,20 @@ def test_every_family_greedy_sampled_with_exits_and_drafts(
     assert [s.exit_layers for s in made] == [s.exit_layers for s in wanted_states]
     assert {k for s in made for k in s.exit_layers} == {1, 2, 3}
     assert loop.decode.counters.drafted > 0
+
+
+def test_a_token_is_the_same_to_the_bit_whoever_is_beside_it(
+    checkpoints: dict[str, Path], load: Callable[..., NativeRunner]
+) -> None:
+    """With two ranks whatever the order; with four, where sums are made in one order."""
+    runner, found = load(spec_of(checkpoints["llama"]), 4), []
+    for num_beside in (0, 1, 4, 7):
+        made = states(lambda i: FULL_DEPTH, 1 + num_beside)
+        for state in made:
+            state.sampling = replace(state.sampling, num_logprobs=5)
+        run(make_loop(runner), made)
+        found.append([(row.token_id, row.logprob) for row in made[0].logprobs])
+    assert found == found[:1] * 4 and found[0]
 
 
 @pytest.mark.parametrize("mode", ["project", "alias", "copy", "replay"])

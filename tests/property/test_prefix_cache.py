@@ -246,7 +246,7 @@ def test_a_decode_replica_is_sent_what_it_lacks_of_a_conversation(kind: str, fol
         assert first is not None
         keys = prefixes.keys(state)
         slot = decode.reserve(str(turn), state.max_total_tokens, len(tokens), block_keys=keys)
-        held = decode.fill(slot.row, keys)
+        held = decode.fill(str(turn), slot.row, keys)
         kv = runner.read_kv(ROWS - 1, 0, runner.num_layers, held, len(tokens))
         runner.detach(ROWS - 1)
         if held < len(tokens):

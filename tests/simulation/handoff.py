@@ -91,7 +91,7 @@ class Rows:
         self.written.clear()
         return SimpleNamespace(row=0)
 
-    def fill(self, row: int, block_keys: Sequence[bytes]) -> int:
+    def fill(self, sequence_id: str, row: int, block_keys: Sequence[bytes]) -> int:
         """As if each key was of one position."""
         num_held = len(set(block_keys) & self.kept)
         if num_held:

@@ -160,6 +160,12 @@ def test_which_roles_the_replicas_have(
         assert (replica.engine.num_rows == 4) == decodes
 
 
+def test_pools_of_one_model_have_the_same_adapters(checkpoint: Path) -> None:
+    pools = [{"model": str(checkpoint)}, {"model": str(checkpoint), "adapters": str(checkpoint)}]
+    with pytest.raises(ConfigError, match=r"pools\.1\.adapters.*give both the same"):
+        resolve(load_config({"pools": pools}), CPU)
+
+
 def test_mixed_replicas_exclude_others_of_their_pool_and_helios(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="mixed_replicas 2 and decode_replicas 1 exclude each"):
         load_config({"mixed_replicas": 2, "decode_replicas": 1})

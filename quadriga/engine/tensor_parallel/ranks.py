@@ -146,9 +146,18 @@ class Ranks:
     # Collectives; inside an order only.
 
     def total(self, summands: torch.Tensor) -> torch.Tensor:
-        """Add up in place what all ranks have."""
-        self._wait(self._group.allreduce([summands]))
-        return summands
+        """Add up in place what all ranks have.
+
+        Always in the same order, so that a row's sum does not depend on those beside it. What gloo
+        adds up at once it divides among the ranks, each of which begins with another one's.
+        """
+        if self.size == 2:  # a + b is b + a
+            self._wait(self._group.allreduce([summands]))
+            return summands
+        found = self.gather(summands)
+        if found:
+            torch.sum(torch.stack(found), 0, out=summands)
+        return self.broadcast(summands)
 
     def gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """What each rank has, of one shape: at rank 0; nothing elsewhere."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,7 +87,7 @@ class Decode(DecodeReplica):
         self.migrations = Migrations(self)
         self.closed_leases: list[str] = []
         self.receiver: Any = SimpleNamespace(cancel=self._close_lease)
-        self.spans: Any = SimpleNamespace(begin=lambda *_: None, end=lambda *_, **__: None)
+        self.spans: Any = SimpleNamespace(begun=lambda *_: nullcontext(), end=lambda *_, **__: None)
         self.told: list[tuple[str, EngineOutput]] = []
         self.mail: Any = SimpleNamespace(
             expect=lambda _: None, put=self.told.extend, drop=lambda _: None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,7 +68,8 @@ class Prefill(PrefillReplica):
         self.mail: Any = SimpleNamespace(expect=lambda _: None)
         self.spanned: list[dict[str, Any]] = []
         self.spans: Any = SimpleNamespace(
-            begin=lambda *_: None, end=lambda *_, **attributes: self.spanned.append(attributes)
+            begun=lambda *_: nullcontext(),
+            end=lambda *_, **attributes: self.spanned.append(attributes),
         )
         self.sequences = {}
         self._tasks = set()

@@ -71,3 +71,13 @@ async def test_an_http_call_that_is_cancelled_before_its_answer(make_stand: Make
     await asyncio.wait({call})
     await until(lambda: stand.cluster.num_held == 0)
     assert await counted(stand, "http") == {"499": 1}
+
+
+async def test_a_stream_that_breaks_counts_as_what_broke_it(make_stand: MakeStand) -> None:
+    stand = await make_stand(gate=asyncio.Event())
+    asked = asyncio.create_task(stand.complete(stream=True, deadline_ms=100))
+    await until(lambda: bool(stand.cluster.decode.held))
+    reply = await asked
+    assert reply.status_code == 200 and "deadline_exceeded" in reply.text
+    assert (await stand.http.get("/health")).status_code == 200
+    assert await counted(stand, "http") == {"504": 1}, "and no probe"

@@ -12,6 +12,7 @@ import pytest
 from quadriga.clock import ManualClock
 from quadriga.config.ingress import AuthConfig
 from quadriga.errors import KeyLimitReached, Overloaded, Unauthenticated
+from quadriga.observability.metrics import parse_exposition
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.auth.keys import ApiKey, KeyLimits, digest
 from serve_app.auth.rate_limiter import RateLimiter
@@ -142,6 +143,12 @@ async def test_who_is_refused_pays_nothing(make_stand: MakeStand) -> None:
         assert refused.json()["error"]["code"] == "overloaded", refused.text
     stand.cluster.refuse_admission = None
     assert (await stand.complete(headers=bearer("a"))).status_code == 200
+    page = parse_exposition((await stand.engine.metrics_page()).decode())
+    served = [
+        page[key] for name in ("prompt_tokens_total", "e2e_request_latency_seconds_count")
+        for key in page if key.startswith(f"vllm:{name}")
+    ]  # fmt: skip
+    assert served == [len(stand.engine.models.find("quadriga-s").tokenizer.encode("hi")), 1]
 
 
 async def test_a_resumed_request_is_one_request(make_stand: MakeStand) -> None:

@@ -3,7 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga.text import StopMatcher
+from quadriga.checkpoint.folder import ASSETS
+from quadriga.core.output import EngineOutput
+from quadriga.text import AnswerText, StopMatcher, load_tokenizer
 
 SMALL = st.text(alphabet="abc", min_size=1, max_size=6)
 
@@ -48,3 +50,14 @@ def test_equals_a_search_in_the_whole_text(stops: list[str], pieces: list[str]) 
     end, minus = min(ends, default=(0, 0))
     expected = (whole[: end + minus], True) if ends else (whole, False)
     assert run(tuple(stops), pieces) == expected
+
+
+def test_tokens_behind_a_stop_string_are_taken_out_however_many_came_at_once() -> None:
+    """Drafts come several at a time, and how many is a matter of time."""
+    text = load_tokenizer(ASSETS / "quadriga-s", "quadriga-s")
+    ids = text.encode("1 2 3 4 5 6")
+    said = EngineOutput("s", 0, token_ids=list(ids), exit_layers=[4] * len(ids))
+    answer = AnswerText(text.detokenizer(), ("4",))
+    assert answer.read(said) == "1 2 3 " and answer.is_stopped
+    assert text.decode(said.token_ids) == "1 2 3 4"
+    assert len(said.exit_layers) == len(said.token_ids)

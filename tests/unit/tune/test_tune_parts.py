@@ -101,6 +101,8 @@ def test_prompts_are_read_from_text_json_and_tasks(tmp_path: Path) -> None:
     first, second = read_prompts(str(lines))
     assert (first.id, first.domain, first.content) == ("x", "d", "go on")
     assert second.content == ({"role": "user", "content": "hi"},)
+    text.write_text("Why?\nWhat?\nWhy?\n")
+    assert [p.id for p in read_prompts(str(text))] == ["1", "2"], "each content once"
     tasks = read_prompts("tasks:2")
     assert len({p.id for p in tasks}) == len(tasks) == 16
     parts = [p.part(["sort"]) for p in read_prompts("tasks:200") if p.domain != "sort"]
