@@ -7,7 +7,7 @@ import json
 import operator
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict, cast
 
 import grpc
@@ -383,8 +383,7 @@ class StreamProgress:
         Raises: InvariantViolation on a gap, a step back, or a choice that there is not.
         """
         pieces = []
-        last = len(message.choices) - 1
-        for i, delta in enumerate(message.choices):
+        for delta in message.choices:
             index, first = delta.index, delta.first_token_index
             if not 0 <= index < self.num_choices:
                 raise InvariantViolation(
@@ -405,7 +404,6 @@ class StreamProgress:
             finish = _FINISH.get(delta.finish_reason)
             if finish is not None:
                 self.finished.add(index)
-            has_usage = i == last and message.HasField("usage")
             pieces.append(
                 Piece(
                     request_id=message.request_id,
@@ -417,13 +415,14 @@ class StreamProgress:
                     finish_reason=finish,
                     logprobs=_logprobs(delta.logprobs),
                     prompt_logprobs=_logprobs(delta.prompt_logprobs),
-                    usage=_usage(message.usage) if has_usage else None,
                     tool_calls=tuple(
                         ToolCallDelta(t.index, t.id, t.name, t.arguments) for t in delta.tool_calls
                     ),
                     eta=_eta(delta.eta) if delta.HasField("eta") else None,
                 )
             )
+        if pieces and message.HasField("usage"):
+            pieces[-1] = replace(pieces[-1], usage=_usage(message.usage))
         self.is_complete = len(self.finished) == self.num_choices
         return pieces
 

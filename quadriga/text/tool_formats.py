@@ -227,7 +227,7 @@ def _tag_rules(i: int, name: str, schema: Mapping[str, Any]) -> list[str]:
 
     Raises: InvalidRequest: The schema does not say which parameters there are.
     """
-    properties = schema.get("properties", {})
+    properties = schema.get("properties") or {}
     held = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
     others = schema.keys() - held - {"title", "description", "$schema"}
     if others or not isinstance(properties, Mapping) or any(">" in key for key in properties):
@@ -237,12 +237,15 @@ def _tag_rules(i: int, name: str, schema: Mapping[str, Any]) -> list[str]:
             f"{', '.join(sorted(others))[:64] or 'names with >'}; use tool_choice auto, not strict",
             param="tools",
         )
-    required, shared = schema.get("required", ()), {}
+    required, shared = schema.get("required") or (), {}
     for key in ("$defs", "definitions"):
         if key in schema:
             shared[key] = schema[key]
     rules, parts = list[str](), list[str]()
     for j, (key, value) in enumerate(properties.items()):
+        if value is False:  # may not be given
+            continue
+        value = {} if value is True else value
         part = f"parameter_{i}_{j}"
         parts.append(part if key in required else f"{part}?")
         opening = _quote(f"<parameter={key}>\n")

@@ -35,10 +35,19 @@ class CallNews:
 
 @dataclass(slots=True)
 class ToolNews:
-    """What is new of an answer: text, and calls."""
+    """What is new of an answer: texts and calls, in order."""
 
-    text: str = ""
-    calls: list[CallNews] = field(default_factory=list)
+    pieces: list[str | CallNews] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All texts."""
+        return "".join([piece for piece in self.pieces if isinstance(piece, str)])
+
+    @property
+    def calls(self) -> list[CallNews]:
+        """All calls."""
+        return [piece for piece in self.pieces if not isinstance(piece, str)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +84,12 @@ class ToolParser:
         self._parameters = parameters
         self._opening = form.opening.strip()
         self._closing = form.closing.strip()
+        self._skipped = ""  # before what is held: the mark and the blanks before a call, as written
         self._held = ""  # text that may be the beginning of a mark, or of a call
-        self._inside = False  # behind an opening mark
+        self._inside = False  # behind an opening mark, or behind a call before the closing one
         self._call: _Call | None = None
         self._num_read = 0  # characters of what is held that the call has read
-        self._said = False
+        self._said = False  # text, since the last call
 
     def push(self, text: str) -> ToolNews:
         """Take in more of the answer."""
@@ -92,13 +102,15 @@ class ToolParser:
     def flush(self) -> ToolNews:
         """The answer is over: what was held back is text, unless it is the end of calls."""
         news = ToolNews()
-        if self._call is not None and self._call.is_shown:
-            self._held = ""  # of a call that was cut
-        elif self.num_calls and not self._held.strip(" \n,;]"):
+        if self._call is not None:
+            is_cut = self._call.is_shown
+        else:
+            end = self._closing if self._inside else ""
+            is_behind = self.num_calls and not self._said and not self._skipped
+            is_cut = bool(is_behind) and end.startswith(self._held.strip(" \n,;]"))
+        if is_cut:
             self._held = ""
-        elif self._inside and not self.num_calls:
-            self._held = self._opening + self._held
-        news.text, self._held = self._held, ""
+        self._say(news, len(self._held))
         return news
 
     def _advance(self, news: ToolNews) -> bool:
@@ -110,37 +122,38 @@ class ToolParser:
         return self._outside(news)
 
     def _outside(self, news: ToolNews) -> bool:
-        """Look for the mark that opens calls; for a brace where there is none."""
+        """Look for the mark that opens calls; where there is none, for a brace before any text."""
         held = self._held
         if not self._opening:
             start = held.lstrip(" \n;")
-            if not start:
+            if not self._said and not start:
                 return False
-            if (start[0] == "{") and (not self._said or self.num_calls):
-                self._held, self._inside = start, True
+            if not self._said and start[0] == "{":
+                self._inside = True
                 return True
-            self._say(news, held)
+            self._say(news, len(held))
             return False
         at = held.find(self._opening)
+        free = held[: at if at >= 0 else len(held) - _overlap(held, self._opening)]
+        if free.strip() or self._said or not self.num_calls:
+            self._say(news, len(free))
         if at >= 0:
-            before = held[:at]
-            if before.strip() or not self.num_calls:
-                self._say(news, before.rstrip() if self.num_calls else before)
-            self._held, self._inside = held[at + len(self._opening) :], True
-            return True
-        keep = _overlap(held, self._opening)
-        free = held[: len(held) - keep]
-        if self.num_calls and not free.strip():
-            return False  # blanks between two calls
-        self._held = held[len(free) :]
-        self._say(news, free, keeps=True)
-        return False
+            self._skip(self._held.index(self._opening) + len(self._opening))
+            self._inside = True
+        return at >= 0
 
-    def _say(self, news: ToolNews, text: str, *, keeps: bool = False) -> None:
-        news.text += text
-        self._said = self._said or bool(text.strip())
-        if not keeps:
-            self._held = ""
+    def _skip(self, count: int) -> None:
+        """Go past the beginning of what is held; it is text if no call follows."""
+        self._skipped += self._held[:count]
+        self._held = self._held[count:]
+
+    def _say(self, news: ToolNews, count: int) -> None:
+        """What was skipped is text, and so are so many characters of what is held."""
+        self._skip(count)
+        if self._skipped:
+            news.pieces.append(self._skipped)
+        self._said = self._said or bool(self._skipped.strip())
+        self._skipped = ""
 
     def _between(self, news: ToolNews) -> bool:
         """Behind the opening mark: the next call, or the closing mark."""
@@ -149,55 +162,48 @@ class ToolParser:
             return False
         reader = _READERS[self._form.style]
         if start.startswith(reader.opening):
-            self._held, self._call = start, reader(self._parameters)
+            self._skip(len(self._held) - len(start))
+            self._call = reader(self._parameters)
             return True
-        if len(start) < len(reader.opening) and reader.opening.startswith(start):
+        if reader.opening.startswith(start):
             return False
-        rest = start.lstrip(" \n]")
-        if self._closing and self.num_calls:
-            if rest.startswith(self._closing):
-                self._held, self._inside = rest[len(self._closing) :], False
+        if not self._skipped:  # behind a call
+            rest = start.lstrip(" \n]") if self._closing else start
+            closing = self._closing or "]"
+            if rest.startswith(closing):
+                self._held, self._inside = rest[len(closing) :], False
                 return True
-            if self._closing.startswith(rest):
+            if closing.startswith(rest):
                 return False
-        elif self.num_calls:
-            if not rest:
-                self._held = ""
-                return False
-        # No call after all: the mark was text, and so is this.
-        self._say(news, (self._opening if not self.num_calls else "") + self._held)
+        # No call after all: the mark was text, and this is as what stands outside.
+        self._say(news, 0)
         self._inside = False
-        return False
+        return True
 
     def _read_call(self, news: ToolNews) -> bool:
         call = self._call
         assert call is not None
-        self._num_read += call.read(self._held[self._num_read :])
-        if call.is_shown:
-            more = call.take()
-            if more:
-                news.calls.append(CallNews(self.num_calls - 1, None, more))
-        elif call.name in self._parameters and (call.in_arguments or call.is_over):
-            arguments = call.take() or ("{}" if call.is_over else "")
-            news.calls.append(CallNews(self.num_calls, call.name, arguments))
-            call.is_shown = True
+        most = None if call.is_known else MAX_HELD_CHARS
+        self._num_read += call.read(self._held[self._num_read : most])
+        if not call.is_known:
+            if not (call.is_over or call.is_wrong or len(self._held) >= MAX_HELD_CHARS):
+                return False
+            self._say(news, self._num_read)  # no call
+            self._call, self._inside, self._num_read = None, False, 0
+            return True
+        more = call.take()
+        if not call.is_shown:
+            news.pieces.append(CallNews(self.num_calls, call.name, more))
             self.num_calls += 1
-        elif call.is_over or call.is_wrong or len(self._held) > MAX_HELD_CHARS:
-            return self._give_up(news)
-        else:
-            return False
+            call.is_shown, self._skipped, self._said = True, "", False
+        elif more:
+            news.pieces.append(CallNews(self.num_calls - 1, None, more))
         self._held, self._num_read = self._held[self._num_read :], 0
         if call.is_over or call.is_wrong:
             self._call = None
             self._inside = bool(self._closing) or self._form.is_list
-            return bool(self._held)
-        return False
-
-    def _give_up(self, news: ToolNews) -> bool:
-        """What was held back is no call."""
-        self._call, self._inside, self._num_read = None, False, 0
-        self._say(news, self._opening + self._held)
-        return False
+            return True
+        return most is not None  # there may be more than was read
 
 
 class _Call:
@@ -214,6 +220,7 @@ class _Call:
         self.arguments = ""
         self.in_arguments = False
         self.is_over = self.is_wrong = self.is_shown = False
+        self.is_known = False  # it calls a tool: its name stands, and arguments begin or it is over
         self._depth = 0
         self._in_text = self._escaped = False
         self._key: str | None = None
@@ -221,9 +228,13 @@ class _Call:
         self._taken = 0
 
     def take(self) -> str:
-        """The arguments that were not taken yet."""
-        news, self._taken = self.arguments[self._taken :], len(self.arguments)
+        """The arguments that were not taken yet, but for blanks that may stand behind them."""
+        news = self.arguments[self._taken :].rstrip()
+        self._taken += len(news)
         return news
+
+    def _know(self) -> None:
+        self.is_known = self.is_known or self.name in self._parameters
 
     def read(self, text: str) -> int:
         """Read on; returns how many characters were of the call."""
@@ -249,10 +260,14 @@ class _Call:
                 self._key, self._value = _text(self._value), ""
                 self.in_arguments = self._key in ARGUMENT_KEYS and not self.arguments
                 self.is_wrong = self._key is None
+                if self.in_arguments:
+                    self._know()
                 return
             self._end_value()
             if char == "}":
                 self._depth, self.is_over = 0, True
+                self.arguments = self.arguments or "{}"
+                self._know()
             return
         if self._depth == 1 and char in " \n\t\r" and not self._value:
             return
@@ -272,7 +287,7 @@ class _Call:
             self.arguments += char
 
     def _end_value(self) -> None:
-        if self._key == "name":
+        if self._key == "name" and not self.is_known:
             self.name = _text(self._value)
             self.is_wrong = self.name is None
         if self.in_arguments:
@@ -315,43 +330,39 @@ class _TagCall(_Call):
 
     opening = "<function="
 
-    def __init__(self, parameters: Mapping[str, Mapping[str, Any]]) -> None:
-        super().__init__(parameters)
-        self._left = ""
-
     def read(self, text: str) -> int:
-        self._left += text
-        while not self.is_over and not self.is_wrong and self._advance():
-            pass
-        return len(text) - len(self._left) if self.is_over else len(text)
+        left = text
+        while not self.is_over and not self.is_wrong:
+            rest = self._advance(left)
+            if len(rest) == len(left):
+                break
+            left = rest
+        return len(text) - len(left)
 
-    def _advance(self) -> bool:
-        """Read the next tag, if all of it is there."""
+    def _advance(self, text: str) -> str:
+        """Read the next tag, if all of it is there; returns what is left."""
         if self.name is None:
-            name, end, rest = self._left.removeprefix(self.opening).partition(">")
+            name, end, rest = text.removeprefix(self.opening).partition(">")
             if end:
-                self.name, self._left = name, rest
-            return bool(end)
-        self._left = self._left.lstrip()
-        if self._left.startswith("</function>"):
-            self._left = self._left.removeprefix("</function>")
+                self.name = name
+            return rest if end else text
+        tag = text.lstrip()
+        if tag.startswith("</function>"):
             self.arguments += "}" if self.arguments else "{}"
             self.is_over = True
-            return False
-        if not self._left.startswith("<parameter="):
-            self.is_wrong = not any(
-                tag.startswith(self._left) for tag in ("</function>", "<parameter=")
-            )
-            return False
-        self.in_arguments = True
-        written, end, rest = self._left.removeprefix("<parameter=").partition("</parameter>")
+            self._know()
+            return tag.removeprefix("</function>")
+        if not tag.startswith("<parameter="):
+            self.is_wrong = not any(t.startswith(tag) for t in ("</function>", "<parameter="))
+            return text
+        self._know()
+        written, end, rest = tag.removeprefix("<parameter=").partition("</parameter>")
         if end:
             key, _, value = written.partition(">")
             value = value.removeprefix("\n").removesuffix("\n")
             self.arguments += ", " if self.arguments else "{"
             self.arguments += f"{json.dumps(key, ensure_ascii=False)}: {self._json(key, value)}"
-            self._left = rest
-        return bool(end)
+        return rest if end else text
 
     def _json(self, key: str, value: str) -> str:
         """An argument in JSON: as it is written where that is JSON and may be, else as a text."""

@@ -236,10 +236,10 @@ class ChatFormat(ChoicesFormat):
         if delta.logprobs is not None:
             table = json.dumps(_chat_logprobs(delta.logprobs, tokenizer), separators=(",", ":"))
         news = read_news(stream, delta)
-        content = "null" if news.calls and not news.text else quote(news.text)
-        calls = ""
-        if news.calls:
-            shown = [_call_delta(stream.request, delta.choice, call) for call in news.calls]
+        text, found, calls = news.text, news.calls, ""
+        content = "null" if found and not text else quote(text)
+        if found:
+            shown = [_call_delta(stream.request, delta.choice, call) for call in found]
             calls = f',"tool_calls":{json.dumps(shown, separators=(",", ":"))}'
         return f'"delta":{{{role}"content":{content}{calls}}},"logprobs":{table}'
 

@@ -32,7 +32,7 @@ def read_news(stream: OutputStream, delta: OutputDelta) -> ToolNews:
     """What a piece of output brings its reader: text, and calls where the request has tools."""
     request, choice = stream.request, delta.choice
     if request.tools is None:
-        return ToolNews(delta.text)
+        return ToolNews([delta.text] if delta.text else [])
     parser = stream.tool_parsers.get(choice)
     if parser is None:
         parser = stream.tool_parsers[choice] = request.tools.parser()
@@ -40,28 +40,36 @@ def read_news(stream: OutputStream, delta: OutputDelta) -> ToolNews:
         parser.push("".join(request.sequences[choice].pieces[: delta.first_index]))
     news = parser.push(delta.text)
     if delta.finish is not None:
-        rest = parser.flush()
-        news.text += rest.text
-        news.calls += rest.calls
+        news.pieces += parser.flush().pieces
     return news
 
 
 def read_answer(request: Request, sequence: SequenceRequest) -> tuple[str, list[FinishedCall]]:
     """The text and the calls of a finished sequence."""
+    items = read_items(request, sequence)
+    calls = [item for item in items if isinstance(item, FinishedCall)]
+    return "".join([item for item in items if isinstance(item, str)]), calls
+
+
+def read_items(request: Request, sequence: SequenceRequest) -> list[str | FinishedCall]:
+    """Texts and calls of a finished sequence, in order."""
     text = "".join(sequence.pieces) + sequence.tail
     if request.tools is None:
-        return text, []
+        return [text]
     parser = request.tools.parser()
-    calls: list[FinishedCall] = []
-    shown = ""
-    for news in (parser.push(text), parser.flush()):
-        shown += news.text
-        for call in news.calls:
-            if call.name is not None:
-                name = call_id(request, sequence.index, call.index)
-                calls.append(FinishedCall(name, call.name, ""))
-            calls[call.index].arguments += call.arguments
-    return shown, calls
+    items: list[str | FinishedCall] = []
+    for piece in parser.push(text).pieces + parser.flush().pieces:
+        last = items[-1] if items else None
+        if isinstance(piece, str):
+            if isinstance(last, str):
+                items.pop()
+            items.append(last + piece if isinstance(last, str) else piece)
+        elif piece.name is not None:
+            name = call_id(request, sequence.index, piece.index)
+            items.append(FinishedCall(name, piece.name, piece.arguments))
+        elif isinstance(last, FinishedCall):
+            last.arguments += piece.arguments
+    return items
 
 
 def stream_finish(stream: OutputStream, delta: OutputDelta) -> FinishReason | None:

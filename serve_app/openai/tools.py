@@ -81,7 +81,7 @@ def read_tools(body: ChatBody, model: ServedModel) -> ChatTools:
 
 
 def _check(tools: list[ToolBody]) -> None:
-    """Raises: InvalidRequest: A name stands twice, or all are too long together."""
+    """Raises: InvalidRequest: A name stands twice, parameters are no schema, or all too long."""
     seen: dict[str, int] = {}
     for i, tool in enumerate(tools):
         name = tool.function.name
@@ -92,6 +92,20 @@ def _check(tools: list[ToolBody]) -> None:
                 param=f"tools.{i}.function.name",
             )
         seen[name] = i
+        schema, field = tool.function.parameters or {}, f"tools.{i}.function.parameters"
+        properties, required = schema.get("properties") or {}, schema.get("required") or []
+        if not isinstance(properties, dict) or not all(
+            isinstance(value, dict | bool) for value in properties.values()
+        ):
+            raise InvalidRequest(
+                f"{field}.properties: must be an object of schemas, got {shown(properties)}",
+                param=f"{field}.properties",
+            )
+        if not isinstance(required, list) or not all(isinstance(n, str) for n in required):
+            raise InvalidRequest(
+                f"{field}.required: must be a list of names, got {shown(required)}",
+                param=f"{field}.required",
+            )
     size = sum(len(json.dumps(tool.function.parameters)) for tool in tools)
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(

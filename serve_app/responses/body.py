@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -26,11 +27,14 @@ from serve_app.openai.unsupported import RESPONSES
 TEXT_PARTS = ("input_text", "output_text", "text")
 CHAT_NAMES = {
     "max_completion_tokens": "max_output_tokens",
-    "response_format.json_schema.schema": "text.format.schema",
+    r"response_format\.json_schema\.schema": "text.format.schema",
     "response_format": "text.format",
     "messages": "input",
+    r"(tools\.\d+|tool_choice)\.function": r"\1",
 }
-"""Fields of the chat that a response is, and where their values are from."""
+"""Patterns of fields of the chat that a response is, and where their values are from."""
+MAX_NAME_CHARS = 512
+"""Of a call in the input: its id and its function."""
 
 
 class ResponseFunction(RequestBody):
@@ -125,6 +129,12 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         name: value for name in SAME if (value := getattr(body, name)) is not None
     }
     fields["messages"] = _messages(body)
+    if len(fields["messages"]) > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"input: {len(body.input):,} items besides instructions, above the limit of "
+            f"{MAX_MESSAGES - 1:,}",
+            param="input",
+        )
     if body.max_output_tokens is not None:
         fields["max_completion_tokens"] = body.max_output_tokens
     form = body.text.format if body.text is not None else None
@@ -161,10 +171,10 @@ def as_chat(body: ResponsesBody) -> ChatBody:
 
 def in_its_words(error: InvalidRequest) -> InvalidRequest:
     """An error about the chat, in the names of the response's fields."""
-    for chat_name, name in CHAT_NAMES.items():
-        if error.param is not None and error.param.startswith(chat_name):
-            param = name + error.param[len(chat_name) :]
-            message = error.message.replace(error.param, param, 1).replace(chat_name, name)
+    for pattern, name in CHAT_NAMES.items():
+        param, count = re.subn(rf"^{pattern}\b", name, error.param or "")
+        if count:
+            message = re.sub(rf"\b{pattern}\b", name, error.message)
             return type(error)(message, param=param, code=error.code)
     return error
 
@@ -183,14 +193,19 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             for name, value in (function | {"call_id": item.get("call_id")}).items():
-                _require_text(value, f"input.{i}.{name}")
+                most = None if name == "arguments" else MAX_NAME_CHARS
+                _require_text(value, f"input.{i}.{name}", most)
             call = {"id": item["call_id"], "type": "function", "function": function}
             if messages and messages[-1]["role"] == "assistant":
                 messages[-1].setdefault("tool_calls", []).append(call)
+                if len(messages[-1]["tool_calls"]) > MAX_TOOLS:
+                    raise InvalidRequest(
+                        f"input.{i}: more than {MAX_TOOLS} calls in one turn", param=f"input.{i}"
+                    )
             else:
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         elif kind == "function_call_output":
-            _require_text(item.get("call_id"), f"input.{i}.call_id")
+            _require_text(item.get("call_id"), f"input.{i}.call_id", MAX_NAME_CHARS)
             output = _content(item.get("output"), f"input.{i}.output")
             message = {"role": "tool", "tool_call_id": item["call_id"], "content": output}
             messages.append(message)
@@ -227,6 +242,8 @@ def _content(value: Any, field: str) -> str:
     return str(value)
 
 
-def _require_text(value: Any, field: str) -> None:
+def _require_text(value: Any, field: str, most: int | None = None) -> None:
     if not isinstance(value, str):
         raise InvalidRequest(f"{field}: must be text, got {shown(value)}", param=field)
+    if most is not None and len(value) > most:
+        raise InvalidRequest(f"{field}: has more than {most} characters", param=field)

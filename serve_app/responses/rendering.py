@@ -11,7 +11,7 @@ from quadriga.errors import QuadrigaError
 from quadriga.text import TextTokenizer
 from quadriga.text.tool_parser import CallNews
 from serve_app.openai.rendering import StreamFormat, usage
-from serve_app.openai.tool_output import FinishedCall, call_id, read_answer, read_news
+from serve_app.openai.tool_output import FinishedCall, call_id, read_items, read_news
 from serve_app.request.request import OutputDelta, OutputStream, Request
 from serve_app.responses.body import ResponsesBody
 
@@ -39,11 +39,11 @@ class ResponsesFormat(StreamFormat):
             out += [self._event(f"response.{name}", response=begun)
                     for name in ("created", "in_progress")]  # fmt: skip
         for delta in deltas:
-            news = read_news(stream, delta)
-            if news.text:
-                out += self._text(request, news.text)
-            for call in news.calls:
-                out += self._call(request, call)
+            for piece in read_news(stream, delta).pieces:
+                if isinstance(piece, str):
+                    out += self._text(request, piece)
+                else:
+                    out += self._call(request, piece)
             if delta.finish is not None and not self._items:
                 out += self._text(request, "")
         return b"".join(out)
@@ -61,13 +61,15 @@ class ResponsesFormat(StreamFormat):
 
     def whole(self, request: Request, tokenizer: TextTokenizer) -> dict[str, Any]:
         """The answer of a request that does not stream."""
-        sequence = request.sequences[0]
-        text, calls = read_answer(request, sequence)
-        status, items = _status(request), list[dict[str, Any]]()
-        if text or not calls:
-            items.append(_message(request, len(items), text, status))
-        items += [_function_call(request, call, "completed") for call in calls]
-        return self._response(request, status, items)
+        found = read_items(request, request.sequences[0]) or [""]
+        items = [
+            _message(request, i, item, "completed")
+            if isinstance(item, str)
+            else _function_call(request, item, "completed")
+            for i, item in enumerate(found)
+        ]
+        items[-1]["status"] = _status(request)
+        return self._response(request, _status(request), items)
 
     def _text(self, request: Request, text: str) -> list[bytes]:
         out = []

@@ -307,6 +307,16 @@ def test_a_gap_in_a_stream_is_an_error() -> None:
         progress.take(pb.GenerateResponse(choices=[pb.ChoiceDelta(first_token_index=1)]))
 
 
+def test_usage_comes_though_the_last_choice_had_ended_before_a_break() -> None:
+    progress = StreamProgress(make_request("x", None, None, {"n": 2}))
+    ends = [pb.ChoiceDelta(index=i, finish_reason=pb.FINISH_REASON_STOP) for i in (0, 1)]
+    progress.take(pb.GenerateResponse(choices=ends[1:]))
+    usage = pb.Usage(completion_tokens=4)
+    (piece,) = progress.take(pb.GenerateResponse(choices=ends, usage=usage))
+    assert (piece.index, piece.usage and piece.usage.completion_tokens) == (0, 4)
+    assert progress.is_complete
+
+
 def test_no_text_is_read_twice() -> None:
     """The text of tokens that are told again cannot be told from the text of new ones."""
     progress = StreamProgress(make_request("x", None, None, {}))

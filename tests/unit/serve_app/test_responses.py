@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.unit.serve_app.conftest import MakeStand, Stand
+import pytest
+
+from tests.unit.serve_app.conftest import MODEL, MakeStand, Stand
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}}
@@ -28,21 +30,86 @@ async def test_a_stream_of_text_and_calls(make_stand: MakeStand) -> None:
     last = seen[-1]
     assert last["type"] == "response.completed"
 
-    def shown(items: list[dict[str, Any]]) -> list[Any]:
-        return [
-            item["content"][0]["text"] if item["type"] == "message" else item["arguments"]
-            for item in items
-        ]
-
     assert shown(last["response"]["output"]) == shown(whole["output"])
-    assert shown(whole["output"]) == ["Well: ", '{"a": 1}', "{}"]
-    assert {item["status"] for item in last["response"]["output"]} == {"completed"}
+    texts = ["Well: ", '{"a": 1}', "{}"]
+    assert shown(whole["output"]) == [(text, "completed") for text in texts]
     added = [e["item"] for e in seen if e["type"] == "response.output_item.added"]
     done = [e["item"] for e in seen if e["type"] == "response.output_item.done"]
     assert [a["id"] for a in added] == [d["id"] for d in done]
     assert [a["status"] for a in added] == ["in_progress"] * 3
     assert done == last["response"]["output"]
     assert len({a["id"] for a in added}) == 3
+
+
+def shown(items: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [
+        (i["content"][0]["text"] if i["type"] == "message" else i["arguments"], i["status"])
+        for i in items
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 50])
+async def test_items_stand_in_the_answers_order_however_tokens_come(
+    make_stand: MakeStand, size: int
+) -> None:
+    call = '<tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>'
+    stand = await make_stand(says=f"{call} and {call} done", tokens_per_step=size)
+    body = {"input": "1 + 1?", "tools": [TOOL], "seed": 3}
+    whole = (await stand.http.post(PATH, json=body)).json()
+    last = events((await stand.http.post(PATH, json=body | {"stream": True})).text)[-1]
+    texts = ['{"a": 1}', " and ", '{"a": 1}', " done"]
+    assert shown(last["response"]["output"]) == shown(whole["output"])
+    assert shown(whole["output"]) == [(text, "completed") for text in texts]
+
+
+async def test_the_last_item_of_an_answer_that_was_cut_is_incomplete(
+    make_stand: MakeStand,
+) -> None:
+    stand = await make_stand(says=SAID)
+    end = len(MODEL.tokenizer.encode(SAID[: SAID.index("1}")]))
+    body = {"input": "1 + 1?", "tools": [TOOL], "seed": 3, "max_output_tokens": end}
+    whole = (await stand.http.post(PATH, json=body)).json()
+    last = events((await stand.http.post(PATH, json=body | {"stream": True})).text)[-1]
+    assert whole["status"] == "incomplete"
+    assert [status for _, status in shown(whole["output"])] == ["completed", "incomplete"]
+    assert shown(last["response"]["output"]) == shown(whole["output"])
+
+
+CALL = {"type": "function_call", "call_id": "1", "name": "a", "arguments": "{}"}
+LONG = "a" * 513
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tools": [TOOL, TOOL]}, "tools.1.name", "tools.0 as"),
+        ({"tools": [TOOL | {"name": "a b"}]}, "tools.0.name", "tools.0.name: String"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "name": "b"}},
+            "tool_choice.name",
+            "tool_choice.name: 'b'",
+        ),
+        ({"tools": [TOOL | {"parameters": {"required": 5}}]}, "tools.0.parameters.required", ""),
+        ({"input": [CALL] * 129}, "input.128", "128 calls"),
+        ({"input": [CALL | {"call_id": LONG}]}, "input.0.call_id", "512"),
+        ({"input": [CALL | {"name": LONG}]}, "input.0.name", "512"),
+        (
+            {"input": [{"role": "user", "content": "a"}] * 4096, "instructions": "b"},
+            "input",
+            "4,096 items besides instructions, above the limit of 4,095",
+        ),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+async def test_errors_name_fields_that_there_are(
+    stand: Stand, fields: dict[str, Any], param: str, message: str
+) -> None:
+    reply = await stand.http.post(PATH, json={"input": "a"} | fields)
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["param"] == param
+    assert message in error["message"]
+    assert ".function" not in error["message"]
 
 
 async def test_a_stream_is_not_taken_up_again(stand: Stand) -> None:

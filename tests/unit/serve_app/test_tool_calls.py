@@ -155,6 +155,11 @@ def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
         ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools"),
         ({"tools": [tool(parameters={"enum": ["a" * 200_000]})]}, "tools"),
         ({"tools": [tool(parameters=5)]}, "tools.0.function.parameters"),
+        *(
+            ({"tools": [tool(parameters={key: value})]}, f"tools.0.function.parameters.{key}")
+            for key, values in (("properties", ([1], "x", {"a": 5})), ("required", (5, [1], "a")))
+            for value in values
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [tool()], "tool_choice": "sometimes"}, "tool_choice"),
         (

@@ -210,7 +210,7 @@ def test_what_only_looks_like_a_call_is_text(form: ToolFormat, text: str) -> Non
     for size in (1, 5, len(text)):
         shown, calls = read(form, text, size)
         assert not calls, size
-        assert "".join(shown.split()) == "".join(text.split()), size
+        assert shown == text, size
 
 
 def allows(grammar: Grammar, text: str) -> bool:
@@ -265,6 +265,14 @@ def test_a_schema_whose_parameters_are_not_listed_is_not_forced_in_tags() -> Non
     )
     grammars_of(CHECKPOINT).prepare(free)
     assert allows(free, written("QWEN_CODER", ("any", {"a": "1", "b": "x y"})))
+
+
+def test_schemas_that_are_true_or_false_are_held_in_tags() -> None:
+    schema: dict[str, Any] = {"properties": {"a": True, "b": False}, "required": None, "$defs": {}}
+    grammar = QWEN_TAGS.grammar([{"name": "any", "parameters": schema}], is_parallel=False, ids={})
+    grammars_of(CHECKPOINT).prepare(grammar)
+    assert allows(grammar, written("QWEN_CODER", ("any", {"a": 1})))
+    assert not allows(grammar, written("QWEN_CODER", ("any", {"b": 1})))
 
 
 def served(template: str) -> ServedModel:

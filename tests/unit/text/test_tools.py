@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -19,6 +20,8 @@ from quadriga.text.tool_formats import (
     LLAMA,
     MAX_CALLS,
     MISTRAL,
+    MISTRAL_ARGS,
+    QWEN_TAGS,
     ToolFormat,
 )
 from quadriga.text.tool_parser import ToolParser
@@ -99,6 +102,56 @@ def test_what_only_looks_like_a_call_is_text(form: ToolFormat, text: str) -> Non
     for size in (1, 5, max(1, len(text))):
         pieces = cut(text, size)
         assert read(form, pieces) == (text, [])
+
+
+FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[", "]", ", ", "; ", " ", "\n", "{",
+    "}", "words", "<tool", '{"name": "nobody", "arguments": {"a": [1]}}', '{"a": [1]}',
+    '{"name": "add", "arguments": {"a": "x "} }', '{"name": "add", "parameters": }',
+    "add[ARGS]{}", "nobody[ARGS]{}",
+    '{"name": "add", "arguments": {}, "name": "nobody"}', '{"arguments": {}, "name": "add"}',
+    '{"name": "add", "arguments": {"a": 1}, 5: 6', "<function=add>", "</function>", "<function=no>",
+    "<parameter=a>\n1\n</parameter>", "add[CALL_ID]abc[ARGS]{", "b" * 5000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [*FORMS, MISTRAL_ARGS, QWEN_TAGS])
+def test_how_an_answer_is_cut_changes_nothing_and_loses_no_text(form: ToolFormat) -> None:
+    rng, num_called = random.Random(9), 0
+    other = {
+        MISTRAL_ARGS: "[TOOL_CALLS]add[ARGS]{}",
+        QWEN_TAGS: "<tool_call>\n<function=add>\n</function>\n</tool_call>",
+    }
+    good = other.get(form) or written(form, [TWO])
+    for _ in range(300):
+        parts = rng.choices([*FRAGMENTS[:-1], *[good, form.opening] * 4], k=rng.randint(1, 9))
+        if rng.random() < 0.02:
+            parts.insert(rng.randint(0, len(parts)), FRAGMENTS[-1])
+        text = "".join(parts)[: rng.randint(1, 8000)]
+        shown, calls = whole = read(form, [text])
+        assert calls or shown == text
+        num_called += bool(calls)
+        for size in (1, 2, rng.randint(3, 20)):
+            assert read(form, cut(text, size)) == whole, (text, size)
+    assert num_called > 50
+
+
+@pytest.mark.parametrize(
+    ("form", "behind"),
+    [
+        (LISTED, 'See <tool_call>[{"name": "nope", "arguments": {}}] and'),
+        (LISTED, ' or\n <tool_call>[ {"name": "nope", "arguments": {}}]</tool_call> more'),
+        (HERMES, '\n<tool_call>\n{"name": "nope", "arguments": {}}\n</tool_call>'),
+        (MISTRAL, " words"),
+        (LLAMA, ' {"a": [1]}'),
+    ],
+)
+def test_what_stands_behind_a_call_and_is_none_is_text(form: ToolFormat, behind: str) -> None:
+    for before, calls in (("", []), (written(form, [ROME]), [ROME])):
+        for size in (1, 5, 500):
+            shown, found = read(form, cut(before + behind, size))
+            assert found == calls
+            assert shown == behind, size
 
 
 def test_a_mark_without_a_call_is_text() -> None:
