@@ -32,6 +32,7 @@ class Panel:
     queries: tuple[tuple[str, str], ...]
     unit: str = "short"
     is_stacked: bool = False
+    can_be_negative: bool = False
 
 
 def quantiles(name: str, by: str = "", *, of: Sequence[float] = (0.5, 0.99)) -> Any:
@@ -174,7 +175,8 @@ DASHBOARDS: dict[str, tuple[str, list[list[Panel]]]] = {
             [
                 Panel("Profit of splits", "Time saved, as forecast and as measured; they should "
                       "rise alike.",
-                      (("sum by (kind) (quadriga_rebatching_profit_seconds)", "{{kind}}"),), "s"),
+                      (("sum by (kind) (quadriga_rebatching_profit_seconds)", "{{kind}}"),), "s",
+                      can_be_negative=True),
                 Panel("Carried on with their batch", "Share of tokens that could have left.",
                       (("sum by (replica) (rate(quadriga_involuntary_stays_total[5m])) / "
                         "sum by (replica) (rate(quadriga_emitted_tokens_total[5m]))",
@@ -298,6 +300,7 @@ def _panel(number: int, panel: Panel, grid: dict[str, int]) -> dict[str, Any]:
     custom = {"fillOpacity": 30 if panel.is_stacked else 0, "showPoints": "never"}
     if panel.is_stacked:
         custom["stacking"] = {"mode": "normal"}  # type: ignore[assignment]
+    lowest = {} if panel.can_be_negative else {"min": 0}
     return {
         "id": number,
         "type": "timeseries",
@@ -306,7 +309,7 @@ def _panel(number: int, panel: Panel, grid: dict[str, int]) -> dict[str, Any]:
         "datasource": SOURCE,
         "gridPos": grid,
         "fieldConfig": {
-            "defaults": {"unit": panel.unit, "min": 0, "custom": custom},
+            "defaults": {"unit": panel.unit, **lowest, "custom": custom},
             "overrides": [],
         },
         "options": {

@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"results: {folder}")
     if result.was_interrupted:
         return EXIT_INTERRUPTED
-    failed = any(record.verdict.faults for record in result.records)
+    failed = result.texts_not_verified or any(r.verdict.faults for r in result.records)
     return EXIT_FAILED if failed or not any(one.ok for one in figures) else EXIT_OK
 
 

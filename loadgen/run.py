@@ -28,7 +28,7 @@ REPORT_WIDTH = 100
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; 0 only when no response failed its check and at least one passed."""
+    """Run the command; 0 only when all checks were made, none failed, and a response passed."""
     console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
     arrivals = parse_arrivals(args.arrivals or ("trace" if args.trace else "closed:8"))
     earlier = EarlierAnswers.read(args.same_as) if args.same_as else None
@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"results: {folder}")
     if result.was_interrupted:
         return EXIT_INTERRUPTED
-    return EXIT_FAILED if summary.failed or not summary.ok else EXIT_OK
+    has_failed = summary.failed or not summary.ok or summary.texts_not_verified
+    return EXIT_FAILED if has_failed else EXIT_OK
 
 
 async def _run(

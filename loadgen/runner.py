@@ -35,7 +35,7 @@ class Record:
 
     Attributes:
         scheduled_s: When it should have been sent; in a closed loop, when its place was free.
-        sent_s: When its last attempt was sent.
+        sent_s: When its first attempt was sent.
         attempts: 1, plus one per honoured refusal.
         score: Whether the answer was right; None where nothing scores it.
     """
@@ -52,8 +52,8 @@ class Record:
 
     @property
     def lag_s(self) -> float:
-        """How late the generator was; meaningless after retries."""
-        return self.sent_s - self.scheduled_s if self.attempts == 1 else 0.0
+        """How late the generator was."""
+        return self.sent_s - self.scheduled_s
 
 
 Follow = Callable[[Record], Awaitable[RequestSpec | None]]
@@ -129,6 +129,7 @@ class RunResult:
         failed_captures: (request index, capture) of failed requests.
         cpu_s: CPU time this process spent while the load ran.
         was_interrupted: Requests not yet ended were given up; `records` lacks them.
+        texts_not_verified: Why the check that was asked for could not be made.
     """
 
     start_s: float
@@ -138,6 +139,7 @@ class RunResult:
     records: list[Record] = field(default_factory=list)
     failed_captures: list[tuple[int, Capture]] = field(default_factory=list)
     was_interrupted: bool = False
+    texts_not_verified: str = ""
 
 
 async def run_load(
@@ -281,15 +283,16 @@ class _LoadRun:
         self.live.sent += 1
         if self.observer is not None:
             self.observer.sent(spec, scheduled_s)
-        attempts = 0
+        attempts, first_sent_s = 0, 0.0
         while True:
             attempts += 1
             capture = await call()
+            first_sent_s = capture.sent_s if attempts == 1 else first_sent_s
             record = Record(
                 spec,
                 request_id,
                 scheduled_s,
-                capture.sent_s,
+                first_sent_s,
                 capture.ended_s,
                 attempts,
                 capture.num_bytes,

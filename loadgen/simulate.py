@@ -53,6 +53,7 @@ EXIT_OK, EXIT_FAILED = 0, 1
 REPORT_WIDTH = 120
 DEFAULT_DURATION_S = 2000.0
 DEFAULT_SHARE = 0.99
+DEFAULT_STAYS = 0.07
 MAX_TIME_S = 1e8
 MIN_BANDWIDTH_GBIT = 1e-3
 _GBIT = 1e9 / 8
@@ -149,8 +150,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--stays",
         type=number(0, 1),
-        default=0.07,
-        help="of the tokens that reach that exit, those that go on; with --front",
+        help="of the tokens that reach that exit, those that go on; with --front; default: "
+        f"{DEFAULT_STAYS:g}",
     )
     cluster.add_argument(
         "--full-depth-share",
@@ -209,6 +210,7 @@ def run(args: argparse.Namespace) -> int:
     What a run had when it was broken off is written down, too.
     """
     _check(args)
+    args.stays = args.stays or DEFAULT_STAYS
     load = _load(args, 1.0)
     config = SimConfig(
         profile=find_profile(args.profile),
@@ -284,6 +286,11 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{option}: not for --{source}, but for --{wanted}; leave it out", param=option
             )
+    for name in ("stays", "full_depth_share", "quality_budget", "strict_share"):
+        needed = "depths" if name == "strict_share" else "front"
+        if getattr(args, name) and not getattr(args, needed):
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option}: goes with --{needed}; leave it out", param=option)
     if args.record is None:
         return
     if len(set(args.policy)) > 1 or args.find_capacity is not None:

@@ -53,7 +53,10 @@ class Stage:
     async def finish(self, result: RunResult) -> None:
         """After the load: compare texts with their token ids, score answers."""
         if self.args.verify_text and not result.was_interrupted:
-            await verify_texts(self.http, self.target.model, result.records)
+            try:
+                await verify_texts(self.http, self.target.model, result.records)
+            except ConfigError as exc:  # what was measured is not lost for it
+                result.texts_not_verified = exc.message
         score(result.records)
 
     def header(self, kind: str, result: RunResult) -> dict[str, Any]:
@@ -119,10 +122,12 @@ async def _warm_up(stage: Stage) -> None:
 
 
 def print_failures(console: Console, result: RunResult) -> None:
-    """Print the first failed requests with their first faults."""
+    """Print the first failed requests with their first faults, and a check that was not made."""
     failed = [record for record in result.records if record.verdict.faults]
     for record in failed[:MAX_FAILURES_SHOWN]:
         faults = "; ".join(map(str, record.verdict.faults[:3]))
         console.print(f"request {record.spec.index}: {faults}", style="red", markup=False)
     if len(failed) > MAX_FAILURES_SHOWN:
         console.print(f"… and {len(failed) - MAX_FAILURES_SHOWN} more; see the results")
+    if result.texts_not_verified:
+        console.print(f"texts not verified: {result.texts_not_verified}", style="red", markup=False)

@@ -22,7 +22,7 @@ EXIT_NOTHING_KNOWN = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("request_id", help="as answers give it: id, or the header x-request-id")
+    parser.add_argument("request_id", help="an answer's id; response_id in run.jsonl")
     parser.add_argument("--json", action="store_true", help="print the decisions as they are")
     add_admin_arguments(parser)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,11 @@ def main(argv: list[str] | None = None) -> int:
         addresses = _addresses(options)
         addresses.check()
         addresses.to_environment()
-        prepare_environment(haproxy=options.haproxy)
-        arguments, note = _with_admin_port(_arguments(options.config, options.settings))
+        prepare_environment(haproxy=options.haproxy, has_grpc=not options.no_grpc)
+        arguments, note = _with_admin_port(
+            _arguments(options.config, options.settings),
+            {options.http_port, options.grpc_port, options.https_port, options.grpc_tls_port},
+        )
         config = load_config(arguments)
         keys = ApiKeys.load(config.auth)
         if not keys.digests and not is_loopback(options.host):
@@ -160,8 +164,13 @@ def _addresses(options: argparse.Namespace) -> Addresses:
     )
 
 
-def _with_admin_port(arguments: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The settings with the admin port on, unless they say otherwise or another service has it.
+def _with_admin_port(
+    arguments: dict[str, Any], others: Collection[int] = ()
+) -> tuple[dict[str, Any], str]:
+    """The settings with the admin port on, unless they say otherwise or it is taken.
+
+    Args:
+        others: Ports of the clients.
 
     Returns:
         The settings, and the banner's line about a port that is taken.
@@ -171,10 +180,11 @@ def _with_admin_port(arguments: dict[str, Any]) -> tuple[dict[str, Any], str]:
         return arguments, ""
     if ADMIN_PORT_VARIABLE in os.environ:
         return arguments | {"admin.port": _port(ADMIN_PORT_VARIABLE, 0, least=0) or None}, ""
-    if is_free(DEFAULT_ADMIN_PORT):
+    if DEFAULT_ADMIN_PORT not in others and is_free(DEFAULT_ADMIN_PORT):
         return arguments | {"admin.port": DEFAULT_ADMIN_PORT}, ""
     return arguments | {"admin.port": None}, (
-        f"\n  no live page and metrics: port {DEFAULT_ADMIN_PORT} is taken by another process; "
+        f"\n  no live page and metrics: port {DEFAULT_ADMIN_PORT} is taken by "
+        f"{'clients' if DEFAULT_ADMIN_PORT in others else 'another process'}; "
         "admin.port=PORT chooses another\n"
     )
 
@@ -228,13 +238,19 @@ def _own_key() -> tuple[str, Path]:
     """The key this machine made for itself, made now if there is none; its file is private."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     path = state / "quadriga" / KEY_FILE
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if path.is_file() and (key := path.read_text(encoding="utf-8").strip()):
-        return key, path
-    key = make_key()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
-        handle.write(key + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if path.is_file() and (key := path.read_text(encoding="utf-8").strip()):
+            return key, path
+        key = make_key()
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
+            handle.write(key + "\n")
+    except OSError as exc:
+        raise ConfigError(
+            f"{path.parent} cannot hold the key that is made for you ({exc}); set XDG_STATE_HOME "
+            f"to a folder that can be written, or {KEY_VARIABLE} to a key"
+        ) from exc
     return key, path
 
 

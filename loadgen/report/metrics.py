@@ -74,6 +74,7 @@ class LoadSummary:
     """Figures of one run.
 
     Attributes:
+        refused_attempts: With those after which a request was sent again.
         duration_s: First send to last end.
         tokens_per_write: Output tokens over writes that brought any.
         exits: Layers run → tokens, of requests whose service told.
@@ -86,11 +87,13 @@ class LoadSummary:
         turns: Their requests by place in the conversation; late ones together.
         unsent: Why conversations were broken off → turns that were therefore not sent.
         was_interrupted: What had not ended is missing.
+        texts_not_verified: See `RunResult`.
     """
 
     requests: int = 0
     ok: int = 0
     refused: int = 0
+    refused_attempts: int = 0
     failed: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     duration_s: float = 0.0
@@ -116,6 +119,7 @@ class LoadSummary:
     turns: list[TurnSummary] = field(default_factory=list)
     unsent: dict[str, int] = field(default_factory=dict)
     was_interrupted: bool = False
+    texts_not_verified: str = ""
 
     @property
     def generator_is_slow(self) -> bool:
@@ -198,6 +202,7 @@ def summarise(
         requests=len(records),
         ok=outcomes[Outcome.OK],
         refused=outcomes[Outcome.REFUSED],
+        refused_attempts=outcomes[Outcome.REFUSED] + sum(r.attempts - 1 for r in records),
         failed=outcomes[Outcome.FAILED],
         faults=_count_faults(records),
         slo=slo,
@@ -206,11 +211,12 @@ def summarise(
         turns=_turns(records),
         unsent=dict(unsent or {}),
         was_interrupted=result.was_interrupted,
+        texts_not_verified=result.texts_not_verified,
     )
     summary.retry_after = Distribution.of(
         r.verdict.retry_after_s for r in records if r.verdict.retry_after_s is not None
     )
-    summary.lag = Distribution.of(record.lag_s for record in records if record.attempts == 1)
+    summary.lag = Distribution.of(record.lag_s for record in records)
     if not records:
         return summary
     first_s = min(record.sent_s for record in records)

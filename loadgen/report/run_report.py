@@ -55,6 +55,7 @@ def request_line(record: Record, start_s: float) -> dict[str, Any]:
         "kind": "request",
         "index": spec.index,
         "request_id": record.request_id,
+        "response_id": verdict.response_id,
         "endpoint": spec.endpoint,
         "stream": spec.stream,
         "task": spec.task,
@@ -169,6 +170,8 @@ def _totals_table(summary: LoadSummary) -> Table:
     table.add_column(justify="right")
     table.add_row("requests: passed every check", f"{summary.ok:,} of {summary.requests:,}")
     table.add_row("refused (429)", f"{summary.refused:,}")
+    if summary.refused_attempts > summary.refused:
+        table.add_row("refused attempts, with retried ones", f"{summary.refused_attempts:,}")
     table.add_row("failed", f"[red]{summary.failed:,}[/red]" if summary.failed else "0")
     table.add_row("duration", f"{summary.duration_s:,.2f} s")
     table.add_row("requests/s", f"{summary.requests_per_s:,.3f}")

@@ -22,6 +22,7 @@ from loadgen.wire.http_wire import Response, ResponseReader, parse_response
 from quadriga.errors import ConfigError
 
 MAX_RESPONSE_BYTES = 256 << 20
+MAX_REFUSALS, MAX_REFUSAL_WAIT_S = 10, 60.0  # of a call of a helper route
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class HttpClient:
         return capture
 
     async def fetch(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Call a helper route; return (status, JSON document or None).
+        """Call a helper route, again where it says when; return (status, JSON document or None).
 
         Raises:
             ConnectionError: No complete HTTP response came.
@@ -147,11 +148,16 @@ class HttpClient:
         return status, answer.decode(errors="replace")
 
     async def _fetch(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        capture = await self.send(self._request(method, path, body, {}))
-        response: Response = parse_response(capture.reads) if capture.reads else Response()
-        if capture.fault or not response.complete or response.faults:
-            detail = capture.fault or "; ".join(response.faults) or "no response"
-            raise ConnectionError(f"{method} {path} on {self.address.host_header}: {detail}")
+        for refusals_left in reversed(range(MAX_REFUSALS + 1)):
+            capture = await self.send(self._request(method, path, body, {}))
+            response: Response = parse_response(capture.reads) if capture.reads else Response()
+            if capture.fault or not response.complete or response.faults:
+                detail = capture.fault or "; ".join(response.faults) or "no response"
+                raise ConnectionError(f"{method} {path} on {self.address.host_header}: {detail}")
+            after = response.headers.get("retry-after", "")
+            if response.status != 429 or not after.isdecimal() or not refusals_left:
+                break
+            await asyncio.sleep(min(float(after), MAX_REFUSAL_WAIT_S))
         return response.status, response.body.data
 
     def _request(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:

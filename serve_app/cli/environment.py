@@ -24,7 +24,7 @@ def haproxy_enabled() -> bool:
     return os.environ.get(HAPROXY_VARIABLE) == "1"
 
 
-def prepare_environment(*, haproxy: bool = False) -> None:
+def prepare_environment(*, haproxy: bool = False, has_grpc: bool = True) -> None:
     """Fill in what is not set yet; call before Ray is imported.
 
     With several ingresses, calls with the same idempotency key must reach the same one: Serve's
@@ -60,4 +60,4 @@ def prepare_environment(*, haproxy: bool = False) -> None:
         if BINARY_VARIABLE not in os.environ:
             from serve_app.http.haproxy import starter_script
 
-            os.environ[BINARY_VARIABLE] = str(starter_script())
+            os.environ[BINARY_VARIABLE] = str(starter_script(has_grpc=has_grpc))

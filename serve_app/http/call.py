@@ -29,6 +29,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+MAX_QUERY_FIELDS = 32
 CLIENT_GONE = Cancelled.http_status
 UNCOUNTED = frozenset(
     f"GET /{name}" for name in ("health", "ping", "live", "metrics", "metrics/endpoint")
@@ -61,8 +62,15 @@ class Call:
 
     @property
     def query(self) -> dict[str, str]:
-        """The parameters of the URL; of one named more than once, the last."""
-        return dict(parse_qsl(self.scope["query_string"].decode("latin-1"), max_num_fields=32))
+        """The parameters of the URL; of one named more than once, the last.
+
+        Raises: InvalidRequest: There are too many.
+        """
+        text = self.scope["query_string"].decode("latin-1")
+        try:
+            return dict(parse_qsl(text, max_num_fields=MAX_QUERY_FIELDS))
+        except ValueError as exc:
+            raise InvalidRequest(f"query: more than {MAX_QUERY_FIELDS} fields") from exc
 
     @property
     def route(self) -> str:

@@ -149,6 +149,11 @@ class HttpGeneration:
         """The request under the caller's idempotency key, or this one, begun."""
         given = call.headers.get("idempotency-key")
         if given is None:
+            if _is_resumption(call):
+                raise InvalidRequest(
+                    "x-resume-index: needs the header idempotency-key of the request that broke",
+                    param="x-resume-index",
+                )
             return self._engine_client.open(request, caller=caller)
         key = check_key(given, "idempotency-key")
         fingerprint = hashlib.sha256(call.path.encode() + b"\0" + raw).digest()

@@ -92,7 +92,8 @@ frontend quadriga_https
 
 backend quadriga_http
     server local 127.0.0.1:{http_port}
-
+"""
+GRPC_TLS_CONFIG = """
 frontend quadriga_grpc_tls
     bind {host}:{grpc_tls_port} ssl crt {bundle} alpn h2 ssl-min-ver TLSv1.2{client}
     default_backend quadriga_grpc
@@ -142,7 +143,12 @@ s|return status 503 content-type text/plain string "[^"]*"|return {no_server}|
 
 
 def starter_script(
-    folder: Path | None = None, *, tls: Tls | None = None, http_port: int = 0, grpc_port: int = 0
+    folder: Path | None = None,
+    *,
+    tls: Tls | None = None,
+    http_port: int = 0,
+    grpc_port: int = 0,
+    has_grpc: bool = True,
 ) -> Path:
     """Write the script that starts HAProxy, and what belongs to it; return its path.
 
@@ -164,12 +170,9 @@ def starter_script(
         texts = {"haproxy-limited": _script(folder)}
     else:
         tls.check()
-        texts = _with_tls(
-            folder,
-            tls,
-            http_port or port_variable(PLAIN_HTTP_PORT_VARIABLE, 8000),
-            grpc_port or port_variable(PLAIN_GRPC_PORT_VARIABLE, 9000),
-        )
+        http_port = http_port or port_variable(PLAIN_HTTP_PORT_VARIABLE, 8000)
+        grpc_port = grpc_port or port_variable(PLAIN_GRPC_PORT_VARIABLE, 9000)
+        texts = _with_tls(folder, tls, http_port, grpc_port if has_grpc else None)
     texts |= _error_files() | {_REWRITE_NAME: _rewrite(folder)}
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -183,12 +186,13 @@ def starter_script(
     return folder / next(iter(texts))
 
 
-def _with_tls(folder: Path, tls: Tls, http_port: int, grpc_port: int) -> dict[str, str]:
+def _with_tls(folder: Path, tls: Tls, http_port: int, grpc_port: int | None) -> dict[str, str]:
     """Script and configuration by name; services with other certificates have other names."""
     mark = hashlib.sha256(repr((tls, http_port, grpc_port)).encode()).hexdigest()[:12]
     bundle = folder / f"haproxy-{mark}.pem"
-    client = f" ca-file {tls.client_ca} verify required" if tls.client_ca else ""
-    config = TLS_CONFIG.format(
+    cert, key, out = map(_quoted, (tls.cert, tls.key, bundle))
+    client = f" ca-file {_quoted(tls.client_ca)} verify required" if tls.client_ca else ""
+    config = (TLS_CONFIG if grpc_port is None else TLS_CONFIG + GRPC_TLS_CONFIG).format(
         host=tls.host or "*",
         https_port=tls.https_port,
         grpc_tls_port=tls.grpc_port,
@@ -196,19 +200,19 @@ def _with_tls(folder: Path, tls: Tls, http_port: int, grpc_port: int) -> dict[st
         grpc_port=grpc_port,
         head_s=HEAD_S,
         idle_s=IDLE_S,
-        bundle=bundle,
+        bundle=out,
         client=client,
         errors=_error_lines(folder),
         no_route=_answers(folder)["no_route"],
     )
     extra = folder / f"haproxy-{mark}.cfg"
-    cert, key, out = (shlex.quote(str(path)) for path in (tls.cert, tls.key, bundle))
     # HAProxy wants both in one file; made at every start, so that an exchanged one counts. Ours
     # comes after Serve's configuration, whose `global` section must be the first.
     script = _script(
         folder,
-        before=f"(umask 077; cat {cert} {key} > {out}.$$ && mv {out}.$$ {out}) || exit 1\n",
-        after=f" -f {shlex.quote(str(extra))}",
+        before=f"(umask 077; (cat {cert} && echo && cat {key}) > {out}.$$ && "
+        f"mv {out}.$$ {out}) || exit 1\n",
+        after=f" -f {_quoted(extra)}",
     )
     return {f"haproxy-{mark}": script, extra.name: config}
 
@@ -216,10 +220,15 @@ def _with_tls(folder: Path, tls: Tls, http_port: int, grpc_port: int) -> dict[st
 def _script(folder: Path, *, before: str = "", after: str = "") -> str:
     return SCRIPT.format(
         before=before,
-        rewrite=shlex.quote(str(folder / _REWRITE_NAME)),
-        binary=shlex.quote(_binary()),
+        rewrite=_quoted(folder / _REWRITE_NAME),
+        binary=_quoted(_binary()),
         after=after,
     )
+
+
+def _quoted(path: Path | str) -> str:
+    """A word for a shell and for HAProxy, which reads quotes alike."""
+    return shlex.quote(str(path))
 
 
 def _rewrite(folder: Path) -> str:
@@ -237,15 +246,15 @@ def _answers(folder: Path) -> dict[str, str]:
     """What stands behind `http-request return` where there is no route, and no server."""
     return {
         "no_route": "status 404 content-type application/json hdr x-should-retry false "
-        f'file "{folder / NO_ROUTE}"',
+        f"file {_quoted(folder / NO_ROUTE)}",
         "no_server": "status 503 content-type application/json hdr retry-after 1 "
-        f'file "{folder / NO_SERVER}"',
+        f"file {_quoted(folder / NO_SERVER)}",
     }
 
 
 def _error_lines(folder: Path) -> str:
     return "\n".join(
-        f'    errorfile {status} "{folder / _error_name(status)}"' for status in ERRORS
+        f"    errorfile {status} {_quoted(folder / _error_name(status))}" for status in ERRORS
     )
 
 

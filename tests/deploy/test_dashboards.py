@@ -93,6 +93,8 @@ def test_each_dashboard_is_one_that_grafana_takes() -> None:
             grid = panel["gridPos"]
             assert grid["x"] + grid["w"] <= grafana.COLUMNS
             assert panel["datasource"]["uid"] == "${datasource}"
+            has_least = "min" in panel["fieldConfig"]["defaults"]
+            assert has_least == (panel["title"] != "Profit of splits"), "which splits may cost"
     assert len(seen) == 5
 
 

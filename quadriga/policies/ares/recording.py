@@ -148,10 +148,13 @@ def read_ticks(path: Path) -> Iterator[RecordedTick]:
     """Yield the ticks of a recording, in order.
 
     Raises:
-        ConfigError: A line is no tick of this version.
+        ConfigError: A line is no tick of this version, or the file no text.
     """
-    with path.open(encoding="utf-8") as stream:
-        yield from parse_ticks(stream, str(path))
+    try:
+        with path.open(encoding="utf-8") as stream:
+            yield from parse_ticks(stream, str(path))
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path}: no text; unpack a recording that is packed ({exc})") from exc
 
 
 def parse_ticks(lines: Iterable[str], source: str) -> Iterator[RecordedTick]:

@@ -61,6 +61,7 @@ def test_trace_keeps_its_lengths(transport: str, service: Service, tmp_path: Pat
     assert [r["completion_tokens"] for r in requests] == [7, 2, 40]
     assert [r["outcome"] for r in requests] == ["ok"] * 3
     assert sum(num for _, num in requests[2]["writes"][0]) == 40
+    assert {r["response_id"] for r in requests} == {"cmpl-fake" if transport == "http" else "fake"}
     assert summary["kind"] == "summary" and summary["output_tokens"] == 49
     assert summary["ttft"]["p99"] > 0
 
@@ -173,6 +174,40 @@ def test_fit_prompts_cuts_to_the_context(service: Service, tmp_path: Path) -> No
     words = ["--prompts", str(path), "--fit-prompts", "--max-tokens", "96"]
     assert run(service(), tmp_path, *words) == 0
     assert lines(tmp_path)[1]["prompt_tokens"] == 4000
+
+
+@pytest.mark.parametrize("command", ["run", "ramp"])
+@pytest.mark.parametrize(("is_for_good", "status"), [(True, 1), (False, 0)])
+def test_results_are_written_though_texts_cannot_be_verified(
+    command: str,
+    is_for_good: bool,
+    status: int,
+    service: Service,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`/detokenize` is refused from the second call on, or the second call with a Retry-After."""
+    answer, asked = FakeServer._answer, []
+
+    async def refusing(self: FakeServer, request: Any, writer: asyncio.StreamWriter) -> None:
+        asked.extend([request.path] if request.path == "/detokenize" else [])
+        if request.path == "/detokenize" and len(asked) > 1 and (is_for_good or len(asked) == 2):
+            after = {} if is_for_good else {"retry-after": 0}
+            self._respond(writer, request, 429, {}, after)
+        else:
+            await answer(self, request, writer)
+
+    monkeypatch.setattr(FakeServer, "_answer", refusing)
+    words = ["--tasks", "3", "--max-tokens", "5"]
+    if command == "ramp":
+        words += ["--concurrency", "1", "--steps", "1", "--step-s", "0.2", "--settle-s", "0"]
+    found, written = run_command(command, service(), tmp_path, *words)
+    assert found == status
+    assert sum(line["kind"] == "request" for line in written) >= 3
+    why = "POST /detokenize answered 429: {}" if is_for_good else ""
+    assert written[-1]["texts_not_verified"] == why
+    assert (f"texts not verified: {why}" in capsys.readouterr().out) == is_for_good
 
 
 def test_failed_check_is_exit_status_1(service: Service, tmp_path: Path) -> None:

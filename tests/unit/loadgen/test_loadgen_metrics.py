@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -115,6 +116,17 @@ def test_summary() -> None:
     assert summary.lag.max == 0.5 and summary.generator_is_slow
     assert summary.generator_cpu_share == pytest.approx(0.05)
     assert summary.tokens_per_write == 1.0
+
+
+def test_attempts_that_were_refused_are_counted() -> None:
+    again, refused = record((11.0, 1)), record(outcome=Outcome.REFUSED)
+    again.attempts = refused.attempts = 3
+    summary = summarise(result(again, refused), LoadSlo())
+    assert (summary.refused, summary.refused_attempts) == (1, 5) and summary.lag.count == 2
+    console = Console(file=io.StringIO(), width=100)
+    print_summary(console, summary, "run")
+    assert isinstance(console.file, io.StringIO)
+    assert re.search(r"refused attempts, with retried ones\W+5\b", console.file.getvalue())
 
 
 def test_tokens_are_counted_by_the_layers_they_ran() -> None:

@@ -310,6 +310,10 @@ def test_a_run_that_cannot_reach_the_share_any_more_is_ended_early(trace: Path) 
         (["--lengths", "alpaca", "--policy", "current_load", "--record", "x"], "moves nothing"),
         (["--lengths", "alpaca", "--policy", "ares", "oracle", "--record", "x"], "of one run"),
         (["--trace", "TRACE", "--arrivals", "at-once", "--find-capacity"], "arrive at once"),
+        (["--trace", "TRACE", "--stays", "0.07"], "--stays: goes with --front"),
+        (["--trace", "TRACE", "--full-depth-share", "1"], "--full-depth-share: goes with --front"),
+        (["--trace", "TRACE", "--quality-budget", "1"], "--quality-budget: goes with --front"),
+        (["--trace", "TRACE", "--strict-share", "1"], "--strict-share: goes with --depths"),
     ],
 )
 def test_simulate_refuses(

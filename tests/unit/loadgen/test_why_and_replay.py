@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -142,6 +143,15 @@ def test_a_setting_that_cannot_be_is_refused(
 ) -> None:
     assert main(["replay", str(RECORDED), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_recording_that_is_no_text_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = tmp_path / "ticks.jsonl.gz"
+    packed.write_bytes(gzip.compress(RECORDED.read_bytes()))
+    assert main(["replay", str(packed)]) == 2
+    assert f"{packed}: no text; unpack" in capsys.readouterr().err
 
 
 def test_exact_lengths_are_those_that_later_ticks_show(ticks: list[RecordedTick]) -> None:

@@ -47,6 +47,12 @@ async def test_its_root_shows_the_live_page(stand: Stand) -> None:
         assert page.content == (await http.get("/dashboard")).content
 
 
+async def test_a_query_of_too_many_fields_is_refused(stand: Stand) -> None:
+    async with client(stand, "127.0.0.1:8001") as http:
+        reply = await http.get("/cluster/moves?" + "&".join(f"a{i}=1" for i in range(33)))
+    assert reply.status_code == 400 and "more than 32 fields" in reply.json()["error"]["message"]
+
+
 async def test_a_web_page_cannot_reach_it_under_its_own_name(stand: Stand) -> None:
     async with client(stand, "rebound.example:8001") as http:
         for path in paths(stand):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from quadriga.config.loader import setting_names
@@ -82,6 +86,25 @@ def test_a_taken_admin_port_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
     assert _with_admin_port({"admin.port": 9}) == ({"admin.port": 9}, "")
     monkeypatch.setattr("serve_app.__main__.is_free", lambda port: True)
     assert _with_admin_port({}) == ({"admin.port": 8001}, "")
+    arguments, note = _with_admin_port({}, {8001, 9000})
+    assert arguments["admin.port"] is None and "port 8001 is taken by clients" in note
+
+
+def test_http_on_the_default_admin_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr("serve_app.__main__._serve", lambda *given: served.append(given) or 0)
+    monkeypatch.setattr("os.environ", dict(os.environ) | {"QUADRIGA_API_KEY": "x" * 32})
+    assert main(["--http-port", "8001"]) == 0
+    assert served[0][0].admin.port is None
+
+
+def test_a_state_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("os.environ", dict(os.environ) | {"XDG_STATE_HOME": f"{tmp_path}/file"})
+    error = said(capsys)
+    assert f"{tmp_path}/file/quadriga cannot hold" in error and "set XDG_STATE_HOME" in error
 
 
 def test_help_shows_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,6 +224,9 @@ async def test_nothing_to_resume_runs_nothing(stand: Stand) -> None:
     headers = {"idempotency-key": "k", "x-resume-index": "3"}
     assert (await stand.complete(headers=headers)).status_code == 404
     assert stand.cluster.submitted == []
+    without_key = await stand.complete(headers={"x-resume-index": "1"})
+    assert without_key.status_code == 400 and stand.cluster.submitted == []
+    assert "needs the header idempotency-key" in without_key.json()["error"]["message"]
     fresh = headers | {"x-resume-index": "0"}
     assert (await stand.complete(headers=fresh)).status_code == 200
 

