@@ -48,6 +48,12 @@ def test_only_what_a_replica_cannot_change_makes_it_outdated() -> None:
     spec = desired.places[(Role.DECODE, 0)]
     same = fingerprint(spec, desired.config)
     assert fingerprint(replace(spec, num_cpus=0.5), desired.config) == same
+    shallow = replace(spec, engine=replace(spec.engine, depth=4))
+    assert fingerprint(shallow, desired.config) != same
+    resizing = {
+        fingerprint(replace(s, changes_depth=True), desired.config) for s in (spec, shallow)
+    }
+    assert len(resizing) == 1
 
     def changed(**settings: object) -> str:
         other = resolve_on(base | settings, HARDWARE)

@@ -658,11 +658,20 @@ async def test_the_next_controller_keeps_what_scaling_added(make_stand: MakeStan
     assert stand.decode_places == {0, 2}, "one that drains is no place to fill"
 
 
+async def test_the_next_controller_leaves_out_what_scaling_took_away(make_stand: MakeStand) -> None:
+    stand = make_stand(**SCALING, **{"decode_replicas": 3, "helios.scaling.max_replicas": 4})
+    assert stand.decode_places == {0, 2, 3}
+    stand.add((Role.DECODE, 2), S8)
+    stand.again()
+    assert stand.decode_places == {2, 3}, "and the scout's"
+
+
 async def test_on_a_gpu_a_resize_is_carried_out_as_a_switch(make_stand: MakeStand) -> None:
     stand = make_stand()
     stand.add_all()
     control = stand.control
     specs = control.operator.setup.specs
+    assert all(spec.changes_depth for spec in specs.values()), "on a CPU"
     for key, spec in specs.items():
         specs[key] = replace(spec, engine=replace(spec.engine, device="cuda"))
     control.operator.carry_out(Resize(1, "decode:0", S4, 500.0, "why"))
