@@ -133,7 +133,10 @@ async def chat_request(
     if wanted == 0:
         raise InvalidRequest(f"{field}: must be at least 1", param=field)
     if wanted is None:
-        wanted = max(1, model.max_model_len - len(token_ids))
+        most = model.max_model_len - len(token_ids)
+        if num_logprobs is not None:
+            most = min(most, MAX_LOGPROBS // (n * (1 + num_logprobs)))
+        wanted = max(1, most)
     check_context(len(token_ids), wanted, model, "messages", field)
     sampling = _read_sampling(body, model, limits, max_tokens=wanted, num_logprobs=num_logprobs)
     sampling = await _with_grammar(sampling, body, model, models, limits, caller, tools)

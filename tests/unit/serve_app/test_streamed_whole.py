@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.http import generation
+from serve_app.openai import validation
 from tests.hostile import tried
 from tests.unit.serve_app.conftest import MakeStand, Stand
 
@@ -92,10 +93,16 @@ async def test_offsets_go_on_after_a_resumption(stand: Stand, fields: dict[str, 
     assert rest == whole[len(whole) - len(rest) :]
 
 
-async def test_log_probabilities_that_no_memory_holds_are_refused(stand: Stand) -> None:
+async def test_log_probabilities_that_no_memory_holds_are_refused(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reply = await stand.complete(prompt=["a"] * 32, n=16, max_tokens=1000, logprobs=20)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "logprobs"
     assert "are 10752000 log-probabilities, above the limit" in reply.json()["error"]["message"]
+    monkeypatch.setattr(validation, "MAX_LOGPROBS", 2 * 21 * 7)
+    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
+    reply = await stand.http.post("/v1/chat/completions", json=body | {"n": 2})
+    assert reply.json()["usage"]["completion_tokens"] == 14, "who names no limit has this one"
 
 
 async def test_long_answers_are_written_beside_the_event_loop(
