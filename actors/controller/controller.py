@@ -149,7 +149,7 @@ class Controller:
             "is_ready": num_wanted > 0 and len(ready) == num_wanted == len(replicas),
             "num_respawns": self._manager.num_respawns,
             "error": self._error,
-            "last_failure": self._manager.last_failure or "no replica was started",
+            "last_failure": self._manager.last_failure,
             "replicas": [
                 {
                     "name": m.name,

@@ -323,9 +323,10 @@ class LocalService:
                 return
             if time.monotonic() > deadline_s:
                 states = ", ".join(f"{r['name']} {r['phase']}" for r in status["replicas"])
+                why = status.get("error") or status.get("last_failure") or states
                 raise Unavailable(
                     f"not ready within lifecycle.replica_start_timeout_s: "
-                    f"{status.get('error') or status.get('last_failure') or states}"
+                    f"{why or 'no replica was started'}"
                 )
             time.sleep(POLL_INTERVAL_S)
 
