@@ -35,19 +35,24 @@ class CallNews:
 
 @dataclass(slots=True)
 class ToolNews:
-    """What is new of an answer: texts and calls, in order."""
+    """What is new of an answer.
+
+    Attributes:
+        pieces: Texts and calls, in order.
+        text, calls: All of each.
+    """
 
     pieces: list[str | CallNews] = field(default_factory=list)
+    text: str = ""
+    calls: list[CallNews] = field(default_factory=list)
 
-    @property
-    def text(self) -> str:
-        """All texts."""
-        return "".join([piece for piece in self.pieces if isinstance(piece, str)])
-
-    @property
-    def calls(self) -> list[CallNews]:
-        """All calls."""
-        return [piece for piece in self.pieces if not isinstance(piece, str)]
+    def add(self, piece: str | CallNews) -> None:
+        """What comes next."""
+        self.pieces.append(piece)
+        if isinstance(piece, str):
+            self.text += piece
+        else:
+            self.calls.append(piece)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +156,7 @@ class ToolParser:
         """What was skipped is text, and so are so many characters of what is held."""
         self._skip(count)
         if self._skipped:
-            news.pieces.append(self._skipped)
+            news.add(self._skipped)
         self._said = self._said or bool(self._skipped.strip())
         self._skipped = ""
 
@@ -193,11 +198,11 @@ class ToolParser:
             return True
         more = call.take()
         if not call.is_shown:
-            news.pieces.append(CallNews(self.num_calls, call.name, more))
+            news.add(CallNews(self.num_calls, call.name, more))
             self.num_calls += 1
             call.is_shown, self._skipped, self._said = True, "", False
         elif more:
-            news.pieces.append(CallNews(self.num_calls - 1, None, more))
+            news.add(CallNews(self.num_calls - 1, None, more))
         self._held, self._num_read = self._held[self._num_read :], 0
         if call.is_over or call.is_wrong:
             self._call = None

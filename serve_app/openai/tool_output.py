@@ -32,7 +32,7 @@ def read_news(stream: OutputStream, delta: OutputDelta) -> ToolNews:
     """What a piece of output brings its reader: text, and calls where the request has tools."""
     request, choice = stream.request, delta.choice
     if request.tools is None:
-        return ToolNews([delta.text] if delta.text else [])
+        return ToolNews([delta.text] if delta.text else [], delta.text)
     parser = stream.tool_parsers.get(choice)
     if parser is None:
         parser = stream.tool_parsers[choice] = request.tools.parser()
@@ -40,7 +40,8 @@ def read_news(stream: OutputStream, delta: OutputDelta) -> ToolNews:
         parser.push("".join(request.sequences[choice].pieces[: delta.first_index]))
     news = parser.push(delta.text)
     if delta.finish is not None:
-        news.pieces += parser.flush().pieces
+        for piece in parser.flush().pieces:
+            news.add(piece)
     return news
 
 

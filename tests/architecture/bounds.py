@@ -15,12 +15,12 @@ class Bound(NamedTuple):
 BOUNDS = {
     # Of a running service; `tests/e2e/test_road.py`.
     "road_files": Bound(118, 50),
-    "road_lines": Bound(28_320, 10_000),
+    "road_lines": Bound(28_520, 10_000),
     "request_classes": Bound(12, 10),
-    "service_lines": Bound(47_180, 33_000),
+    "service_lines": Bound(47_400, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(103_210, 58_000),
-    "test_lines": Bound(80_700, 38_000),
+    "product_lines": Bound(103_220, 58_000),
+    "test_lines": Bound(80_710, 38_000),
     "reliability_lines": Bound(5_235, 4_000),
     "actors_lines": Bound(6_500, 6_500),
     "llm_lines": Bound(250, 250),
