@@ -13,7 +13,7 @@ from quadriga.llm import LLM
 from quadriga.tune.answers import ANSWERS_FILE, OwnAnswer, generate_answers, read_answers
 from quadriga.tune.folder import save_maps
 from quadriga.tune.lengths import MAX_NEW_TOKENS, LengthData, gather, save_heads, train_heads
-from quadriga.tune.prompts import TASKS_NAME, TunePrompt, read_prompts
+from quadriga.tune.prompts import TASKS_NAME, TunePrompt, distinct, read_prompts
 from quadriga.tune.skipped_kv import fit_maps
 from quadriga.tune.states import StateStore
 
@@ -41,7 +41,7 @@ def fit_folder(
     """
     llm = load(folder, threads)
     runner = native(llm)
-    prompts = read_prompts(f"{TASKS_NAME}{prompts_per_task}")
+    prompts = distinct(read_prompts(f"{TASKS_NAME}{prompts_per_task}"))
     answers = answers_of(llm, prompts, max_tokens=max_tokens)
     maps, unexplained = fit_maps(runner, runner.spec.checkpoint.exits, answers)
     llm.close()
@@ -97,7 +97,7 @@ def train_lengths(
     report: Callable[[str], None],
 ) -> dict[str, Any]:
     """Train the length heads of a checkpoint directory, store them in it, return the figures."""
-    prompts = read_prompts(f"{TASKS_NAME}{requests_per_task}")
+    prompts = distinct(read_prompts(f"{TASKS_NAME}{requests_per_task}"))
     with tempfile.TemporaryDirectory() as work:
         llm = load(folder, threads)
         data = collect(llm, prompts, Path(work), advance)

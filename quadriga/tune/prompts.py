@@ -59,8 +59,7 @@ def read_prompts(source: str) -> list[TunePrompt]:
     Args:
         source: A `.txt` file with a prompt a line, which is a user's message; a `.jsonl` or
             `.jsonl.gz` file whose objects have `prompt` (text that the model goes on with) or
-            `messages`, and may have `id` and `domain`; or `tasks:N`, N prompts of each task. Of
-            equal contents the first counts.
+            `messages`, and may have `id` and `domain`; or `tasks:N`, N prompts of each task.
 
     Raises:
         ConfigError: It cannot be read, a line is no prompt, or two have one id.
@@ -90,10 +89,10 @@ def read_prompts(source: str) -> list[TunePrompt]:
         if prompt.id in seen:
             raise ConfigError(f"--prompts: {path} has the id {prompt.id!r} twice", param="prompts")
         seen.add(prompt.id)
-    return _distinct(found)
+    return found
 
 
-def _distinct(prompts: Sequence[TunePrompt]) -> list[TunePrompt]:
+def distinct(prompts: Sequence[TunePrompt]) -> list[TunePrompt]:
     """Each content once: under two ids it might be learned from and measured on."""
     first = {json.dumps(prompt.content): prompt for prompt in reversed(prompts)}
     kept = {prompt.id for prompt in first.values()}
@@ -130,10 +129,8 @@ def _of_tasks(source: str) -> list[TunePrompt]:
             f"--prompts: {source!r} must be tasks:N, N prompts of each task, 1 to 100000",
             param="prompts",
         )
-    return _distinct(
-        [
-            TunePrompt(f"{task}-{i}", task, make_example(task, seed=TASK_SEED, index=i).text)
-            for i in range(int(count))
-            for task in TASKS
-        ]
-    )
+    return [
+        TunePrompt(f"{task}-{index}", task, make_example(task, seed=TASK_SEED, index=index).text)
+        for index in range(int(count))
+        for task in TASKS
+    ]

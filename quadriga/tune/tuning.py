@@ -29,7 +29,7 @@ from quadriga.tune.distillation import Distiller, DistillOptions
 from quadriga.tune.exit_heads import TunedKind
 from quadriga.tune.folder import TuneFolder, save_maps
 from quadriga.tune.outcome import by_domain, compare_answers, measure_speed
-from quadriga.tune.prompts import Part, read_prompts
+from quadriga.tune.prompts import Part, distinct, read_prompts
 from quadriga.tune.skipped_kv import fit_maps
 from quadriga.tune.states import StateStore
 from quadriga.tune.thresholds import QualityBudget, Verdicts, choose, judge, outcome
@@ -104,7 +104,7 @@ class Tuning:
         cache_dir = options.engine.get("cache_dir")
         self.checkpoint = read_checkpoint(options.model, cache_dir=cache_dir, heads="own")
         _check(self.checkpoint)
-        self.prompts = read_prompts(options.prompts)
+        self.prompts = distinct(read_prompts(options.prompts))
         self._domains = {prompt.id: prompt.domain for prompt in self.prompts}
         if unknown := sorted(set(options.held_back) - set(self._domains.values())):
             raise ConfigError(

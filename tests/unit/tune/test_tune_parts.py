@@ -17,7 +17,7 @@ from quadriga.errors import ConfigError
 from quadriga.tune.answers import ANSWERS_FILE, OwnAnswer, read_answers
 from quadriga.tune.distillation import shortlist
 from quadriga.tune.outcome import raw_thresholds
-from quadriga.tune.prompts import read_prompts
+from quadriga.tune.prompts import distinct, read_prompts
 from quadriga.tune.states import StateStore, run_passes
 from quadriga.tune.thresholds import QualityBudget, Verdicts, choose, outcome
 from tests.equivalence.models import make_spec
@@ -102,7 +102,7 @@ def test_prompts_are_read_from_text_json_and_tasks(tmp_path: Path) -> None:
     assert (first.id, first.domain, first.content) == ("x", "d", "go on")
     assert second.content == ({"role": "user", "content": "hi"},)
     text.write_text("Why?\nWhat?\nWhy?\n")
-    assert [p.id for p in read_prompts(str(text))] == ["1", "2"], "each content once"
+    assert [p.id for p in distinct(read_prompts(str(text)))] == ["1", "2"], "each content once"
     tasks = read_prompts("tasks:2")
     assert len({p.id for p in tasks}) == len(tasks) == 16
     parts = [p.part(["sort"]) for p in read_prompts("tasks:200") if p.domain != "sort"]
