@@ -210,7 +210,7 @@ def run(args: argparse.Namespace) -> int:
     What a run had when it was broken off is written down, too.
     """
     _check(args)
-    args.stays = args.stays or DEFAULT_STAYS
+    args.stays = DEFAULT_STAYS if args.stays is None else args.stays
     load = _load(args, 1.0)
     config = SimConfig(
         profile=find_profile(args.profile),

@@ -59,8 +59,8 @@ CALM_S = 3.0
 WARM_UP_EVERY_S = 0.2
 SETTLING_SHARE = 0.5
 """Of a process's time is left out of its line: caches still fill, allocators find their size."""
-SETTLING_S = 600.0
-"""And no less than this, so that processes begin their lines at one age, whenever they began."""
+SETTLING_S = 300.0
+"""And no less than this of those that were started on the way, which fill up from nothing."""
 MIB = 1 << 20
 
 
