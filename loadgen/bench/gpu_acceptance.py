@@ -131,7 +131,8 @@ def _run(stage: AcceptanceStage, out: Path, limit_s: float, rehearse: bool) -> d
         command += ["-o", "filterwarnings=default", "-p", "no:cacheprovider"]
         command += stage.rehearsed if rehearse else stage.tests
         if not rehearse and importlib.util.find_spec("xdist") is not None:
-            command += ["-n", "12"]
+            command += ["-n", "12", "-p", "no:benchmark"]
+            environment |= {"OMP_NUM_THREADS": "1"}  # each computes references on the host
     if rehearse:
         environment |= {"QUADRIGA_GPU_TESTS_ON_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
     started_s = time.monotonic()

@@ -94,8 +94,7 @@ def load(
     spec = EngineSpec(checkpoint, shape.layers, **fields | changes)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     weights = random_weights(shape, device, dtype, exits)
-    with torch.inference_mode():
-        return NativeRunner(load_paged(spec, shape.config, device, weights=weights))
+    return NativeRunner(load_paged(spec, shape.config, device, weights=weights))
 
 
 def random_weights(

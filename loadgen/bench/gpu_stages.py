@@ -393,8 +393,7 @@ def bundled(
         checkpoint, num_rows=rows, row_capacity_tokens=512, dtype=dtype, compile=compile,
         attention=attention, device=device.type,
     )  # fmt: skip
-    with torch.inference_mode():
-        return NativeRunner(load_paged(spec, read_model_config(checkpoint.path), device))
+    return NativeRunner(load_paged(spec, read_model_config(checkpoint.path), device))
 
 
 def facts(runner: NativeRunner) -> dict[str, Any]:
