@@ -64,18 +64,19 @@ class PairTransport:
         try:
             async with asyncio.timeout(deadline_s):
                 await asyncio.wrap_future(job.done)
-        except TimeoutError as exc:
+            return
+        except TimeoutError:
             self._abandon(peer, part.transfer_id)
-            raise KVTransportError(
-                f"part {part.index} of {part.transfer_id} did not reach {peer} "
-                f"in {deadline_s:.1f} s",
-                code="timeout",
-            ) from exc
         except asyncio.CancelledError:
             self._abandon(peer, part.transfer_id)
             raise
         finally:
             del job  # a failure's traceback has this frame, and the job has the failure
+        # Out here, as the TimeoutError's frames have the task, whose failure this may become.
+        raise KVTransportError(
+            f"part {part.index} of {part.transfer_id} did not reach {peer} in {deadline_s:.1f} s",
+            code="timeout",
+        )
 
     async def abort(self, peer: str, transfer_id: str) -> None:
         self._abandon(peer, transfer_id)
