@@ -30,6 +30,8 @@ _SAID_CHARACTERS = 4000
 _LEAST_S = 5.0
 """A stage is not started with less time left."""
 _KILL_GRACE_S = 10.0
+_CLAIMS = ("is_right", "is_same")
+"""Of results; a stage with one that is false is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +150,11 @@ def _run(stage: AcceptanceStage, out: Path, limit_s: float, rehearse: bool) -> d
             outcome = f"stopped after {limit_s:.0f} s"
         finally:
             _end(process)
-    found = {
-        "outcome": outcome,
-        "seconds": round(time.monotonic() - started_s, 1),
-        "results": _read(results),
-    }
+    told = _read(results)
+    if outcome == "done" and any(r.get(claim) is False for r in told for claim in _CLAIMS):
+        outcome = "wrong"
+    seconds = round(time.monotonic() - started_s, 1)
+    found = {"outcome": outcome, "seconds": seconds, "results": told}
     text = said.read_text(errors="replace")
     if outcome != "done":
         found["said"] = text[-_SAID_CHARACTERS:]

@@ -208,19 +208,24 @@ class PagedDecoder:
         """`run_layer` over a range of layers; norms are made where what precedes them is added."""
         layers, operations = self.weights.layers, self.operations
         if not self.config.pre_norm:
+
+            def attend(i: int, h: torch.Tensor) -> torch.Tensor:
+                return self._attend(i, bound, mix, linear(h, layers[i].qkv))
+
             for i in range(first, stop):
-                x = run_layer(x, layers[i], self.config, partial(self._attend, i, bound, mix))
+                x = run_layer(x, layers[i], self.config, partial(attend, i))
             return x
         more: torch.Tensor | None = None
         for i in range(first, stop):
-            x, h = operations.add_norm(x, more, layers[i].attn_norm)
-            mixed = self._attend(i, bound, mix, h)
-            x, h = operations.add_norm(x, linear(mixed, layers[i].out), layers[i].mlp_norm)
-            more = linear(operations.activate(linear(h, layers[i].up)), layers[i].down)
+            layer = layers[i]
+            x, qkv = operations.project(x, more, layer.attn_norm, layer.qkv)
+            added = operations.linear(self._attend(i, bound, mix, qkv), layer.out)
+            x, inner = operations.open_mlp(x, added, layer.mlp_norm, layer.up)
+            more = operations.linear(inner, layer.down)
         return x if more is None else x + more
 
-    def _attend(self, i: int, bound: _Bound, mix: _Mix, h: torch.Tensor) -> torch.Tensor:
-        """Project layer i's Q, K and V; store K and V; mix what Q sees."""
+    def _attend(self, i: int, bound: _Bound, mix: _Mix, qkv: torch.Tensor) -> torch.Tensor:
+        """Store layer i's K and V; mix what Q sees."""
         layer, cache = self.weights.layers[i], self.cache
         store = Store(
             cache.flat(cache.keys),
@@ -230,7 +235,7 @@ class PagedDecoder:
             self._cos,
             self._sin,
         )
-        q = self.operations.rotate_and_store(linear(h, layer.qkv), layer, store)
+        q = self.operations.rotate_and_store(qkv, layer, store)
         return mix(q, bound.tables[i - bound.first], self.config.windows[i])
 
     def project_kv(

@@ -1,4 +1,4 @@
-"""What a layer does between its products, and what an exit's logits say: one call for each.
+"""What a layer computes around attention, and what an exit's logits say: one call for each.
 
 `Operations` does it in plain torch, on any device, and is the reference; `triton_operations` has a
 kernel for each, where a model fits.
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from quadriga.checkpoint.model_config import ModelConfig
-from quadriga.engine.models.layers import activate, norm, split_qkv
-from quadriga.engine.weights.checkpoint_weights import LayerWeights, Norm
+from quadriga.engine.models.layers import activate, linear, norm, split_qkv
+from quadriga.engine.weights.checkpoint_weights import LayerWeights, Linear, Norm
 
 SAYS = 3
 """What is said of a row of logits: the place of the largest, and the two largest probabilities."""
@@ -48,6 +48,24 @@ class Operations:
         """x + more, both [T, hidden], and the norm of that."""
         x = x if more is None else x + more
         return x, norm(x, weights, self._config)
+
+    def project(
+        self, x: torch.Tensor, more: torch.Tensor | None, weights: Norm, by: Linear
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + more, both [T, hidden], and the norm of that times `by`, [T, out]."""
+        x, h = self.add_norm(x, more, weights)
+        return x, linear(h, by)
+
+    def open_mlp(
+        self, x: torch.Tensor, more: torch.Tensor | None, weights: Norm, up: Linear
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + more, both [T, hidden], and what the MLP makes of the norm of that, [T, ffn]."""
+        x, h = self.project(x, more, weights, up)
+        return x, self.activate(h)
+
+    def linear(self, x: torch.Tensor, by: Linear) -> torch.Tensor:
+        """See `layers.linear`."""
+        return linear(x, by)
 
     def rotate_and_store(
         self, qkv: torch.Tensor, layer: LayerWeights, store: Store

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.cuda.operations import SAYS, Operations, Store
-from quadriga.engine.weights.checkpoint_weights import LayerWeights, Norm
+from quadriga.engine.cuda.triton_products import product, takes
+from quadriga.engine.weights.checkpoint_weights import LayerWeights, Linear, Norm
 
 _HEADS = 16  # of one program of `_rotate_and_store`
 _INNER = 1024  # numbers of one program of `_silu_mul`
@@ -217,6 +218,28 @@ class TritonOperations(Operations):
             num_warps=_warps(width),
         )
         return added, normed
+
+    def project(
+        self, x: torch.Tensor, more: torch.Tensor | None, weights: Norm, by: Linear
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Operations.project`."""
+        if self._config.norm != "rms" or weights.weight is None or not takes(x, by):
+            return super().project(x, more, weights, by)
+        return product(self._config, x, by, more=more, norm=weights)
+
+    def open_mlp(
+        self, x: torch.Tensor, more: torch.Tensor | None, weights: Norm, up: Linear
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Operations.open_mlp`."""
+        c = self._config
+        is_known = c.norm == "rms" and c.gated and c.activation == "silu"
+        if not is_known or weights.weight is None or not takes(x, up):
+            return super().open_mlp(x, more, weights, up)
+        return product(c, x, up, more=more, norm=weights, is_gated=True)
+
+    def linear(self, x: torch.Tensor, by: Linear) -> torch.Tensor:
+        """See `Operations.linear`."""
+        return product(self._config, x, by)[1] if takes(x, by) else super().linear(x, by)
 
     def rotate_and_store(
         self, qkv: torch.Tensor, layer: LayerWeights, store: Store

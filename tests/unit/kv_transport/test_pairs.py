@@ -101,13 +101,19 @@ async def _nothing() -> None:
     return
 
 
-def test_parts_that_fail_are_freed_without_the_cyclic_collector(rig: Rig) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_parts_that_fail_are_freed_without_the_cyclic_collector(rig: Rig, is_late: bool) -> None:
     """In a process that serves it hardly ever runs."""
     rig.sink.unwanted.add("over")
     gc.collect()
     gc.disable()
     try:
-        parts = [refused(rig, 1000) for _ in range(6)]
+        parts = []
+        for _ in range(6):
+            (rig.sink.gate.clear if is_late else rig.sink.gate.set)()
+            parts.append(refused(rig, 1000, "late" if is_late else "over"))
+            rig.sink.gate.set()
+            rig.deliver()
     finally:
         gc.enable()
     assert sum(part() is not None for part in parts) <= 1, "the thread may have the last one"
@@ -127,9 +133,9 @@ def test_an_invitation_that_is_refused_leaves_no_store(rig: Rig) -> None:
         gc.enable()
 
 
-def refused(rig: Rig, num_tokens: int) -> weakref.ref[torch.Tensor]:
+def refused(rig: Rig, num_tokens: int, name: str = "over") -> weakref.ref[torch.Tensor]:
     """Send a part, which fails; returns what tells whether its KV is still there."""
-    piece = rig.make(num_tokens, "over")
+    piece = rig.make(num_tokens, name)
     with contextlib.suppress(KVTransportError):
-        pytest.fail(f"it came to {rig.send(piece).result(WAIT_S)}")
+        pytest.fail(f"it came to {rig.send(piece, deadline_s=0.3).result(WAIT_S)}")
     return weakref.ref(piece[1])

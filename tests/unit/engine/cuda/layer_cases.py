@@ -9,7 +9,8 @@ import torch
 from quadriga.checkpoint.model_config import ModelConfig, RopeConfig
 from quadriga.engine.cuda.operations import SAYS, Operations, Store
 from quadriga.engine.models.rope import rope_table
-from quadriga.engine.weights.checkpoint_weights import LayerWeights, Norm
+from quadriga.engine.weights.checkpoint_weights import LayerWeights, Linear, Norm
+from quadriga.engine.weights.matrix import FORM_OF_DTYPE, Matrix
 from tests.unit.engine.cuda.test_attention import make_config
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -45,6 +46,20 @@ def check_operations(
         same(normed, right_normed)
     up = random(TOKENS, 2 * 88)
     same(got.activate(up), wanted.activate(up))
+    cases = [(1, 0, 0), (1, 1, 1), (2, 0, 1), (3, 1, 0), (4, 0, 1), (5, 1, 1)]
+    for inputs in (48, 1100):  # less than a program multiplies at a time, and more
+        weights = Norm(random(inputs))
+        for count, has_bias, adds in cases:
+            rows = Matrix(FORM_OF_DTYPE[dtype], random(20, inputs) / inputs**0.5)
+            by = Linear(rows, random(20) if has_bias else None)
+            x, added = random(count, inputs), random(count, inputs) if adds else None
+            same(got.linear(x, by), wanted.linear(x, by))
+            for form in ("project", "open_mlp"):
+                made = getattr(got, form)(x, added, weights, by)
+                for one, right in zip(
+                    made, getattr(wanted, form)(x, added, weights, by), strict=True
+                ):
+                    same(one, right)
 
     heads, size = config.num_heads + 2 * config.num_kv_heads, config.head_dim
     qkv = random(TOKENS, heads * size)

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quadriga.engine.cuda import triton_attention, triton_operations
+from quadriga.engine.cuda import triton_attention, triton_operations, triton_products
 from quadriga.engine.cuda.operations import SAYS
 from quadriga.engine.cuda.pages import PAGE_TOKENS
 from tests.unit.engine.cuda.layer_cases import config_of
@@ -182,3 +182,23 @@ def test_the_small_kernels_fit_each_gpu(
     for kernel in kernels:
         assert spilled_bytes(kernel, tmp_path) == 0, kernel.name
         assert kernel.metadata.shared <= SHARED_BYTES[architecture]
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("dtype", POINTERS, ids=str)
+def test_products_of_few_tokens_read_weights_in_whole_words(
+    dtype: torch.dtype, architecture: int, tmp_path: Path
+) -> None:
+    """16 bytes at a time, and nothing spilled, in the widest shapes of 8B."""
+    names = ("x", "more", "norm", "by", "bias", "added", "out")
+    types = dict.fromkeys(names, POINTERS[dtype]) | {"eps": "fp32"}
+    tokens = triton_products.MOST_TOKENS.get(dtype, 4)
+    for inputs, outputs, is_gated in ((4096, 14_336, True), (14_336, 4096, False)):
+        shape = triton_products.shape_of(tokens, inputs, outputs, is_gated=is_gated)
+        flags = {"ADDS": is_gated, "NORMS": is_gated, "GATED": is_gated, "BIASED": False}
+        kernel = compiled(
+            triton_products._product, types, shape | flags, architecture, unaligned=("eps",)
+        )
+        assert spilled_bytes(kernel, tmp_path) == 0
+        loads = re.findall(r"ld\.global\S*", kernel.asm["ptx"])
+        assert loads and all(".v4" in load for load in loads)
