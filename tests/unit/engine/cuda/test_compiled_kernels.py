@@ -184,21 +184,29 @@ def test_the_small_kernels_fit_each_gpu(
         assert kernel.metadata.shared <= SHARED_BYTES[architecture]
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", POINTERS, ids=str)
-def test_products_of_few_tokens_read_weights_in_whole_words(
+def test_products_of_one_token_read_weights_in_whole_words_and_early(
     dtype: torch.dtype, architecture: int, tmp_path: Path
 ) -> None:
-    """16 bytes at a time, and nothing spilled, in the widest shapes of 8B."""
+    """16 bytes at a time, before they wait for the kernel in front; nothing is spilled.
+
+    In the widest shapes of 8B.
+    """
     names = ("x", "more", "norm", "by", "bias", "added", "out")
     types = dict.fromkeys(names, POINTERS[dtype]) | {"eps": "fp32"}
-    tokens = triton_products.MOST_TOKENS.get(dtype, 4)
+    overlaps = architecture >= 90
     for inputs, outputs, is_gated in ((4096, 14_336, True), (14_336, 4096, False)):
-        shape = triton_products.shape_of(tokens, inputs, outputs, is_gated=is_gated)
+        shape = triton_products.shape_of(inputs, outputs, is_gated=is_gated)
+        warps = shape.pop("num_warps")
         flags = {"ADDS": is_gated, "NORMS": is_gated, "GATED": is_gated, "BIASED": False}
         kernel = compiled(
-            triton_products._product, types, shape | flags, architecture, unaligned=("eps",)
-        )
+            triton_products._product, types, shape | flags | {"OVERLAPS": overlaps}, architecture,
+            unaligned=("eps",), num_warps=warps, launch_pdl=overlaps,
+        )  # fmt: skip
         assert spilled_bytes(kernel, tmp_path) == 0
-        loads = re.findall(r"ld\.global\S*", kernel.asm["ptx"])
-        assert loads and all(".v4" in load for load in loads)
+        before, wait, after = kernel.asm["ptx"].partition("griddepcontrol.wait")
+        assert bool(wait) == overlaps
+        early, late = (re.findall(r"ld\.global\S*", part) for part in (before, after))
+        assert all(".v4" in load for load in early)
+        assert len(early) >= len(late)
