@@ -309,12 +309,11 @@ def _forced(runner: NativeRunner, ids: Sequence[int]) -> torch.Tensor:
     found = []
     with torch.inference_mode():
         batch = decoder.plan([TokenSpan(0, 0, half, 0)])
-        x = decoder.run_layers(decoder.embed(ids[:half], batch), batch, 0, runner.num_layers)
+        x = decoder.begin(ids[:half], batch, runner.num_layers)
         found.append(decoder.logits(x, runner.num_layers).cpu())
         for position in range(half, len(ids)):
             batch = decoder.plan_tokens(np.array([0]), np.array([position]))
-            x = decoder.embed([ids[position]], batch)
-            x = decoder.run_layers(x, batch, 0, runner.num_layers)
+            x = decoder.begin([ids[position]], batch, runner.num_layers)
             found.append(decoder.logits(x, runner.num_layers).clone().cpu())
     return torch.cat(found)
 

@@ -36,7 +36,7 @@ from quadriga.engine.kernels.library import (
     pointer,
 )
 from quadriga.engine.kv_cache import KV_BLOCK
-from quadriga.engine.models.decoder import Candidates, Decoder
+from quadriga.engine.models.decoder import AnyDecoder, Candidates, Decoder
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.engine.weights.checkpoint_weights import Head, LayerAdapters
 from quadriga.engine.weights.loading import load_spec
@@ -85,7 +85,7 @@ class _Workers:
         weakref.finalize(self, library.pool_free, self.pool)
 
 
-class CompiledDecoder:
+class CompiledDecoder(AnyDecoder):
     """`Decoder`'s operations on the kernels; float32 on CPUs.
 
     Results of a token depend on nothing but its own row: not on the batch, the chunking or the

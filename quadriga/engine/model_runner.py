@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from quadriga.engine.tensor_parallel.loading import RankStarter
 
 Ints = npt.NDArray[np.int64]
+_Given = torch.Tensor | list[int]
+"""What tokens go into a pass with: states [n, hidden], or ids where it begins at layer 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,35 +330,41 @@ class NativeRunner:
         self._exit = None
         self._drafts.drop(rows)
         depth, num_segments = self.num_layers, len(self.model.ends)
+        indices = np.array(rows, dtype=np.int64)
         with self._undone():
-            x = self._pass(rows, samplers, 0, num_segments)
+            x = self._pass(indices, samplers, 0, num_segments)
             if all(s.is_plain for s in samplers):
-                tokens = [SampledToken(t, depth) for t in self._decoder.best(x, depth)]
+                tokens = [SampledToken(-1, depth) for _ in rows]  # while a device computes
+                for token, best in zip(tokens, self._decoder.best(x, depth), strict=True):
+                    token.token_id = best
             else:
                 tokens = sample(self._decoder.logits(x, depth), samplers, depth)
         self.exited = ExitedTokens(depth, samplers, x)
-        self._wait_at_exit(rows, x, num_segments)
+        if self._goes_on(num_segments):
+            self.hidden.index_copy_(0, self._at(indices), x)
         if self.skipped is not None and self.skipped.keeps_last:
-            indices = np.array(rows, dtype=np.int64)
             self.skipped.leave(indices, self.positions[indices], num_segments - 1, x)
         return tokens
 
     @torch.inference_mode()
     def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
         """See `ModelRunner.advance`, and `DraftingRunner` for rows that draft."""
-        samplers: Sequence[Sampler] = self._samplers_of(rows)
+        samplers = self._samplers_of(rows)
         self.exited = None
         drafts, depth = self._drafts, self.model.ends[stop - 1]
-        drafted = [drafts.next_of(row) for row in rows] if (first, stop) == (0, 1) else []
+        drafted = drafts.next_of(rows) if (first, stop) == (0, 1) else []
+        indices = np.array(rows, dtype=np.int64)
         with self._undone():
             if any(token is not None for token in drafted):
-                x, samplers = self._draft_pass(rows, self._samplers_of(rows), drafted)
-                self._exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, samplers, x)
+                x, ahead = self._draft_pass(rows, samplers, drafted)
+                self._exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, ahead, x)
             else:
                 drafts.drop(rows)
-                x = self._pass(rows, self._samplers_of(rows), first, stop)
+                x = self._pass(indices, samplers, first, stop)
+                at = self._at(indices) if self._goes_on(stop) else None
                 self._exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, samplers, x)
-                self._wait_at_exit(rows, x, stop)
+                if at is not None:
+                    self.hidden.index_copy_(0, at, x)
         exits = self.spec.exits
         return exits.calibrated(depth, self._exit.confidences(exits.criterion))
 
@@ -384,8 +392,7 @@ class NativeRunner:
                 token_ids.append(token)
                 ahead.append(SamplerAhead(sampler, list(drafts.tokens[row])))
         batch = decoder.plan_tokens(indices, where + drafts.num_run[indices] + ~is_new)
-        x = decoder.embed(token_ids, batch)
-        x = decoder.run_layers(x, batch, *self._layers_of(0, 1))
+        x = decoder.begin(token_ids, batch, self.model.ends[0])
         begun = np.flatnonzero(is_new)
         if begun.size:
             self.positions[indices[begun]] = where[begun]
@@ -496,17 +503,18 @@ class NativeRunner:
         places = at.places(rows) if at is not None else None
         if at is None or places is None:
             raise InvariantViolation(f"rows {list(rows)} are not all at the exit just run")
-        self.exited = ExitedTokens(at.depth, at.samplers, at.hidden, places)
+        is_all = places == list(range(len(at.samplers)))
+        self.exited = ExitedTokens(at.depth, at.samplers, at.hidden, None if is_all else places)
         if self.skipped is not None and (at.depth < self.num_layers or self.skipped.keeps_last):
             indices = np.array(rows, dtype=np.int64)
-            states = at.hidden.index_select(0, self._at(np.array(places, dtype=np.int64)))
+            states = self.exited.of_states
             self.skipped.leave(indices, self.positions[indices], at.segment, states)
         return self._sampled(at, places)
 
     def _sampled(self, at: ExitLogits, places: Sequence[int]) -> list[SampledToken]:
         """The tokens of those at an exit who leave; half at a time where memory lacks for all."""
         try:
-            return at.sample(places, np.array(places, dtype=np.int64))
+            return at.sample(places)
         except torch.OutOfMemoryError as exc:
             if len(places) == 1:
                 raise
@@ -516,46 +524,44 @@ class NativeRunner:
         return self._sampled(at, places[:half]) + self._sampled(at, places[half:])
 
     def _pass(
-        self, rows: Sequence[int], samplers: Sequence[RowSampler], first: int, stop: int
+        self, rows: Ints, samplers: Sequence[RowSampler], first: int, stop: int
     ) -> torch.Tensor:
         """Run segments [first, stop) for the current token of each row: [n, hidden]."""
         decoder = self.model.fastest()
-        indices = np.array(rows, dtype=np.int64)
         if first == 0:
-            token_ids = []
-            positions = []
-            for sampler in samplers:
-                state = sampler.state
-                token_ids.append((state.output_ids or state.prompt_ids)[-1])
-                positions.append(len(state.prompt_ids) + len(state.output_ids) - 1)
-            where = np.array(positions, dtype=np.int64)
-            self.positions[indices] = where
+            states = [s.state for s in samplers]
+            counts = [len(s.prompt_ids) + len(s.output_ids) for s in states]
+            self.positions[rows] = np.array(counts, dtype=np.int64) - 1
+            x: _Given = [(s.output_ids or s.prompt_ids)[-1] for s in states]
         else:
-            where = self.positions[indices]
+            x = self.hidden.index_select(0, self._at(rows))
+        positions = self.positions[rows]
         if self.skipped is not None and self.skipped.may_owe:
-            self._repay_before(self.skipped, rows, stop)
-        batch = decoder.plan_tokens(indices, where)
-        if first:
-            x = self.hidden.index_select(0, self._at(indices))
-        else:
-            x = decoder.embed(token_ids, batch)
+            self._repay_before(self.skipped, rows.tolist(), stop)
+        batch = decoder.plan_tokens(rows, positions)
         if self.skipped is None:
-            x = decoder.run_layers(x, batch, *self._layers_of(first, stop))
-        else:
-            at = _Tokens(batch, indices, where)
-            for stretch in self.skipped.stretches(indices, where, first, stop):
-                x = self._run_stretch(self.skipped, x, at, indices, where, *stretch)
+            return self._run_layers(x, batch, first, stop)
+        at = _Tokens(batch, rows, positions)
+        for stretch in self.skipped.stretches(rows, positions, first, stop):
+            x = self._run_stretch(self.skipped, x, at, rows, positions, *stretch)
+        assert isinstance(x, torch.Tensor)
         return x
 
-    def _wait_at_exit(self, rows: Sequence[int], x: torch.Tensor, stop: int) -> None:
-        """Keep the states behind segment `stop` for a pass that goes on from there."""
-        if stop < len(self.model.ends) or self._may_deepen:
-            self.hidden.index_copy_(0, self._at(np.array(rows, dtype=np.int64)), x)
+    def _run_layers(self, x: _Given, batch: Any, first: int, stop: int) -> torch.Tensor:
+        """Run segments [first, stop)."""
+        begin, end = self._layers_of(first, stop)
+        if isinstance(x, list):
+            return self._decoder.begin(x, batch, end)
+        return self._decoder.run_layers(x, batch, begin, end)
+
+    def _goes_on(self, stop: int) -> bool:
+        """Whether a pass may go on behind segment `stop`: then `hidden` keeps states of there."""
+        return stop < len(self.model.ends) or self._may_deepen
 
     def _run_stretch(
         self,
         skipped: SkippedKVStore,
-        x: torch.Tensor,
+        x: _Given,
         at: _Tokens,
         rows: Ints,
         positions: Ints,
@@ -576,8 +582,9 @@ class NativeRunner:
                     np.concatenate([at.rows, went.rows]),
                     np.concatenate([at.positions, went.positions]),
                 )
+                assert isinstance(x, torch.Tensor), "nothing goes along with what just begins"
                 x = torch.cat([x, went.states])
-            x = decoder.run_layers(x, batch, *self._layers_of(first, stop))
+            x = self._run_layers(x, batch, first, stop)
             if went is not None:
                 skipped.carried(went, x[count:], stop)
                 x = x[:count]
@@ -644,8 +651,9 @@ class NativeRunner:
         pass will write again, or is marked as missing again.
         """
         hidden, positions, exit_ = self.hidden.clone(), self.positions.copy(), self._exit
-        if exit_ is not None:  # its logits may be a buffer of passes
-            exit_ = replace(exit_, found=replace(exit_.found, logits=exit_.found.logits.clone()))
+        if exit_ is not None:  # what it has of the device may be buffers of passes
+            found = replace(exit_.found, logits=exit_.found.logits.clone())
+            exit_ = replace(exit_, found=found, hidden=exit_.hidden.clone())
         with self.skipped.dry_run() if self.skipped is not None else nullcontext():
             yield
         self.hidden, self.positions, self._exit = hidden, positions, exit_

@@ -22,6 +22,12 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return here.pin_memory().to(device, non_blocking=True)
 
 
+def copy_over(values: npt.NDArray[Any], target: torch.Tensor) -> None:
+    """The same, into a contiguous tensor that is there."""
+    here = torch.from_numpy(values)
+    target.copy_(here if target.device.type == "cpu" else here.pin_memory(), non_blocking=True)
+
+
 def index_on(device: torch.device, places: Sequence[int]) -> torch.Tensor:
     """Indices of a tensor of the device, int64 [n]: a list in its place makes the host wait."""
     return to_device(np.array(places, dtype=np.int64), device)

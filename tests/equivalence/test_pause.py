@@ -214,7 +214,7 @@ def test_prompts_and_emissions_that_lack_memory_are_run_in_smaller_parts(
             score = lacking(prompt_scores.token_logprobs, is_third)
             monkeypatch.setattr(prompt_scores, "token_logprobs", score)
             monkeypatch.setattr(model_runner, "sample", lacking(model_runner.sample, is_first_of))
-            sample = lacking(ExitLogits.sample, lambda _, places, at: len(places) > 1)
+            sample = lacking(ExitLogits.sample, lambda _, places: len(places) > 1)
             monkeypatch.setattr(ExitLogits, "sample", sample)
         made = [
             replace(s, sampling=replace(s.sampling, **kinds[i % 4])) for i, s in enumerate(states())

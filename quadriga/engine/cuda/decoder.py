@@ -40,18 +40,18 @@ class PagedPass:
     """One pass over T tokens of S sequences.
 
     Attributes:
-        where: Row and position of every token: int64 [2, T], on the device.
+        tokens: Row, position and, once it is embedded, id of every token: on the host, [3, T].
         rows, stops: Of every sequence, and one past its last position: on the host, [S].
         spans: The tokens by sequence; None where each token is one of its own.
-        longest: Most positions that a token sees.
+        where: `tokens` on the device; made when it is first asked for.
         runs: What attention wants to know of the spans; made when it is first asked for.
     """
 
-    where: torch.Tensor
+    tokens: Ints
     rows: Ints
     stops: Ints
     spans: Sequence[TokenSpan] | None
-    longest: int
+    where: torch.Tensor | None = None
     runs: Runs | None = None
 
 
@@ -130,13 +130,9 @@ class PagedDecoder:
 
     def plan_tokens(self, rows: Ints, positions: Ints) -> PagedPass:
         """See `Decoder.plan_tokens`."""
-        return PagedPass(
-            where=to_device(np.stack([rows, positions]), self._device),
-            rows=rows,
-            stops=positions + 1,
-            spans=None,
-            longest=int(positions.max()) + 1,
-        )
+        tokens = np.zeros((3, len(rows)), dtype=np.int64)
+        tokens[0], tokens[1] = rows, positions
+        return PagedPass(tokens, rows, positions + 1, None)
 
     def plan(self, spans: Sequence[TokenSpan]) -> PagedPass:
         """See `Decoder.plan`."""
@@ -145,40 +141,63 @@ class PagedDecoder:
         counts = np.array([s.end - s.begin for s in spans], dtype=np.int64)
         if (counts == 1).all():
             return self.plan_tokens(rows, stops - 1)
-        positions = np.concatenate([np.arange(s.start, s.stop, dtype=np.int64) for s in spans])
-        return PagedPass(
-            where=to_device(np.stack([np.repeat(rows, counts), positions]), self._device),
-            rows=rows,
-            stops=stops,
-            spans=spans,
-            longest=int(stops.max()),
-        )
+        tokens = np.zeros((3, int(counts.sum())), dtype=np.int64)
+        tokens[0] = np.repeat(rows, counts)
+        tokens[1] = np.concatenate([np.arange(s.start, s.stop, dtype=np.int64) for s in spans])
+        return PagedPass(tokens, rows, stops, spans)
 
     def embed(self, token_ids: Sequence[int], batch: PagedPass) -> torch.Tensor:
         """See `Decoder.embed`."""
-        ids = to_device(np.array(token_ids, dtype=np.int64), self._device)
-        return embed(self.weights, ids, batch.where[1])
+        batch.tokens[2], batch.where = token_ids, None
+        where = self._where(batch)
+        return embed(self.weights, where[2], where[1])
+
+    def begin(self, token_ids: Sequence[int], batch: PagedPass, stop: int) -> torch.Tensor:
+        """See `AnyDecoder.begin`; a graph embeds as well."""
+        batch.tokens[2] = token_ids
+        x = self._replayed(None, batch, 0, stop)
+        return self.run_layers(self.embed(token_ids, batch), batch, 0, stop) if x is None else x
 
     def run_layers(self, x: torch.Tensor, batch: PagedPass, first: int, stop: int) -> torch.Tensor:
-        """See `Decoder.run_layers`."""
+        """See `Decoder.run_layers`; good until the next pass."""
+        replayed = self._replayed(x, batch, first, stop) if first else None
+        if replayed is not None:
+            return replayed
         self.cache.prepare(batch.rows, batch.stops, first, stop)
         self._looked = None
         if batch.spans is not None:
             return self._run_spans(x, batch, batch.spans, first, stop)
-        if self.graphs is not None and self.graphs.covers(first, stop, len(x)):
-            x, self._looked = self.graphs.run(x, batch.where, first, stop)
-            return x
-        return self.run_each(x, batch.where, first, stop, batch.longest)
+        return self.run_each(x, self._where(batch), first, stop, int(batch.stops.max()))
+
+    def _replayed(
+        self, x: torch.Tensor | None, batch: PagedPass, first: int, stop: int
+    ) -> torch.Tensor | None:
+        """`DecodeGraphs.run`; None where no graph covers the pass."""
+        graphs = self.graphs if batch.spans is None else None
+        if graphs is None or not graphs.covers(first, stop, len(batch.rows)):
+            return None
+        self.cache.prepare(batch.rows, batch.stops, first, stop)
+        x, self._looked = graphs.run(x, batch.tokens, first, stop)
+        return x
+
+    def _where(self, batch: PagedPass) -> torch.Tensor:
+        """See `PagedPass.where`."""
+        if batch.where is None:
+            batch.where = to_device(batch.tokens, self._device)
+        return batch.where
 
     def run_each(
-        self, x: torch.Tensor, where: torch.Tensor, first: int, stop: int, longest: int
+        self, x: torch.Tensor | None, where: torch.Tensor, first: int, stop: int, longest: int
     ) -> torch.Tensor:
         """Layers [first, stop) for single tokens whose pages are there; what graphs record.
 
         Args:
-            where: Rows and positions, int64 [2, T].
+            x: [T, hidden]; None: the tokens are embedded.
+            where: Rows, positions and, for that, token ids: int64 [3, T].
             longest: No token sees more positions.
         """
+        if x is None:
+            x = embed(self.weights, where[2], where[1])
         lengths = (where[1] + 1).int()
 
         def mix(q: torch.Tensor, table: torch.Tensor, window: int) -> torch.Tensor:
@@ -199,8 +218,9 @@ class PagedDecoder:
             pools = self.cache.keys, self.cache.values
             return self.attention.runs(q, *pools, table, runs, window)
 
-        rows = batch.where[0].index_select(0, runs.begins[:-1])
-        return self._through(x, first, stop, self._bind(batch.where, rows, first, stop), mix)
+        where = self._where(batch)
+        rows = where[0].index_select(0, runs.begins[:-1])
+        return self._through(x, first, stop, self._bind(where, rows, first, stop), mix)
 
     def _through(
         self, x: torch.Tensor, first: int, stop: int, bound: _Bound, mix: _Mix
@@ -243,7 +263,7 @@ class PagedDecoder:
     ) -> None:
         """See `Decoder.project_kv`."""
         self.cache.prepare(batch.rows, batch.stops, first, stop)
-        rows, positions = batch.where[0], batch.where[1]
+        rows, positions = self._where(batch)[:2]
         if depth in self.folded:
             self._project_together(x, rows, positions, first, stop, depth)
             return
@@ -290,11 +310,16 @@ class PagedDecoder:
 
     def best(self, x: torch.Tensor, depth: int) -> list[int]:
         """See `Decoder.best`; waits for the device."""
-        ids: list[int] = self.candidates(x, depth).best.tolist()
+        ids: list[int] = self._say(x, depth)[1][:, 0].astype(np.int64).tolist()
         return ids
 
     def candidates(self, x: torch.Tensor, depth: int) -> Candidates:
         """See `Decoder.candidates`; waits for the device, once. Good until the next pass."""
+        logits, said = self._say(x, depth)
+        return Candidates(logits, said[:, 0].astype(np.int64), said[:, 1:].copy())
+
+    def _say(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, npt.NDArray[np.float32]]:
+        """The exit's logits, and what they say of themselves: see `operations.SAYS`."""
         looked = self._found(x, depth)
         if looked is None:
             logits = x.new_empty(len(x), self.config.vocab_size, dtype=torch.float32)
@@ -302,8 +327,7 @@ class PagedDecoder:
             self.look(x, depth, logits, said)
         else:
             logits, said = looked.logits[: len(x)], looked.said[: len(x)]
-        found: npt.NDArray[np.float32] = said.cpu().numpy()
-        return Candidates(logits, found[:, 0].astype(np.int64), found[:, 1:].copy())
+        return logits, said.cpu().numpy()
 
     def look(self, x: torch.Tensor, depth: int, logits: torch.Tensor, said: torch.Tensor) -> None:
         """The exit's logits, float32, and what they say of themselves; what graphs record."""

@@ -6,11 +6,12 @@ and what they say are in buffers when the pass is over.
 On a GPU a decode pass of a small model is a few hundred launches of a few microseconds each; a
 graph is one. It repeats what was recorded to the letter: the same kernels on the same addresses.
 So a pass's inputs are copied into buffers that stay; a batch is padded to the next size (1, 2, 4,
-8, … and the most) with tokens of a row that belongs to no sequence; and where the tokens lie is
-looked up inside the graph, in the device's page table.
+8, … and the most) with tokens of a row that belongs to no sequence; and what embeds the tokens and
+where they lie is looked up inside the graph: a step brings its rows, positions and token ids in one
+copy, and launches nothing else.
 
 All graphs share one memory pool. They may, because they run one after the other on one stream and
-leave nothing in it: the result is copied to a buffer outside.
+leave nothing in it: the result is copied to a buffer outside, which the next pass overwrites.
 """
 
 from __future__ import annotations
@@ -21,15 +22,20 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from quadriga.engine.cuda.operations import SAYS
+from quadriga.engine.transfers import copy_over
 
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 1024
 
-RunEach = Callable[[torch.Tensor, torch.Tensor, int, int, int], torch.Tensor]
+Ints = npt.NDArray[np.int64]
+
+RunEach = Callable[[torch.Tensor | None, torch.Tensor, int, int, int], torch.Tensor]
 """`PagedDecoder.run_each`."""
 
 
@@ -138,13 +144,15 @@ class DecodeGraphs:
         self._borders = frozenset((0, *segment_ends))
         self._max_rows = max_rows
         self._sizes = batch_sizes(max_rows, max(max_rows, max_tokens))
+        self._size_of = [next(s for s in self._sizes if s >= n) for n in range(self._sizes[-1] + 1)]
         self._capacity = capacity
         self._padding_row = padding_row
         # The input is the output too: a pass may begin where the one before it ended.
         most = self._sizes[-1]
         self._hidden = torch.zeros(most, hidden_size, dtype=dtype, device=device)
-        self._where = torch.zeros(2, most, dtype=torch.int64, device=device)
-        self._where[0] = padding_row
+        # Of each size, in one piece: [3, size].
+        tokens = torch.zeros(3 * most, dtype=torch.int64, device=device)
+        self._tokens = {size: tokens[: 3 * size].view(3, size) for size in self._sizes}
         self._look = look
         looked = max_rows if look is not None else 0
         self._logits = torch.zeros(looked, vocab_size, dtype=torch.float32, device=device)
@@ -162,40 +170,39 @@ class DecodeGraphs:
             return False
         if first not in self._borders or stop not in self._borders:
             return False
-        if (first, stop, self._size_for(count)) in self._replays:
+        if (first, stop, self._size_of[count]) in self._replays:
             return True
         return self._may_record and len(self._replays) < MAX_GRAPHS
 
     def run(
-        self, x: torch.Tensor, where: torch.Tensor, first: int, stop: int
+        self, x: torch.Tensor | None, tokens: Ints, first: int, stop: int
     ) -> tuple[torch.Tensor, Looked | None]:
         """Run a pass that `covers`; the tokens' pages are there and in the device's table.
 
         The first of its kind is recorded, which takes about as long as a hundred others.
 
         Args:
-            x: [n, hidden]
-            where: Rows and positions, int64 [2, n].
+            x: [n, hidden]; None where `first` is 0: the tokens are embedded.
+            tokens: Rows, positions and token ids, int64 [3, n]; the ids count at layer 0.
 
         Returns:
-            [n, hidden], the caller's to keep, and what the exit behind it says.
+            [n, hidden] and what the exit behind it says, both good until the next pass.
         """
-        count = len(x)
-        size = self._size_for(count)
-        self._hidden[:count] = x
-        self._where[:, :count] = where
+        count = tokens.shape[1]
+        size = self._size_of[count]
         if count < size:
-            self._hidden[count:size].zero_()
-            self._where[0, count:size].fill_(self._padding_row)
-            self._where[1, count:size].zero_()
-        key = (first, stop, size)
-        replay = self._replays.get(key)
-        if replay is None:
-            replay = self._record(first, stop, size, count, x)
-        if replay is None:
-            return self._run_each(x, where, first, stop, self._capacity), None
+            padded = np.zeros((3, size), dtype=np.int64)
+            padded[0, count:] = self._padding_row
+            padded[:, :count] = tokens
+            tokens = padded
+        copy_over(tokens, self._tokens[size])
+        if x is not None:
+            self._hidden[:count].copy_(x)
+            if count < size:
+                self._hidden[count:size].zero_()
+        replay = self._replays.get((first, stop, size)) or self._record(first, stop, size)
         replay()
-        x = self._hidden[:count].clone()
+        x = self._hidden[:count]
         if not self._looks(size):
             return x, None
         return x, Looked(x, stop, self._logits[:count], self._said[:count])
@@ -211,9 +218,10 @@ class DecodeGraphs:
         for first, stop in combinations(sorted(self._borders), 2):
             for size in reversed(self._sizes):
                 if self.covers(first, stop, size):
-                    padding = torch.zeros_like(self._where[:, :size])
+                    padding = np.zeros((3, size), dtype=np.int64)
                     padding[0] = self._padding_row
-                    self.run(torch.zeros_like(self._hidden[:size]), padding, first, stop)
+                    x = torch.zeros_like(self._hidden[:size]) if first else None
+                    self.run(x, padding, first, stop)
 
     def close(self) -> None:
         """Release the graphs; passes run without from now on."""
@@ -221,40 +229,35 @@ class DecodeGraphs:
         self._replays.clear()
         self._recorder.close()
 
-    def _record(
-        self, first: int, stop: int, size: int, count: int, x: torch.Tensor
-    ) -> Callable[[], None] | None:
-        """Record a pass on the inputs that are in the buffers; None, and never again, if it fails.
+    def _record(self, first: int, stop: int, size: int) -> Callable[[], None]:
+        """Record a pass on the inputs that are in the buffers; return what runs it.
 
         A GPU that cannot record serves all the same, slower; the log says why.
         """
-        hidden, where = self._hidden[:size], self._where[:, :size]
+        hidden, tokens = self._hidden[:size], self._tokens[size]
+        before = hidden.clone()
 
         def work() -> None:
-            x = self._run_each(hidden, where, first, stop, self._capacity)
+            given = hidden if first else None
+            x = self._run_each(given, tokens, first, stop, self._capacity)
             if self._look is not None and self._looks(size):
                 self._look(x, stop, self._logits[:size], self._said[:size])
             hidden.copy_(x)
 
+        replay = work
         try:
-            replay = self._recorder.record(work)
+            replay = self._replays[first, stop, size] = self._recorder.record(work)
+            logger.debug("recorded layers %d..%d for %d tokens", first + 1, stop, size)
         except RuntimeError as exc:  # what torch raises for all that CUDA refuses
             self._may_record = False
             logger.warning(
                 "no more graphs: layers %d..%d for %d tokens could not be recorded: %s",
                 first + 1, stop, size, exc,
             )  # fmt: skip
-            return None
         # Recording ran the pass once, over its own input. What it stored of K and V will be stored
         # again, the same.
-        hidden[:count] = x
-        hidden[count:] = 0
-        self._replays[first, stop, size] = replay
-        logger.debug("recorded layers %d..%d for %d tokens", first + 1, stop, size)
+        hidden.copy_(before)
         return replay
-
-    def _size_for(self, count: int) -> int:
-        return next(size for size in self._sizes if size >= count)
 
 
 def batch_sizes(*most: int) -> tuple[int, ...]:

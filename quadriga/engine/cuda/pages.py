@@ -16,6 +16,7 @@ that is shared: whole pages of prompts alone are, and a row goes on behind them.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -82,12 +83,7 @@ class PageTable:
 
     def segments(self, first_layer: int, stop_layer: int) -> range:
         """Segments that layers [first, stop) touch."""
-        touched = [
-            i
-            for i, (begin, end) in enumerate(zip(self._begins, self._ends, strict=True))
-            if begin < stop_layer and first_layer < end
-        ]
-        return range(touched[0], touched[-1] + 1) if touched else range(0)
+        return range(bisect_right(self._ends, first_layer), bisect_left(self._begins, stop_layer))
 
     def ensure(self, rows: Ints, num_tokens: Ints, segments: range) -> None:
         """Give rows the pages of their first `num_tokens` positions in some segments.
@@ -98,11 +94,11 @@ class PageTable:
             KVCacheExhausted: There are not enough; the rows before keep what they got. It cannot
                 happen while rows hold no more tokens than `pages_per_layer` was asked for.
         """
-        wanted = -(-num_tokens // self.page_tokens)
         for segment in segments:
-            short = np.flatnonzero(self._blocks[rows, segment] < wanted)
-            for i in short.tolist():
-                self._extend(int(rows[i]), segment, int(wanted[i]))
+            is_short = self._blocks[rows, segment] * self.page_tokens < num_tokens
+            for i in np.flatnonzero(is_short).tolist() if is_short.any() else ():
+                wanted = -(-int(num_tokens[i]) // self.page_tokens)
+                self._extend(int(rows[i]), segment, wanted)
 
     def _extend(self, row: int, segment: int, wanted: int) -> None:
         held = int(self._blocks[row, segment])

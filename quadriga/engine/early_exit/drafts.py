@@ -10,6 +10,7 @@ forget it. The first segment's KV at drafted positions is written again by whate
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,27 +28,29 @@ class Drafts:
     """Per KV row, what is drafted behind its waiting token.
 
     Attributes:
-        tokens: Per row, proposed tokens; the newest may not have been run.
+        tokens: Row that drafts → its proposed tokens; the newest may not have been run.
         num_run: int64 [num_rows], how many of them went through the first segment.
     """
 
     def __init__(self, num_rows: int, like: torch.Tensor) -> None:
-        self.tokens: list[list[int]] = [[] for _ in range(num_rows)]
+        self.tokens: defaultdict[int, list[int]] = defaultdict(list)
         self.num_run: Ints = np.zeros(num_rows, dtype=np.int64)
         self._like = like
         self._states: torch.Tensor | None = None
 
     def drop(self, rows: Sequence[int]) -> None:
         """Forget what is drafted in these rows."""
-        for row in rows:
-            if self.tokens[row]:
-                self.tokens[row] = []
+        for row in rows if self.tokens else ():
+            if self.tokens.pop(row, None):
                 self.num_run[row] = 0
 
-    def next_of(self, row: int) -> int | None:
-        """The proposed token of a row that was not run yet; None without one."""
-        tokens = self.tokens[row]
-        return tokens[-1] if len(tokens) > self.num_run[row] else None
+    def next_of(self, rows: Sequence[int]) -> list[int | None]:
+        """The proposed token of each row that was not run yet; None without one."""
+        tokens, num_run = self.tokens, self.num_run
+        return [
+            tokens[row][-1] if row in tokens and len(tokens[row]) > num_run[row] else None
+            for row in (rows if tokens else ())
+        ]
 
     def keep(self, rows: Ints, states: torch.Tensor) -> None:
         """The newest proposals of these rows reached the exit with these states, [n, hidden]."""
@@ -60,7 +63,7 @@ class Drafts:
         """[num_rows · MAX_DRAFTED, hidden], of each row's drafts in turn."""
         if self._states is None:
             hidden = self._like.shape[1]
-            self._states = self._like.new_zeros(len(self.tokens) * MAX_DRAFTED, hidden)
+            self._states = self._like.new_zeros(len(self.num_run) * MAX_DRAFTED, hidden)
         return self._states
 
     def take(self, rows: Ints, numbers: Ints) -> torch.Tensor:

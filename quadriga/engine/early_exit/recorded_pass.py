@@ -170,10 +170,10 @@ def repay(
     depths = recorded_depths([chunk], store.ends, store.mode)
     spans = [TokenSpan(row, 0, end - start, start)]
     batch = decoder.plan(spans)
-    x = decoder.embed(token_ids, batch)
     if depths is None:
-        decoder.run_layers(x, batch, 0, deepest)
+        decoder.begin(token_ids, batch, deepest)
     else:
+        x = decoder.embed(token_ids, batch)
         RecordedPass(decoder, cache, store.mode, spans, depths).run(x, batch, store.ends, None)
     store.paid(row, start, end, depths)
     return stop - end

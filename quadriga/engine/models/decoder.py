@@ -77,6 +77,10 @@ class AnyDecoder(Protocol):
 
     def run_layers(self, x: torch.Tensor, batch: Any, first: int, stop: int) -> torch.Tensor: ...
 
+    def begin(self, token_ids: Sequence[int], batch: Any, stop: int) -> torch.Tensor:
+        """Embed tokens and run layers [0, stop); good until the next pass: [T, hidden]."""
+        return self.run_layers(self.embed(token_ids, batch), batch, 0, stop)
+
     def project_kv(
         self, x: torch.Tensor, batch: Any, first: int, stop: int, depth: int
     ) -> None: ...

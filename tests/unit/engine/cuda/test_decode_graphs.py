@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from quadriga.engine.cuda import graphs
-from quadriga.engine.cuda.graphs import DecodeGraphs, batch_sizes
+from quadriga.engine.cuda.graphs import DecodeGraphs, Looked, batch_sizes
 from tests.equivalence.recording import TapeRecorder
 
 PADDING_ROW, CAPACITY = 12, 96
 
 
 class Layers:
-    """Stands for the decoder: adds row, position and layers to the hidden states."""
+    """Stands for the decoder: adds row, position and layers to what begins as the token's id."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, int, int]] = []
@@ -23,12 +23,26 @@ class Layers:
         self.stored = torch.zeros(PADDING_ROW + 1, CAPACITY)
 
     def run_each(
-        self, x: torch.Tensor, where: torch.Tensor, first: int, stop: int, longest: int
+        self, x: torch.Tensor | None, where: torch.Tensor, first: int, stop: int, longest: int
     ) -> torch.Tensor:
+        x = where[2, :, None].repeat(1, 4).float() if x is None else x
         self.calls.append((len(x), first, stop, longest))
-        self.seen.append(where.clone())
+        self.seen.append(where[:2].clone())
         self.stored.index_put_((where[0], where[1]), torch.ones(where.shape[1]))
-        return x * 2 + where.sum(0)[:, None] + stop - first
+        return after(x, where[:2], first, stop)
+
+
+def after(x: torch.Tensor, where: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    return x * 2 + where.sum(0)[:, None] + stop - first
+
+
+def run(
+    made: DecodeGraphs, x: torch.Tensor, where: torch.Tensor, first: int, stop: int
+) -> tuple[torch.Tensor, Looked | None]:
+    """A pass of tokens with these states; from layer 0 they are their ids."""
+    ids = x[:, 0].long() if not first else torch.zeros(len(x), dtype=torch.int64)
+    tokens = torch.cat([where, ids[None]]).numpy()
+    return made.run(x if first else None, tokens, first, stop)
 
 
 def look(x: torch.Tensor, depth: int, logits: torch.Tensor, said: torch.Tensor) -> None:
@@ -67,25 +81,32 @@ def test_every_batch_has_the_answer_of_its_own() -> None:
     """Of all sizes, one after the other, on the same buffers: nothing of the last one shows."""
     made, layers, recorder = make()
     generator = torch.Generator().manual_seed(0)
-    kept = []
     for count in (5, 1, 12, 7, 3, 8, 2, 5, 1, 12):
-        x = torch.randn(count, 4, generator=generator)
+        x = torch.randint(9, (count, 1), generator=generator).repeat(1, 4).float()
         where = torch.stack([torch.randperm(PADDING_ROW)[:count], torch.arange(count) + 20])
         first, stop = ((0, 2), (2, 6), (0, 6))[count % 3]
-        got, _ = made.run(x, where, first, stop)
-        wanted = x * 2 + where.sum(0)[:, None] + stop - first
-        kept.append((got, wanted))
-    for got, wanted in kept:
-        assert torch.equal(got, wanted), "and it stays the caller's"
+        got, _ = run(made, x, where, first, stop)
+        assert torch.equal(got, after(x, where, first, stop))
     assert recorder.num_replays == 10
     assert made.num_recorded == len({(c[0], c[1], c[2]) for c in layers.calls}) == 6
     assert len(layers.calls) == 2 * 6, "once before and once while it is recorded"
     assert {c[3] for c in layers.calls} == {CAPACITY}
 
 
+def test_a_pass_goes_on_from_what_the_last_one_left() -> None:
+    made, _, _ = make()
+    where = torch.tensor([[3, 4, 5], [7, 8, 9]])
+    for _ in ("recorded", "replayed"):
+        x = wanted = torch.ones(3, 4)
+        for first, stop in ((0, 2), (2, 3), (3, 6)):
+            x, _ = run(made, x, where, first, stop)
+            wanted = after(wanted, where, first, stop)
+            assert torch.equal(x, wanted)
+
+
 def test_padding_is_the_padding_row_at_its_start() -> None:
     made, layers, _ = make()
-    made.run(torch.ones(5, 4), torch.tensor([[1, 2, 3, 4, 5], [9, 9, 9, 9, 9]]), 0, 6)
+    run(made, torch.ones(5, 4), torch.tensor([[1, 2, 3, 4, 5], [9, 9, 9, 9, 9]]), 0, 6)
     assert layers.seen[0].tolist() == [[1, 2, 3, 4, 5, 12, 12, 12], [9] * 5 + [0] * 3]
     others = layers.stored.clone()
     others[1:6, 9] = 0
@@ -106,11 +127,11 @@ def test_the_exit_is_looked_up_for_as_many_as_there_are_rows() -> None:
     made.record_all()
     for count in (2, 3):
         x = torch.randn(count, 4, generator=torch.Generator().manual_seed(count))
-        hidden, looked = made.run(x, torch.zeros(2, count, dtype=torch.int64), 3, 6)
+        hidden, looked = run(made, x, torch.zeros(2, count, dtype=torch.int64), 3, 6)
         assert looked is not None and looked.depth == 6 and looked.hidden is hidden
         assert torch.equal(looked.logits, hidden[:, :2] + 6)
         assert torch.equal(looked.said, hidden[:, :3])
-    assert made.run(torch.ones(5, 4), torch.zeros(2, 5, dtype=torch.int64), 3, 6)[1] is None
+    assert run(made, torch.ones(5, 4), torch.zeros(2, 5, dtype=torch.int64), 3, 6)[1] is None
 
 
 def test_tokens_go_along_through_later_segments_alone() -> None:
@@ -124,7 +145,7 @@ def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     made, _, _ = make()
     where = torch.zeros(2, 1, dtype=torch.int64)
     for first, stop in ((0, 2), (2, 3)):
-        made.run(torch.ones(1, 4), where, first, stop)
+        run(made, torch.ones(1, 4), where, first, stop)
     assert made.covers(0, 2, 1) and not made.covers(3, 6, 1) and not made.covers(0, 2, 2)
 
 
@@ -133,7 +154,7 @@ def test_recording_all_leaves_nothing_for_later() -> None:
     made.record_all()
     assert made.num_recorded == 3 * 6, "sizes, and ranges between four borders"
     recorded = len(layers.calls)
-    made.run(torch.ones(2, 4), torch.tensor([[0, 1], [5, 6]]), 2, 3)
+    run(made, torch.ones(2, 4), torch.tensor([[0, 1], [5, 6]]), 2, 3)
     assert len(layers.calls) == recorded
     assert (
         not layers.stored[:PADDING_ROW].logical_and(torch.arange(PADDING_ROW)[:, None] > 1).any()
@@ -142,7 +163,7 @@ def test_recording_all_leaves_nothing_for_later() -> None:
 
 def test_closed_graphs_cover_nothing_and_are_released() -> None:
     made, _, recorder = make()
-    made.run(torch.ones(1, 4), torch.zeros(2, 1, dtype=torch.int64), 0, 6)
+    run(made, torch.ones(1, 4), torch.zeros(2, 1, dtype=torch.int64), 0, 6)
     made.close()
     assert recorder.is_closed and made.num_recorded == 0
     assert not made.covers(0, 6, 1)
@@ -164,16 +185,17 @@ def test_a_gpu_that_cannot_record_serves_all_the_same(caplog: pytest.LogCaptureF
     """Graphs that are there stay; the answers are the same."""
     made, _, recorder = make()
     where = torch.tensor([[3, 4], [7, 8]])
-    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(4))
-    wanted, _ = made.run(x, where, 0, 2)
+    x = torch.tensor([[3.0], [8.0]]).repeat(1, 4)
+    assert torch.equal(run(made, x, where, 0, 2)[0], after(x, where, 0, 2))
 
     def refuse(work: Callable[[], None]) -> Callable[[], None]:
         work()
         raise RuntimeError("operation not permitted when stream is capturing")
 
     recorder.record = refuse  # type: ignore[method-assign]
-    got, _ = made.run(x, where, 2, 6)
-    assert torch.equal(got, x * 2 + where.sum(0)[:, None] + 4)
+    got, _ = run(made, x, where, 2, 6)
+    assert torch.equal(got, after(x, where, 2, 6))
     assert "not permitted" in caplog.text
     assert not made.covers(2, 6, 2) and not made.covers(0, 6, 1)
-    assert made.covers(0, 2, 2) and torch.equal(made.run(x, where, 0, 2)[0], wanted)
+    assert made.covers(0, 2, 2)
+    assert torch.equal(run(made, x, where, 0, 2)[0], after(x, where, 0, 2))
