@@ -272,7 +272,6 @@ def test_kv_takes_the_memory_that_weights_leave() -> None:
     torch.cuda.empty_cache()
     with pytest.raises(ConfigError, match=r"engine\.gpu_memory_share: .* less than one sequence"):
         load_runner(replace(spec, gpu_memory_share=1e-4))
+    endless = replace(spec, row_capacity_tokens=1 << 24, kv_capacity_tokens=1 << 30)
     with pytest.raises(ConfigError, match=r"engine\.kv_memory_bytes: .* are free"):
-        load_runner(
-            replace(spec, gpu_memory_share=None, num_rows=1 << 20, kv_capacity_tokens=1 << 30)
-        )
+        load_runner(replace(endless, gpu_memory_share=None))
