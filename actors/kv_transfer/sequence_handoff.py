@@ -74,7 +74,7 @@ class PrefillHandoff:
 
     def prompt_done(self) -> None:
         """The first token is out and is not the last; all KV there will be has been fed."""
-        self._prompt_done_s = self._replica.clock.now_s()
+        self._prompt_done_s = self._placed_from_s = self._replica.clock.now_s()
         self._set_placed(self._sequence.is_placed)
         self._placement.turns.call_heads()  # its length is predicted now
         self._start_limit()

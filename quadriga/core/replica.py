@@ -158,7 +158,7 @@ class ReplicaSnapshot(RelativeTimeMixin):
         num_waiting: Sequences queued (prefill); reserved but not yet joined, or paused (decode);
             all of these, and those whose prompts are being computed (mixed).
         waiting_tokens: Prompt tokens in the prefill queue.
-        num_unplaced: Sequences whose prompts are done and that have no decode replica (prefill).
+        num_unplaced: Sequences that wait for a decode replica behind their prompts (prefill).
         used_tokens: Tokens whose KV is held.
         prompt_tokens: Prompt tokens of all sequences held (decode).
         reserved_tokens: Tokens promised to the sequences held; see `Reservation`. At a mixed

@@ -149,7 +149,7 @@ def check_room(
     short, least_free = queues, 1.0
     reason = "every queue is full; a place in one"
     if (limit_s := scheduler.max_wait_s) is not None:
-        first = next(s for s in prefills if s.info.name == admission.prefill_replica)
+        first = next(s for s in snapshots if s.info.name == admission.prefill_replica)
         num_computed = sum(s.num_running + s.num_waiting for s in prefills)
         slower = decode_supply(
             request,

@@ -151,6 +151,8 @@ class Governor:
         self.moves.max_concurrent = config.ares.max_concurrent_moves
         self.moves.backoff_s = config.ares.backoff_s
         self.settings = settings_of(config)
+        if not self.is_on:  # no tick will find that it is over
+            self.overload, self.num_held, self.pools = {}, {}, {}
 
     @property
     def is_on(self) -> bool:

@@ -315,8 +315,10 @@ class SequenceExport:
         if sequence.row != NO_ROW:
             self._batch.enter(sequence)
         else:
-            self._batch.num_paused += 1
-            self._batch.change(sequence, PAUSED)
+            batch, deadline_unix_s = self._batch, sequence.state.deadline_unix_s
+            batch.num_paused += 1
+            batch.first_deadline_unix_s = min(batch.first_deadline_unix_s, deadline_unix_s)
+            batch.change(sequence, PAUSED)
         return True
 
     def _find(

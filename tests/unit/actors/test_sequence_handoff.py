@@ -14,7 +14,7 @@ from actors.kv_transfer.handoff_sender import HandoffSender
 from actors.kv_transfer.placement import DecodePlacement
 from actors.kv_transfer.sequence_handoff import PrefillHandoff
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
-from quadriga.clock import SystemClock
+from quadriga.clock import ManualClock, SystemClock
 from quadriga.config.loader import load_config
 from quadriga.core.kv import Accepted, KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
@@ -130,6 +130,24 @@ async def test_only_a_death_that_is_known_is_told(code: str | None, is_told: boo
         await handoff.run()
     await asyncio.sleep(0)
     assert any("replica_died" in said for said in told) is is_told
+
+
+async def test_the_wait_for_a_place_begins_behind_the_prompt() -> None:
+    """What the prompt took is no patience that was shown: `OverloadPlan.open_to`."""
+    host, asked = replica(), []
+    host.clock = ManualClock()
+
+    async def find(request: PlaceRequest) -> None:
+        asked.append(request.waited_s)
+
+    sequence = RunningSequence(a_state(deadline_s=60.0))
+    handoff, _ = a_handoff(host, sequence, SimpleNamespace(), SimpleNamespace())
+    handoff._placement.find = find  # type: ignore[method-assign,assignment]
+    host.clock.advance(6.0)
+    handoff.prompt_done()
+    host.clock.advance(1.0)
+    await handoff._place(())
+    assert asked == [1.0]
 
 
 async def test_a_hand_off_that_is_cancelled_asks_for_no_room_any_more() -> None:

@@ -341,6 +341,15 @@ def test_what_a_silent_prefill_replica_holds_does_not_count() -> None:
     assert (made.overload, made.num_held) == ({}, {})
 
 
+def test_overload_ends_with_rescheduling() -> None:
+    """Nobody would find that it is over: newcomers would be refused for good."""
+    made = governor()
+    made.tick(crowded(0.85), now_s=0.0, now_unix_s=0.0)
+    assert made.overload and made.num_held
+    made.configure(load_config({"scheduler": {"ares": {"mode": "off"}}}).scheduler)
+    assert (made.overload, made.num_held, made.pools) == ({}, {}, {})
+
+
 @pytest.mark.parametrize("ares", [{"overload": False}, {"mode": "load"}, {"mode": "off"}])
 def test_who_wants_no_overload_objective_has_none(ares: dict[str, object]) -> None:
     made = governor(**ares)

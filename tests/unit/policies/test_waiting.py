@@ -59,6 +59,15 @@ def let_in(
     check_room(asked, admission, snapshots, book, now_s=now_s, num_held=num_held, **common)
 
 
+def test_a_prefill_replica_whose_report_grows_old_meanwhile_is_found() -> None:
+    snapshots = [snapshot(Role.PREFILL), snapshot(Role.DECODE)]
+    common: dict[str, Any] = {"scheduler": SCHEDULER, "prefill": PREFILL}
+    admission = admit(request(), snapshots, checks_queue=False, now_unix_s=0.0, **common)
+    book = WaitEstimator()
+    with pytest.raises(Overloaded):
+        check_room(request(), admission, snapshots, book, now_s=0.0, now_unix_s=1e6, **common)
+
+
 @dataclass
 class Cluster:
     """`SLOTS` places; whoever has one keeps it for a random time.

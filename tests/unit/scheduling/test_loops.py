@@ -19,7 +19,7 @@ from quadriga.errors import (
 )
 from quadriga.interfaces import PrefillChunk
 from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.prefill_loop import PrefillLoop, PrefillOutput
+from quadriga.scheduling.prefill_loop import HELD_AFTER_S, PrefillLoop, PrefillOutput
 from quadriga.scheduling.prefill_queue import STARVING_S, PrefillQueue
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import SlotTable
@@ -191,6 +191,8 @@ def test_no_prompt_is_begun_while_enough_have_no_place() -> None:
     h.step()
     assert h.events.started == ["a", "b", "c"]
     assert not h.loop.has_work
+    assert h.loop.num_unplaced == 0, "they are on their way"
+    h.clock.advance(HELD_AFTER_S)
     assert h.loop.num_unplaced == 2
     h.loop.max_unplaced = 3
     assert h.loop.has_work, "under overload more of them wait"

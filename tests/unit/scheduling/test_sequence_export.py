@@ -162,6 +162,21 @@ def test_a_paused_sequence_moves_out_of_host_memory() -> None:
     assert loop.slots.owners == []
 
 
+def test_a_paused_sequence_whose_move_fails_still_has_its_deadline() -> None:
+    """Another's is over meanwhile, after which the first that comes is looked for anew."""
+    replica = Replica()
+    loop, now_unix_s = replica.loop, replica.clock.unix_s()
+    replica.take("one", deadline_unix_s=now_unix_s + 60.0)
+    replica.take("other", deadline_unix_s=now_unix_s + 5.0)
+    loop.step()
+    assert loop.pause("one")
+    replica.begin_cutover("one")
+    replica.clock.advance(6.0)
+    assert any(e.error is not None for _, e in loop.step())
+    assert loop.export.abort_cutover("one")
+    assert loop.batch.first_deadline_unix_s == now_unix_s + 60.0
+
+
 def test_a_paused_sequence_that_moves_is_let_go() -> None:
     replica = Replica()
     state = replica.take("one")
