@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from ray.exceptions import RayError
 
 from quadriga.core.migration import MigrationReport
+from quadriga.errors import QuadrigaError, ReplicaDied
 
 logger = logging.getLogger(__name__)
 
@@ -57,16 +58,18 @@ async def hand_over(
 async def empty(
     call: ReplicaCaller, replica: str, next_owners: Callable[[], Sequence[str]], *, timeout_s: float
 ) -> None:
-    """Move what a decode replica runs, round after round, until cancelled.
+    """Move what a decode replica runs, round after round, until it has died or this is cancelled.
 
     Args:
         next_owners: See `hand_over`; as of now.
-
-    Raises:
-        QuadrigaError: It does not answer.
     """
     while True:
-        await hand_over(call, replica, next_owners(), timeout_s=timeout_s)
+        try:
+            await hand_over(call, replica, next_owners(), timeout_s=timeout_s)
+        except QuadrigaError as exc:
+            logger.info("%s did not hand over what it runs: %s", replica, exc)
+            if isinstance(exc, ReplicaDied) and exc.code != "unreachable":
+                return
         await asyncio.sleep(AGAIN_S)
 
 

@@ -145,7 +145,10 @@ class ReplicaManager:
         if within_s is not None:
             deadline_s = min(deadline_s, within_s)
         if moves and was_ready and replica.key[0].does(Role.DECODE):
-            replica.tasks.append(background(self._empty(replica, deadline_s)))
+            emptying = empty(
+                call, replica.name, lambda: self.next_owners(replica), timeout_s=deadline_s
+            )
+            replica.tasks.append(background(emptying))
         replica.tasks.append(background(self._retire(replica, was_ready, deadline_s)))
 
     async def stop_all(self) -> None:
@@ -230,6 +233,8 @@ class ReplicaManager:
                 replica.since_s = now_s
                 logger.info("%s is ready", replica.name)
                 self._changed()
+                if status.is_draining:  # for an earlier controller, which cannot end it any more
+                    self.retire(replica, "an earlier controller had it drain", moves=True)
         if replica.phase is ReplicaPhase.READY and now_s - replica.since_s > HEALTHY_S:
             self._num_failures.pop((replica.key, replica.fingerprint), None)
 
@@ -330,13 +335,6 @@ class ReplicaManager:
             and not self._is_leaving(m)
         ]
         return [name for _, name in sorted(able) if name != replica.name]
-
-    async def _empty(self, replica: ReplicaHandle, deadline_s: float) -> None:
-        """Move what a retiring replica runs; what fails ends there, or with it."""
-        try:
-            await empty(call, replica.name, lambda: self.next_owners(replica), timeout_s=deadline_s)
-        except QuadrigaError as exc:
-            logger.info("%s hands nothing more over: %s", replica.name, exc)
 
     async def _retire(self, replica: ReplicaHandle, was_ready: bool, deadline_s: float) -> None:
         if was_ready:

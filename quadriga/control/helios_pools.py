@@ -59,15 +59,10 @@ class HeliosPools:
         return {**chosen, **self.fixed}
 
     def _adopt_added(self) -> None:
-        """Replicas that an earlier controller added are places of this one, too.
-
-        Those that drain are on their way out.
-        """
+        """Replicas that an earlier controller added are places of this one, too."""
         self._given_up &= {replica.key for replica in self._replicas.values()}
         for replica in self._replicas.values():
-            is_known = replica.key in {*self.base, *self.fixed, *self._given_up}
-            is_leaving = replica.status is not None and replica.status.is_draining
-            if is_known or is_leaving:
+            if replica.key in {*self.base, *self.fixed, *self._given_up}:
                 continue
             if replica.key[0] is Role.DECODE and replica.is_ready:
                 if (Role.DECODE, replica.depth_class) in self._specs:

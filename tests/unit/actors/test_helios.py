@@ -652,8 +652,7 @@ async def test_the_next_controller_keeps_what_scaling_added(make_stand: MakeStan
     await stand.serve(S8)
     stand.add((Role.DECODE, 2), S8)
     leaving = stand.add((Role.DECODE, 3), S8)
-    assert leaving.status is not None
-    leaving.status = replace(leaving.status, is_draining=True)
+    leaving.phase = ReplicaPhase.RETIRING
     stand.again()
     assert stand.decode_places == {0, 2}, "one that drains is no place to fill"
 

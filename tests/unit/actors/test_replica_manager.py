@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from ray.exceptions import ActorUnavailableError, RayError
@@ -185,6 +187,24 @@ async def test_an_adopted_replica_that_never_answers_is_hung_once_it_is_placed(
     assert "hung" in (await verdict(2.0) or "")
 
 
+async def test_an_adopted_replica_that_drains_is_retired_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing undoes a drain: as a current replica it would keep its place and serve nobody."""
+    to_replica = AsyncMock(return_value=replace(status_of(), is_draining=True))
+    monkeypatch.setattr(replica_manager, "call_handle", to_replica)
+    monkeypatch.setattr(replica_manager, "call", AsyncMock())
+    monkeypatch.setattr(replica_manager, "remove", lambda name, handle: None)
+    monkeypatch.setattr(replica_manager, "STOP_GRACE_S", 0.01)
+    fleet, member = fleet_of(), replica_of(ReplicaPhase.PENDING)
+    fleet.replicas["d0"] = member
+    await fleet._heartbeat(member)
+    assert member.phase is ReplicaPhase.RETIRING
+    await member.tasks[-1]
+    assert [one.args[2] for one in to_replica.mock_calls] == ["heartbeat", "drain", "stop"]
+    assert not fleet.replicas
+
+
 async def test_a_controller_that_stalled_marks_no_replica_hung(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -272,22 +292,13 @@ async def test_an_unexpected_error_ends_no_watch(
 
 async def test_a_partitioned_controller_ends_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even one whose engine has failed: another controller may have replaced it by now."""
-    is_held, gone = False, []
-
-    async def held() -> bool:
-        return is_held
-
-    async def note_gone(member: ReplicaHandle, reason: str) -> None:
-        gone.append(reason)
-
-    async def heartbeat(*_: Any, **__: Any) -> ReplicaStatus:
-        return status_of(ReplicaError("broken"))
-
-    monkeypatch.setattr(replica_manager, "call_handle", heartbeat)
+    broken, held, gone = status_of(ReplicaError("broken")), AsyncMock(), AsyncMock()
+    monkeypatch.setattr(replica_manager, "call_handle", AsyncMock(return_value=broken))
     fleet, member = fleet_of(is_held=held), replica_of(ReplicaPhase.READY, Handle(), silence_s=0.0)
-    monkeypatch.setattr(fleet, "_gone", note_gone)
+    monkeypatch.setattr(fleet, "_gone", gone)
+    held.return_value = False
     await fleet._heartbeat(member)
-    assert gone == []
-    is_held = True
+    gone.assert_not_awaited()
+    held.return_value = True
     await fleet._heartbeat(member)
-    assert gone == ["its engine failed: broken"]
+    gone.assert_awaited_once_with(member, "its engine failed: broken")
