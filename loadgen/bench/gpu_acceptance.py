@@ -31,7 +31,7 @@ _LEAST_S = 5.0
 """A stage is not started with less time left."""
 _KILL_GRACE_S = 10.0
 _CLAIMS = ("is_right", "is_same")
-"""Of results; a stage with one that is false is wrong."""
+"""Keys of results; a stage with a false one is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,6 +260,7 @@ class NativeRunner:
     def _prefill(
         self, chunks: Sequence[PrefillChunk], on_layers: LayersDone | None
     ) -> list[SampledToken | None]:
+        self._exit = None  # what it found may be in buffers of passes
         spans: list[TokenSpan] = []
         token_ids: list[int] = []
         for chunk in chunks:
@@ -503,8 +504,8 @@ class NativeRunner:
         places = at.places(rows) if at is not None else None
         if at is None or places is None:
             raise InvariantViolation(f"rows {list(rows)} are not all at the exit just run")
-        is_all = places == list(range(len(at.samplers)))
-        self.exited = ExitedTokens(at.depth, at.samplers, at.hidden, None if is_all else places)
+        all_leave = places == list(range(len(at.samplers)))
+        self.exited = ExitedTokens(at.depth, at.samplers, at.hidden, None if all_leave else places)
         if self.skipped is not None and (at.depth < self.num_layers or self.skipped.keeps_last):
             indices = np.array(rows, dtype=np.int64)
             states = self.exited.of_states
@@ -527,7 +528,6 @@ class NativeRunner:
         self, rows: Ints, samplers: Sequence[RowSampler], first: int, stop: int
     ) -> torch.Tensor:
         """Run segments [first, stop) for the current token of each row: [n, hidden]."""
-        decoder = self.model.fastest()
         if first == 0:
             states = [s.state for s in samplers]
             counts = [len(s.prompt_ids) + len(s.output_ids) for s in states]
@@ -538,7 +538,7 @@ class NativeRunner:
         positions = self.positions[rows]
         if self.skipped is not None and self.skipped.may_owe:
             self._repay_before(self.skipped, rows.tolist(), stop)
-        batch = decoder.plan_tokens(rows, positions)
+        batch = self.model.fastest().plan_tokens(rows, positions)
         if self.skipped is None:
             return self._run_layers(x, batch, first, stop)
         at = _Tokens(batch, rows, positions)
@@ -825,6 +825,7 @@ class NativeRunner:
         """See `ResizableRunner.repay`."""
         if self.skipped is None:
             return 0
+        self._exit = None  # see `_prefill`
         model, state = self.model, self._sampler(row).state
         return repay(model.fastest(), self._cache, self.skipped, row, state, max_tokens)
 

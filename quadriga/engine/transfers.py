@@ -23,7 +23,7 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def copy_over(values: npt.NDArray[Any], target: torch.Tensor) -> None:
-    """The same, into a contiguous tensor that is there."""
+    """Copy as `to_device` does, into a contiguous tensor that exists."""
     here = torch.from_numpy(values)
     target.copy_(here if target.device.type == "cpu" else here.pin_memory(), non_blocking=True)
 

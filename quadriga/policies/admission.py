@@ -159,11 +159,11 @@ def check_room(
             model=model,
             now_s=now_s,
         )
-        turns = prefill_supply(request, first, num_replicas=len(prefills))
+        turns = prefill_supply(request, first, num_replicas=max(1, len(prefills)))
         if turns.wait_s > max(limit_s, slower.wait_s):
             slower = turns
         has_rows = may_hold_more(num_held, sum(s.info.num_slots for s in prefills))
-        if not has_rows or (num_held and not _has_memory(first, request)):
+        if num_held and not (has_rows and _has_memory(first, request)):
             raise Overloaded(
                 f"{model!r} is overloaded: {num_held} sequences wait for a decode replica, and "
                 f"prefill replicas have {'memory' if has_rows else 'rows'} for no more",

@@ -7,8 +7,8 @@ On a GPU a decode pass of a small model is a few hundred launches of a few micro
 graph is one. It repeats what was recorded to the letter: the same kernels on the same addresses.
 So a pass's inputs are copied into buffers that stay; a batch is padded to the next size (1, 2, 4,
 8, … and the most) with tokens of a row that belongs to no sequence; and what embeds the tokens and
-where they lie is looked up inside the graph: a step brings its rows, positions and token ids in one
-copy, and launches nothing else.
+where they lie is looked up inside the graph: a step from layer 0 brings its rows, positions and
+token ids in one copy, and launches nothing else.
 
 All graphs share one memory pool. They may, because they run one after the other on one stream and
 leave nothing in it: the result is copied to a buffer outside, which the next pass overwrites.

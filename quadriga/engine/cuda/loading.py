@@ -28,8 +28,9 @@ from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.loaded_model import EngineParts
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.engine.sampler import RowSampler, sample
-from quadriga.engine.weights.checkpoint_weights import ModelWeights
+from quadriga.engine.weights.checkpoint_weights import Linear, ModelWeights
 from quadriga.engine.weights.loading import load_spec
+from quadriga.engine.weights.matrix import Form, Matrix
 from quadriga.errors import ConfigError
 from quadriga.interfaces import MAX_DRAFTED
 
@@ -175,8 +176,9 @@ def _failed(operations: Operations, device: torch.device) -> str | None:
     """Why a kernel cannot run here; None where it can."""
     logits = torch.arange(8.0, device=device)[None]
     wide, said = torch.zeros_like(logits), torch.zeros(1, SAYS, device=device)
+    same = Linear(Matrix(Form.FLOAT32, torch.eye(8, device=device)))
     try:
-        operations.say(logits, wide, said)
+        operations.say(operations.linear(logits, same), wide, said)
         best = int(said[0, 0])
     # Whatever a compiler raises that is missing, or does not know this GPU.
     except Exception as exc:

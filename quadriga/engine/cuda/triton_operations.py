@@ -239,7 +239,9 @@ class TritonOperations(Operations):
 
     def linear(self, x: torch.Tensor, by: Linear) -> torch.Tensor:
         """See `Operations.linear`."""
-        return product(self._config, x, by)[1] if takes(x, by) else super().linear(x, by)
+        if not takes(x, by, is_normed=False):
+            return super().linear(x, by)
+        return product(self._config, x, by)[1]
 
     def rotate_and_store(
         self, qkv: torch.Tensor, layer: LayerWeights, store: Store

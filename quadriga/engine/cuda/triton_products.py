@@ -9,7 +9,7 @@ anew; and on GPUs that let a kernel start before the one in front of it ends (co
 operations of plain torch is rounded here too.
 
 From two tokens on a library's products are faster, which compute on tensor cores (measured:
-docs/gpu.md).
+docs/design/gpu.md).
 
 Source: CUDA C++ programming guide, "Programmatic Dependent Launch and Synchronization".
 """
@@ -26,7 +26,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.weights.checkpoint_weights import Linear, Norm
 
-_MOST_INPUTS = 16_384  # a program has whole rows
+_MOST_INPUTS, _MOST_NORMED = 16_384, 4096
+"""A program has whole rows, and where there is a norm reads three vectors beside: more was not
+measured."""
 _WEIGHTS = 64  # of a thread
 _PROGRAM_WEIGHTS, _WIDE_PROGRAM_WEIGHTS = 8192, 16_384
 """Of a program; more where rows are wide, as each program reads all inputs."""
@@ -92,11 +94,11 @@ def _product(
     tl.store(out + lane, total.to(own), mask=is_out)
 
 
-def takes(x: torch.Tensor, by: Linear) -> bool:
+def takes(x: torch.Tensor, by: Linear, *, is_normed: bool = True) -> bool:
     """Whether this is one token, and a matrix of plain numbers that are not too many a row."""
-    form = by.weight.form
+    form, most = by.weight.form, _MOST_NORMED if is_normed else _MOST_INPUTS
     is_plain = form.block is None and not form.is_interleaved
-    return len(x) == 1 and is_plain and x.shape[1] <= _MOST_INPUTS
+    return len(x) == 1 and is_plain and x.shape[1] <= most
 
 
 def product(

@@ -24,7 +24,6 @@ class ExitLogits:
         index: Row → its place in `found`, `samplers` and `hidden`.
         samplers: Of the rows.
         is_plain: All of the samplers are.
-        tokens: Then, of the rows.
         hidden: [n, hidden], as the rows reached the exit.
     """
 
@@ -34,7 +33,6 @@ class ExitLogits:
     found: Candidates
     samplers: Sequence[Sampler]
     is_plain: bool
-    tokens: list[SampledToken]
     hidden: torch.Tensor
 
     @classmethod
@@ -48,18 +46,15 @@ class ExitLogits:
         hidden: torch.Tensor,
     ) -> ExitLogits:
         """Run the exit's head."""
-        # While a device computes: all that can be made before it answers.
+        # While a device computes: what can be made before it answers.
         is_plain = all(s.is_plain for s in samplers)
-        tokens = [SampledToken(-1, depth) for _ in rows] if is_plain else []
         index = dict(zip(rows, range(len(rows)), strict=True))
         found = decoder.candidates(hidden, depth)
-        for token, token_id in zip(tokens, found.best.tolist(), strict=False):
-            token.token_id = token_id
         if not is_plain and (changed := process(found.logits, samplers)):
             # Of these rows alone: what a row is sure of does not depend on its company.
             at = index_on(hidden.device, changed)
             found.probs[changed] = top_two(found.logits.index_select(0, at))
-        return cls(depth, segment, index, found, samplers, is_plain, tokens, hidden)
+        return cls(depth, segment, index, found, samplers, is_plain, hidden)
 
     def confidences(self, criterion: Criterion) -> list[float]:
         """How sure the exit is of each row's token."""
@@ -78,7 +73,8 @@ class ExitLogits:
     def sample(self, places: Sequence[int]) -> list[SampledToken]:
         """The tokens of those who leave here."""
         if self.is_plain:
-            return [self.tokens[i] for i in places]
+            best = self.found.best.tolist()
+            return [SampledToken(best[i], self.depth) for i in places]
         samplers = [self.samplers[i] for i in places]
         at_exit = index_on(self.hidden.device, places)
         return choose(self.found.logits.index_select(0, at_exit), samplers, self.depth)

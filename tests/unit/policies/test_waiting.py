@@ -60,12 +60,13 @@ def let_in(
 
 
 def test_a_prefill_replica_whose_report_grows_old_meanwhile_is_found() -> None:
-    snapshots = [snapshot(Role.PREFILL), snapshot(Role.DECODE)]
+    """The clock is read twice, and a report is too old after so many seconds."""
+    decode = replace(snapshot(Role.DECODE), taken_unix_s=9.0)
+    snapshots, book = [snapshot(Role.PREFILL), decode], WaitEstimator()
     common: dict[str, Any] = {"scheduler": SCHEDULER, "prefill": PREFILL}
-    admission = admit(request(), snapshots, checks_queue=False, now_unix_s=0.0, **common)
-    book = WaitEstimator()
+    admission = admit(request(), snapshots, checks_queue=False, now_unix_s=4.9, **common)
     with pytest.raises(Overloaded):
-        check_room(request(), admission, snapshots, book, now_s=0.0, now_unix_s=1e6, **common)
+        check_room(request(), admission, snapshots, book, now_s=0.0, now_unix_s=9.0, **common)
 
 
 @dataclass
