@@ -2,13 +2,15 @@
 
 One run a side: by block bootstrap. Requests that ran at the same time are not independent: they
 shared a queue, a batch and a busy moment. So blocks of consecutive requests are drawn, not single
-ones; drawing single ones would call noise a difference far too often.
+ones; drawing single ones would call noise a difference far too often. How long blocks are depends
+on how alike neighbours are; where too few of them are left, a run is too short to say anything.
 
 Several runs a side: by the spread between the runs (Welch), which holds the noise that one run
 cannot show.
 
 Source: Künsch (1989), "The jackknife and the bootstrap for general stationary observations";
-circular blocks after Politis and Romano (1992). Welch (1947).
+circular blocks after Politis and Romano (1992), their length after Carlstein (1986) for a series
+whose neighbours are correlated. Welch (1947).
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ Statistic = Callable[[Values], Values]
 
 _NUM_T_SAMPLES = 200_000
 _MAX_DRAWN = 1 << 22  # values drawn at a time, for memory
+_LEAST_BLOCKS = 10
+"""With fewer an interval is too narrow: of alike runs with a correlation of .9 it missed 0 in a
+quarter of all cases, instead of one in twenty."""
+_MOST_ALIKE = 0.97
 
 
 class Finding(StrEnum):
@@ -118,11 +124,12 @@ def difference(
         raise ValueError(f"{len(a)} and {len(b)} values cannot be compared")
     figure_a, figure_b = (float(statistic(values[None, :])[0]) for values in (a, b))
     low = high = None
-    if min(len(a), len(b)) >= min_values:
+    length = max(block_length(a), block_length(b)) if in_blocks else 1
+    if min(len(a), len(b)) >= max(min_values, _LEAST_BLOCKS * length if in_blocks else 0):
         rng = np.random.default_rng([seed, 0xB007])
         drawn = np.concatenate(
             [
-                _draw(a, b, statistic, count, rng, is_paired=is_paired, in_blocks=in_blocks)
+                _draw(a, b, statistic, count, rng, is_paired=is_paired, length=length)
                 for count in _portions(num_draws, max(len(a), len(b)))
             ]
         )
@@ -168,18 +175,31 @@ def _draw(
     rng: np.random.Generator,
     *,
     is_paired: bool,
-    in_blocks: bool,
+    length: int,
 ) -> Values:
-    of_a = _indices(len(a), count, rng, in_blocks=in_blocks)
-    of_b = of_a if is_paired else _indices(len(b), count, rng, in_blocks=in_blocks)
+    of_a = _indices(len(a), count, rng, length)
+    of_b = of_a if is_paired else _indices(len(b), count, rng, length)
     return statistic(b[of_b]) - statistic(a[of_a])
 
 
+def block_length(values: Values) -> int:
+    """How many neighbours are drawn together: more, the more alike their ranks are."""
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    if len(counts) < 2:
+        return 1
+    ranks = (counts.cumsum() - counts / 2)[places]  # equals have one rank
+    ranks -= ranks.mean()
+    alike = float(ranks[1:] @ ranks[:-1]) / float(ranks @ ranks)
+    alike += (1 + 3 * alike) / len(values)  # a short series looks less correlated than it is
+    alike = min(max(alike, 0.0), _MOST_ALIKE)
+    length: float = (2 * alike / (1 - alike**2)) ** (2 / 3) * (1.5 * len(values)) ** (1 / 3)
+    return max(1, math.ceil(length))
+
+
 def _indices(
-    num_values: int, count: int, rng: np.random.Generator, *, in_blocks: bool
+    num_values: int, count: int, rng: np.random.Generator, length: int
 ) -> NDArray[np.int64]:
     """Return indices, [count, num_values]: blocks that begin anywhere and go on in a circle."""
-    length = max(1, round(2 * num_values ** (1 / 3))) if in_blocks else 1
     num_blocks = math.ceil(num_values / length)
     starts = rng.integers(0, num_values, (count, num_blocks, 1))
     drawn: NDArray[np.int64] = (starts + np.arange(length)) % num_values

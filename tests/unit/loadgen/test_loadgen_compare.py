@@ -12,7 +12,14 @@ import pytest
 
 from loadgen.__main__ import main
 from loadgen.checker import AnswerChoice, Outcome, Verdict, Write
-from loadgen.comparison.intervals import Finding, difference, difference_of_runs, mean, percentile
+from loadgen.comparison.intervals import (
+    Finding,
+    block_length,
+    difference,
+    difference_of_runs,
+    mean,
+    percentile,
+)
 from loadgen.report import run_report as report
 from loadgen.report.metrics import LoadSlo, summarise, tpot_s, ttft_s
 from loadgen.report.results import read_results
@@ -61,6 +68,17 @@ def test_noise_is_seldom_called_a_difference() -> None:
     assert wrong[False] >= 15
 
 
+def test_a_run_says_nothing_that_is_short_for_how_alike_its_neighbours_are() -> None:
+    """One busy moment is all that it has; blocks as long as that would be too few."""
+    for pair in range(20):
+        rng = np.random.default_rng([pair, 3])
+        a, b = (correlated(rng, 60, 0.95) for _ in "ab")
+        assert block_length(a) > 6
+        assert finding(a, b) is Finding.TOO_FEW
+    assert block_length(np.ones(60)) == 1
+    assert block_length(rng.permutation(60).astype(float)) <= 3
+
+
 def test_a_real_difference_is_found_in_its_direction() -> None:
     found = []
     for pair in range(10):
@@ -89,7 +107,7 @@ def test_sure_but_small_differences_are_noise_between_runs() -> None:
 
 
 def test_few_values_say_nothing() -> None:
-    a = np.arange(29.0)
+    a = np.arange(29.0) * (-1.0) ** np.arange(29)  # neighbours are not alike
     assert finding(a, a + 100) is Finding.TOO_FEW
     assert finding(a, a + 100, min_values=29) is Finding.HIGHER
     with pytest.raises(ValueError, match="0 and 29"):
