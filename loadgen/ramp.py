@@ -199,16 +199,18 @@ async def drive(
             live.num_requests = len(specs) if stage.load.dialogues is None else 0
         async with progress_bar(console, live, enabled=not args.no_progress):
             result = await driver.run(specs, live)
-        await stage.finish(result)
-    figures = driver.watch.figures(driver.stopped_s)
-    capacity = capacity_of(figures)
-    further = [
-        *(one.as_dict() for one in figures),
-        {"kind": "capacity", "unit": ramp.unit, "kept": capacity.kept, "broken": capacity.broken},
-    ]
-    unsent = {} if stage.load.dialogues is None else dict(stage.load.dialogues.unsent)
-    summary = summarise(result, goal.slo, unsent=unsent)
-    report.write_results(folder, stage.header("ramp", result), result, summary, further)
+        try:
+            await stage.finish(result)
+        finally:  # whatever becomes of the checks, what was measured is kept
+            figures = driver.watch.figures(driver.stopped_s)
+            found = capacity_of(figures)
+            further = [
+                *(one.as_dict() for one in figures),
+                {"kind": "capacity", "unit": ramp.unit, "kept": found.kept, "broken": found.broken},
+            ]
+            unsent = {} if stage.load.dialogues is None else dict(stage.load.dialogues.unsent)
+            summary = summarise(result, goal.slo, unsent=unsent)
+            report.write_results(folder, stage.header("ramp", result), result, summary, further)
     return result, figures
 
 
@@ -258,6 +260,7 @@ class _Driver:
                 follow=stage.load.follow,
                 observer=self.watch,
                 stop=self.stop,
+                keeps_partial=True,
             )
         )
         was_interrupted = False

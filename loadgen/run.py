@@ -69,12 +69,15 @@ async def _run(
                 options,
                 live,
                 follow=load.follow,
+                keeps_partial=True,
             )
-        await stage.finish(result)
-        if earlier is not None:
-            num_same = earlier.compare(result.records)
-            console.print(f"answers as in {earlier.path}: {num_same:,} of {len(result.records):,}")
-    unsent = {} if load.dialogues is None else dict(load.dialogues.unsent)
-    summary = summarise(result, LoadSlo(args.slo_ttft_s, args.slo_tpot_s), unsent=unsent)
-    report.write_results(folder, stage.header("run", result), result, summary)
+        try:
+            await stage.finish(result)
+            if earlier is not None:
+                same = f"{earlier.compare(result.records):,} of {len(result.records):,}"
+                console.print(f"answers as in {earlier.path}: {same}")
+        finally:  # whatever becomes of the checks, what was measured is kept
+            unsent = {} if load.dialogues is None else dict(load.dialogues.unsent)
+            summary = summarise(result, LoadSlo(args.slo_ttft_s, args.slo_tpot_s), unsent=unsent)
+            report.write_results(folder, stage.header("run", result), result, summary)
     return result, summary
