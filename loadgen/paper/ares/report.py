@@ -337,7 +337,8 @@ def baselines(figures: FigureData) -> dict[str, float]:
         found["vllm_cached_vs_best_static"] = cached
     if "own" in parts:
         found["own_vs_best_static"] = ratios("own", SATURATED_RATES)
-        found["light_load_ratio"] = [min(ratios("own", OWN_RATES[:2]), default=float("nan"))]
+        light = min(ratios("own", OWN_RATES[:2]), default=float("nan"))
+        found["own_light_load_ratio"] = [light]
     if "lockstep" in parts:
         xs = figures.xs("lockstep")
         found["lock_step_vs_best_static"] = [figures.ratio("lockstep", x, _good_per_s) for x in xs]
@@ -362,8 +363,13 @@ def baselines(figures: FigureData) -> dict[str, float]:
                 over = figures.ratio(part, x, _good_or_one, "shedding")
                 found[f"{name}_{x}_vs_shedding"] = [over]
     if overloads:
-        waits = [figures.most_wait_s(p, x, "ares") for p in overloads for x in figures.xs(p)]
-        found["overload_longest_wait_s"] = [max(waits)]
+        waits = [
+            figures.most_wait_s(p, x, "ares")
+            for p in overloads
+            for x in figures.xs(p)
+            if figures.outcomes(p, x, "ares")
+        ]
+        found["overload_longest_wait_s"] = [max(waits, default=float("nan"))]
     return {name: float(np.mean(values)) for name, values in found.items() if values}
 
 

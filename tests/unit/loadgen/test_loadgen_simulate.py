@@ -394,6 +394,39 @@ def test_a_point_that_fails_leaves_the_others_results(
     assert sum("fault" in one for one in lines) == 4 and len(lines) == 8
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--duration-s", "300"], "--warm-up-s: 600 leaves nothing of runs of 300 s"),
+        (["--part", "traces"], "--part traces: give the files in --trace"),
+        (["--policy", "ares-mixed"], "--policy: invalid choice"),
+    ],
+)
+def test_what_no_figure_could_come_of_is_refused_before_it_is_simulated(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["paper", "ares", "--quick", "--out", str(tmp_path), *words])
+    except SystemExit as exc:
+        status = exc.code
+    assert status == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_point_without_a_request_to_count_is_refused(
+    outcomes: list[ares_points.PointResult],
+) -> None:
+    with pytest.raises(ConfigError, match="no request of .* arrives from 399.99 s on"):
+        ares_points.run_point(replace(outcomes[0].point, warm_up_s=399.99))
+
+
+def test_a_wait_of_a_policy_that_did_not_run_is_not_stated(
+    outcomes: list[ares_points.PointResult],
+) -> None:
+    found = ares_report.headline([made(outcomes[0], "overload", 3, "least_work", wait_s=9.0)])
+    assert found["overload_longest_wait_s"] is None
+
+
 def test_the_headline_has_its_keys(outcomes: list[ares_points.PointResult]) -> None:
     headline = ares_report.headline(outcomes)
     assert {
@@ -539,7 +572,7 @@ def test_the_engines_are_stated_over_current_load_and_over_the_best_static_place
         "vllm_vs_best_static": 1.25,
         "vllm_cached_vs_best_static": 0.625,
         "own_vs_best_static": 2.5,
-        "light_load_ratio": 1.5,
+        "own_light_load_ratio": 1.5,
     }
 
 
