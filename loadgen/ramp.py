@@ -63,7 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="closed loop: requests (conversations) at a time",
     )
     ramp.add_argument(
-        "--steps", metavar="N", type=whole(1, MAX_STEPS), default=8, help="levels to measure"
+        "--steps",
+        metavar="N",
+        type=whole(1, MAX_STEPS),
+        default=8,
+        help="levels to measure; fewer where no more whole concurrencies lie between",
     )
     ramp.add_argument(
         "--step-s", metavar="SECONDS", type=number(0, 86_400), default=20.0, help="length of a step"
@@ -283,8 +287,9 @@ class _Driver:
             # A generator that is late sends all the same what was due inside the ramp.
             if ramp_s >= self.ramp.duration_s and self.watch.num_users >= self.num_users:
                 self._stop(at_s)
-            number = min(int(ramp_s / self.ramp.step_s), self.ramp.num_steps - 1)
-            live.note = f"step {number + 1}/{self.ramp.num_steps}"
+            num_steps = len(self.ramp.levels())
+            number = min(int(ramp_s / self.ramp.step_s), num_steps - 1)
+            live.note = f"step {number + 1}/{num_steps}"
             if self.stop.is_set():
                 live.note = "draining"
                 if at_s >= self.stopped_s + self.args.drain_s:

@@ -38,6 +38,10 @@ POLL_S = 1.0
 READY_S = 180.0
 PAUSE_S = 0.12
 """Between the end of one move and the next order."""
+STILL_TO_COME = 60
+"""Tokens of a stream that is moved, at least: its gaps are looked at until after the move."""
+STUCK_S = 60.0
+"""Without a move, after which the measurement is given up."""
 AFTER_S = 0.15
 """How long after its end a move may still be felt."""
 
@@ -121,7 +125,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=whole(2), default=12, help="streams at once")
     parser.add_argument("--moves", type=whole(1), default=60, help="at each pace")
     parser.add_argument("--prompt", type=whole(1), default=60, help="tokens of a prompt")
-    parser.add_argument("--output", type=whole(2), default=400, help="tokens of a stream")
+    parser.add_argument(
+        "--output",
+        type=whole(STILL_TO_COME + 4),
+        default=400,
+        help=f"tokens of a stream, which is moved while more than {STILL_TO_COME} are to come",
+    )
     parser.add_argument(
         "--transport", choices=("gloo", "object_store"), default="gloo", help="how KV travels"
     )
@@ -234,16 +243,7 @@ class _Bench:
         control_begin_s = time.monotonic()
         await asyncio.sleep(8.0)
         control_end_s = time.monotonic()
-        moves: list[tuple[Flow, float, float, MigrationReport]] = []
-        failed = 0
-        while len(moves) < self._args.moves:
-            await asyncio.sleep(PAUSE_S * self._rng.uniform(0.5, 1.5))
-            moved = await self._move()
-            if moved is None:
-                continue
-            failed += moved[3].outcome == "failed"
-            if moved[3].outcome == "moved":
-                moves.append(moved)
+        moves, failed = await self._make_moves(keeping)
         await asyncio.sleep(2 * AFTER_S)
         keeping.cancel()
         flows = list(self._flows.values())
@@ -253,6 +253,37 @@ class _Bench:
         gaps_s = [g for f in flows for g in f.gaps_s(control_begin_s, control_end_s)]
         step_s = float(np.median(gaps_s))
         return self._outcome(step_s, moves, failed, control_begin_s, control_end_s)
+
+    async def _make_moves(
+        self, keeping: asyncio.Task[None]
+    ) -> tuple[list[tuple[Flow, float, float, MigrationReport]], int]:
+        """Make the moves asked for; with the number of those that failed.
+
+        Raises:
+            RuntimeError: For long none came about. Also what ended `keeping` or a poll is raised.
+        """
+        moves: list[tuple[Flow, float, float, MigrationReport]] = []
+        failed, last_s = 0, time.monotonic()
+        while len(moves) < self._args.moves:
+            await asyncio.sleep(PAUSE_S * self._rng.uniform(0.5, 1.5))
+            for task in (keeping, *self._polls.values()):
+                if task.done():
+                    await task
+            if time.monotonic() - last_s > STUCK_S:
+                error = next((f.error for f in self._flows.values() if f.error), "none")
+                raise RuntimeError(
+                    f"no stream was moved for {STUCK_S:g} s, after {len(moves)} of "
+                    f"{self._args.moves} moves and {failed} that failed; first error of a stream: "
+                    f"{error}. Raise --output where streams end too early"
+                )
+            moved = await self._move()
+            if moved is None:
+                continue
+            failed += moved[3].outcome == "failed"
+            if moved[3].outcome == "moved":
+                moves.append(moved)
+                last_s = time.monotonic()
+        return moves, failed
 
     def _outcome(
         self,
@@ -296,7 +327,7 @@ class _Bench:
         able = [
             f
             for f in self._flows.values()
-            if not f.is_over and 2 < f.num_tokens < self._args.output - 60
+            if not f.is_over and 2 < f.num_tokens < self._args.output - STILL_TO_COME
         ]
         able = [f for f in able if f.replica in self._decoders]
         if not able:

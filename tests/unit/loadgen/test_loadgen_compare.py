@@ -151,7 +151,13 @@ def make_records(
     return records
 
 
-def write(folder: Path, records: list[Record], kind: str = "run", **header: Any) -> Path:
+def write(
+    folder: Path,
+    records: list[Record],
+    kind: str = "run",
+    slo: LoadSlo | None = None,
+    **header: Any,
+) -> Path:
     """Write a results file; `header` changes its first line."""
     folder.mkdir(parents=True, exist_ok=True)
     result = RunResult(start_s=1000.0, start_unix_s=5.0, end_s=1100.0, records=records)
@@ -166,7 +172,7 @@ def write(folder: Path, records: list[Record], kind: str = "run", **header: Any)
         **header,
     }
     report.write_results(
-        folder, head, result, summarise(result, LoadSlo()), header.get("steps", [])
+        folder, head, result, summarise(result, slo or LoadSlo()), header.get("steps", [])
     )
     return folder
 
@@ -226,6 +232,19 @@ def test_requests_within_the_slo_are_compared(tmp_path: Path) -> None:
     _, rows = compare(tmp_path, a, b, "--slo-ttft-s", "0.3")
     assert rows["within SLO"]["a"] > 95 and rows["within SLO"]["verdict"] == "worse"
     assert "within SLO" not in compare(tmp_path, a, b)[1]
+
+
+def test_each_limit_that_is_not_given_is_the_runs_own(tmp_path: Path) -> None:
+    a, b = (
+        write(tmp_path / name, make_records(40), slo=LoadSlo(ttft_s, 0.009))
+        for name, ttft_s in (("a", 1.0), ("b", 2.0))
+    )
+    assert compare(tmp_path, a, b, "--slo-ttft-s", "0.3")[0] == 0
+    document = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert document["slo"] == {"ttft_s": 0.3, "tpot_s": 0.009}
+    compare(tmp_path, a, b)
+    document = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert document["slo"] == {"ttft_s": None, "tpot_s": 0.009}, "they had different ones"
 
 
 def test_tails_of_few_requests_are_not_judged(tmp_path: Path) -> None:

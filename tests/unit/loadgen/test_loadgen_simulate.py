@@ -416,7 +416,7 @@ def test_what_no_figure_could_come_of_is_refused_before_it_is_simulated(
 def test_a_point_without_a_request_to_count_is_refused(
     outcomes: list[ares_points.PointResult],
 ) -> None:
-    with pytest.raises(ConfigError, match="no request of .* arrives from 399.99 s on"):
+    with pytest.raises(ConfigError, match=r"arrives from 399\.99 s on"):
         ares_points.run_point(replace(outcomes[0].point, warm_up_s=399.99))
 
 
