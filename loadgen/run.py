@@ -32,13 +32,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; 0 only when all checks were made, none failed, and a response passed."""
     console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
     arrivals = parse_arrivals(args.arrivals or ("trace" if args.trace else "closed:8"))
-    if args.stream == "false" and (args.slo_ttft_s, args.slo_tpot_s) != (None, None):
-        option = "slo-tpot-s" if args.slo_ttft_s is None else "slo-ttft-s"
-        raise ConfigError(
-            f"--{option}: no answer has that time with --stream false; take true or both, or "
-            "leave the limit out",
-            param=option,
-        )
+    if args.stream == "false" and (args.slo_ttft_s or args.slo_tpot_s):
+        raise ConfigError("--slo-ttft-s, --slo-tpot-s: not for --stream false", param="stream")
     earlier = EarlierAnswers.read(args.same_as) if args.same_as else None
     with output_folder(args.output) as folder:
         result, summary = run_event_loop(lambda: _run(args, arrivals, console, folder, earlier))

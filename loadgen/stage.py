@@ -59,8 +59,7 @@ class Stage:
             except ConfigError as exc:  # what was measured is not lost for it
                 result.texts_not_verified = exc.message
             except asyncio.CancelledError:  # Ctrl-C: nor for that
-                result.was_interrupted = True
-                result.texts_not_verified = "interrupted"
+                result.was_interrupted, result.texts_not_verified = True, "interrupted"
         score(result.records)
 
     def header(self, kind: str, result: RunResult) -> dict[str, Any]:

@@ -74,11 +74,8 @@ def run(args: argparse.Namespace) -> int:
     points = [p for part in args.part for p in POINTS[part](args)]
     shortest_s = min((p.duration_s for p in points), default=math.inf)
     if args.warm_up_s >= shortest_s:
-        raise ConfigError(
-            f"--warm-up-s: {args.warm_up_s:g} leaves nothing of runs of {shortest_s:g} s; lower "
-            "it, or raise --duration-s",
-            param="warm-up-s",
-        )
+        text = f"--warm-up-s: {args.warm_up_s:g} must be less than --duration-s {shortest_s:g}"
+        raise ConfigError(text, param="warm-up-s")
     console = wide_console()
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / RESULTS_FILE).open("w", encoding="utf-8") as stream:

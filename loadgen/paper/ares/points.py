@@ -122,13 +122,9 @@ def run_point(point: SimPoint) -> PointResult:
     """Simulate one point. Raises: ConfigError where no request would be counted."""
     started_s = time.perf_counter()
     load = _load(point)
-    arrivals_s = load.arrivals_s
-    if not ((arrivals_s >= point.warm_up_s) & (arrivals_s < point.duration_s)).any():
-        raise ConfigError(
-            f"--warm-up-s: no request of {load.name} arrives from {point.warm_up_s:g} s on and "
-            f"before --duration-s {point.duration_s:g}; change either",
-            param="warm-up-s",
-        )
+    if not ((load.arrivals_s >= point.warm_up_s) & (load.arrivals_s < point.duration_s)).any():
+        span = f"--warm-up-s {point.warm_up_s:g} and --duration-s {point.duration_s:g}"
+        raise ConfigError(f"{load.name}: no request arrives between {span}", param="warm-up-s")
     result = make_simulation(point.policy, load, point.config, settings=point.settings).run()
     window = {"from_s": point.warm_up_s, "to_s": point.duration_s}
     samples = [s for s in result.samples if s.at_s <= point.duration_s]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 from loadgen.__main__ import main
 from loadgen.checker import AnswerChoice, Outcome, Verdict, Write
 from loadgen.comparison.intervals import Finding, difference, difference_of_runs, mean, percentile
+from loadgen.comparison.runs import slo_of
 from loadgen.report import run_report as report
 from loadgen.report.metrics import LoadSlo, summarise, tpot_s, ttft_s
-from loadgen.report.results import read_results
+from loadgen.report.results import SummaryLine, read_results
 from loadgen.runner import Record, RunResult
 from quadriga.errors import ConfigError
 from tests.unit.loadgen.conftest import Service, make_spec
@@ -151,13 +153,7 @@ def make_records(
     return records
 
 
-def write(
-    folder: Path,
-    records: list[Record],
-    kind: str = "run",
-    slo: LoadSlo | None = None,
-    **header: Any,
-) -> Path:
+def write(folder: Path, records: list[Record], kind: str = "run", **header: Any) -> Path:
     """Write a results file; `header` changes its first line."""
     folder.mkdir(parents=True, exist_ok=True)
     result = RunResult(start_s=1000.0, start_unix_s=5.0, end_s=1100.0, records=records)
@@ -172,7 +168,7 @@ def write(
         **header,
     }
     report.write_results(
-        folder, head, result, summarise(result, slo or LoadSlo()), header.get("steps", [])
+        folder, head, result, summarise(result, LoadSlo()), header.get("steps", [])
     )
     return folder
 
@@ -235,16 +231,11 @@ def test_requests_within_the_slo_are_compared(tmp_path: Path) -> None:
 
 
 def test_each_limit_that_is_not_given_is_the_runs_own(tmp_path: Path) -> None:
-    a, b = (
-        write(tmp_path / name, make_records(40), slo=LoadSlo(ttft_s, 0.009))
-        for name, ttft_s in (("a", 1.0), ("b", 2.0))
-    )
-    assert compare(tmp_path, a, b, "--slo-ttft-s", "0.3")[0] == 0
-    document = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert document["slo"] == {"ttft_s": 0.3, "tpot_s": 0.009}
-    compare(tmp_path, a, b)
-    document = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert document["slo"] == {"ttft_s": None, "tpot_s": 0.009}, "they had different ones"
+    run = read_results(write(tmp_path, make_records(9)))
+    limits = ({"slo": {"ttft_s": ttft_s, "tpot_s": 0.009}} for ttft_s in (1.0, 2.0))
+    runs = [replace(run, summary=SummaryLine.model_validate(one)) for one in limits]
+    assert slo_of(runs, 0.3, None) == LoadSlo(0.3, 0.009)
+    assert slo_of(runs, None, None) == LoadSlo(None, 0.009), "they had different ones"
 
 
 def test_tails_of_few_requests_are_not_judged(tmp_path: Path) -> None:

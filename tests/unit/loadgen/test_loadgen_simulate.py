@@ -396,35 +396,22 @@ def test_a_point_that_fails_leaves_the_others_results(
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (["--duration-s", "300"], "--warm-up-s: 600 leaves nothing of runs of 300 s"),
-        (["--part", "traces"], "--part traces: give the files in --trace"),
-        (["--policy", "ares-mixed"], "--policy: invalid choice"),
-    ],
+    [("--duration-s 300", "600 must be less than --duration-s 300"), ("--part traces", "--trace")],
 )
 def test_what_no_figure_could_come_of_is_refused_before_it_is_simulated(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        status = main(["paper", "ares", "--quick", "--out", str(tmp_path), *words])
-    except SystemExit as exc:
-        status = exc.code
-    assert status == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    assert main(["paper", "ares", "--quick", "--out", str(tmp_path), *words.split()]) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_a_point_without_a_request_to_count_is_refused(
+def test_a_point_without_a_request_to_count_has_none_of_the_figures(
     outcomes: list[ares_points.PointResult],
 ) -> None:
-    with pytest.raises(ConfigError, match=r"arrives from 399\.99 s on"):
+    with pytest.raises(ConfigError, match="no request arrives between"):
         ares_points.run_point(replace(outcomes[0].point, warm_up_s=399.99))
-
-
-def test_a_wait_of_a_policy_that_did_not_run_is_not_stated(
-    outcomes: list[ares_points.PointResult],
-) -> None:
     found = ares_report.headline([made(outcomes[0], "overload", 3, "least_work", wait_s=9.0)])
-    assert found["overload_longest_wait_s"] is None
+    assert found["overload_longest_wait_s"] is None, "ARES was not run"
 
 
 def test_the_headline_has_its_keys(outcomes: list[ares_points.PointResult]) -> None:
