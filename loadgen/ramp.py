@@ -63,7 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="closed loop: requests (conversations) at a time",
     )
     ramp.add_argument(
-        "--steps", metavar="N", type=whole(1, MAX_STEPS), default=8, help="levels to measure"
+        "--steps",
+        metavar="N",
+        type=whole(1, MAX_STEPS),
+        default=8,
+        help="levels to measure; fewer where no more whole concurrencies lie between",
     )
     ramp.add_argument(
         "--step-s", metavar="SECONDS", type=number(0, 86_400), default=20.0, help="length of a step"
@@ -199,16 +203,18 @@ async def drive(
             live.num_requests = len(specs) if stage.load.dialogues is None else 0
         async with progress_bar(console, live, enabled=not args.no_progress):
             result = await driver.run(specs, live)
-        await stage.finish(result)
-    figures = driver.watch.figures(driver.stopped_s)
-    capacity = capacity_of(figures)
-    further = [
-        *(one.as_dict() for one in figures),
-        {"kind": "capacity", "unit": ramp.unit, "kept": capacity.kept, "broken": capacity.broken},
-    ]
-    unsent = {} if stage.load.dialogues is None else dict(stage.load.dialogues.unsent)
-    summary = summarise(result, goal.slo, unsent=unsent)
-    report.write_results(folder, stage.header("ramp", result), result, summary, further)
+        try:
+            await stage.finish(result)
+        finally:  # whatever becomes of the checks, what was measured is kept
+            figures = driver.watch.figures(driver.stopped_s)
+            found = capacity_of(figures)
+            further = [
+                *(one.as_dict() for one in figures),
+                {"kind": "capacity", "unit": ramp.unit, "kept": found.kept, "broken": found.broken},
+            ]
+            unsent = {} if stage.load.dialogues is None else dict(stage.load.dialogues.unsent)
+            summary = summarise(result, goal.slo, unsent=unsent)
+            report.write_results(folder, stage.header("ramp", result), result, summary, further)
     return result, figures
 
 
@@ -258,6 +264,7 @@ class _Driver:
                 follow=stage.load.follow,
                 observer=self.watch,
                 stop=self.stop,
+                keeps_partial=True,
             )
         )
         was_interrupted = False
@@ -280,8 +287,9 @@ class _Driver:
             # A generator that is late sends all the same what was due inside the ramp.
             if ramp_s >= self.ramp.duration_s and self.watch.num_users >= self.num_users:
                 self._stop(at_s)
-            number = min(int(ramp_s / self.ramp.step_s), self.ramp.num_steps - 1)
-            live.note = f"step {number + 1}/{self.ramp.num_steps}"
+            num_steps = len(self.ramp.levels())
+            number = min(int(ramp_s / self.ramp.step_s), num_steps - 1)
+            live.note = f"step {number + 1}/{num_steps}"
             if self.stop.is_set():
                 live.note = "draining"
                 if at_s >= self.stopped_s + self.args.drain_s:

@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _ticks(args: argparse.Namespace) -> list[RecordedTick]:
     if args.file is not None:
+        if args.save is not None:
+            raise ConfigError("--save: not with FILE, which has the ticks already", param="save")
         try:
             return list(read_ticks(args.file))
         except OSError as exc:

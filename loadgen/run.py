@@ -20,6 +20,7 @@ from loadgen.report.plots import write_plots
 from loadgen.report.progress import progress_bar
 from loadgen.runner import Live, LoadOptions, RunResult, run_load
 from loadgen.stage import open_stage, print_failures
+from quadriga.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
 
@@ -31,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; 0 only when all checks were made, none failed, and a response passed."""
     console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
     arrivals = parse_arrivals(args.arrivals or ("trace" if args.trace else "closed:8"))
+    if args.stream == "false" and (args.slo_ttft_s or args.slo_tpot_s):
+        raise ConfigError("--slo-ttft-s, --slo-tpot-s: not for --stream false", param="stream")
     earlier = EarlierAnswers.read(args.same_as) if args.same_as else None
     with output_folder(args.output) as folder:
         result, summary = run_event_loop(lambda: _run(args, arrivals, console, folder, earlier))
@@ -69,12 +72,15 @@ async def _run(
                 options,
                 live,
                 follow=load.follow,
+                keeps_partial=True,
             )
-        await stage.finish(result)
-        if earlier is not None:
-            num_same = earlier.compare(result.records)
-            console.print(f"answers as in {earlier.path}: {num_same:,} of {len(result.records):,}")
-    unsent = {} if load.dialogues is None else dict(load.dialogues.unsent)
-    summary = summarise(result, LoadSlo(args.slo_ttft_s, args.slo_tpot_s), unsent=unsent)
-    report.write_results(folder, stage.header("run", result), result, summary)
+        try:
+            await stage.finish(result)
+            if earlier is not None:
+                same = f"{earlier.compare(result.records):,} of {len(result.records):,}"
+                console.print(f"answers as in {earlier.path}: {same}")
+        finally:  # whatever becomes of the checks, what was measured is kept
+            unsent = {} if load.dialogues is None else dict(load.dialogues.unsent)
+            summary = summarise(result, LoadSlo(args.slo_ttft_s, args.slo_tpot_s), unsent=unsent)
+            report.write_results(folder, stage.header("run", result), result, summary)
     return result, summary

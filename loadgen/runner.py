@@ -128,7 +128,8 @@ class RunResult:
     Attributes:
         failed_captures: (request index, capture) of failed requests.
         cpu_s: CPU time this process spent while the load ran.
-        was_interrupted: Requests not yet ended were given up; `records` lacks them.
+        was_interrupted: Requests not yet ended were given up, and `records` lacks them; or the
+            check of the texts was.
         texts_not_verified: Why the check that was asked for could not be made.
     """
 
@@ -153,11 +154,12 @@ async def run_load(
     follow: Follow | None = None,
     observer: Observer | None = None,
     stop: asyncio.Event | None = None,
+    keeps_partial: bool = False,
 ) -> RunResult:
     """Send every request and return when all have ended.
 
     Each request ends within the client's own limit, so the run does too. A cancellation gives up
-    what is in flight and returns what has ended.
+    what is in flight.
 
     Args:
         specs: First requests of the users; a closed loop takes them as its places get free, and
@@ -165,6 +167,8 @@ async def run_load(
         live: Counts on; its `num_requests` is the caller's.
         follow: With it, or with `observer`, a request is judged as soon as it has ended.
         stop: Once set nothing more is sent; what is in flight goes on to its end.
+        keeps_partial: A cancellation returns what has ended, for callers that look at
+            `was_interrupted`; without it the cancellation goes on to the caller.
     """
     raise_file_limit()
     run = _LoadRun(client, model, judge, options, live, follow, observer, stop)
@@ -175,6 +179,8 @@ async def run_load(
         else:
             await run.closed_loop(specs, places_s)
     except asyncio.CancelledError:
+        if not keeps_partial:
+            raise
         run.result.was_interrupted = True
     run.result.end_s = now_s()
     run.result.cpu_s = time.process_time() - cpu_start_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -57,6 +58,8 @@ class Stage:
                 await verify_texts(self.http, self.target.model, result.records)
             except ConfigError as exc:  # what was measured is not lost for it
                 result.texts_not_verified = exc.message
+            except asyncio.CancelledError:  # Ctrl-C: nor for that
+                result.was_interrupted, result.texts_not_verified = True, "interrupted"
         score(result.records)
 
     def header(self, kind: str, result: RunResult) -> dict[str, Any]:

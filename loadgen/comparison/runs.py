@@ -135,11 +135,15 @@ def num_figures(a: Sequence[RunResults], b: Sequence[RunResults], slo: LoadSlo) 
 
 
 def slo_of(runs: Sequence[RunResults], ttft_s: float | None, tpot_s: float | None) -> LoadSlo:
-    """Return the limits given, else those that all runs had."""
-    slos = [run.summary.slo for run in runs]
-    if ttft_s is None and tpot_s is None and all(slo == slos[0] for slo in slos):
-        return LoadSlo(slos[0].ttft_s, slos[0].tpot_s)
-    return LoadSlo(ttft_s, tpot_s)
+    """Return each limit that is given, else the one that all runs had, if they had one."""
+
+    def own(limits: set[float | None]) -> float | None:
+        return limits.pop() if len(limits) == 1 else None
+
+    return LoadSlo(
+        own({run.summary.slo.ttft_s for run in runs}) if ttft_s is None else ttft_s,
+        own({run.summary.slo.tpot_s for run in runs}) if tpot_s is None else tpot_s,
+    )
 
 
 def longest_stall_s(record: Record) -> float | None:

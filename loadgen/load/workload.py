@@ -206,10 +206,15 @@ def shape(
 
 
 def _check_row(row: dict[str, Any], where: str) -> dict[str, Any]:
+    from quadriga.tasks import TASKS
+
     for name in ("prompt", "answer", "task"):
         value = row.get(name)
         if not (isinstance(value, str) or (value is None and name != "prompt")):
             raise ConfigError(f"{where}: {name} must be a string; got {value!r:.80}", param=name)
+    if (task := row.get("task")) is not None and task not in TASKS:
+        known = ", ".join(TASKS)
+        raise ConfigError(f"{where}: task must be one of {known}; got {task!r:.80}", param="task")
     if not row["prompt"]:
         raise ConfigError(f"{where}: prompt is empty", param="prompt")
     limit = row.get("max_tokens", 1)

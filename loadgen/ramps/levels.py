@@ -45,8 +45,9 @@ class Ramp:
 
     Attributes:
         unit: What rises: users beginning per second (open loop), or users at a time (closed loop).
-        rise: `even` and `geometric` hold each of `num_steps` levels for `step_s`; `linear` rises
-            all the time, and its steps are stretches of that.
+        rise: `even` and `geometric` hold each of `num_steps` levels for `step_s`, or of fewer where
+            no more whole concurrencies lie between; `linear` rises all the time, and its steps are
+            stretches of that.
         settle_s: Left out at the beginning of each step.
         users: What begins: `requests` or `conversations`.
     """
@@ -62,16 +63,18 @@ class Ramp:
 
     @property
     def duration_s(self) -> float:
-        return self.num_steps * self.step_s
+        return len(self.levels()) * self.step_s
 
     def levels(self) -> list[float]:
-        """Return the level of each step, rising."""
+        """Return the level of each step, rising; none comes twice in a closed loop."""
         if self.rise == "linear":
             height = (self.high - self.low) / self.num_steps
             return [self.low + (number + 0.5) * height for number in range(self.num_steps)]
         space = np.geomspace if self.rise == "geometric" else np.linspace
         levels = [float(level) for level in space(self.low, self.high, self.num_steps)]
-        return levels if self.unit == "rate" else [float(round(level)) for level in levels]
+        if self.unit == "rate":
+            return levels
+        return list(dict.fromkeys(float(round(level)) for level in levels))
 
     def steps(self) -> list[Step]:
         """Return the steps in order."""

@@ -21,9 +21,10 @@ def one_line(figures: StepFigures, ramp: Ramp) -> str:
     kept = {True: "kept", False: "SLO broken", None: "nothing sent"}[figures.kept]
     good = round(figures.good_share * figures.requests)
     running = f", {figures.unfinished:,} still running" if figures.unfinished else ""
+    step = f"step {figures.step.number + 1}/{len(ramp.levels())}"
     return (
-        f"step {figures.step.number + 1}/{ramp.num_steps}, {level_text(figures.step.level, ramp)}: "
-        f"{good:,} of {figures.requests:,} requests good{running}, "
+        f"{step}, {level_text(figures.step.level, ramp)}: {good:,} of "
+        f"{figures.requests:,} requests good{running}, "
         f"TTFT P99 {_ms(figures.ttft.p99)}, TPOT P99 {_ms(figures.tpot.p99)} ms: {kept}"
     )
 

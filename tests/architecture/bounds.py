@@ -19,9 +19,9 @@ BOUNDS = {
     "request_classes": Bound(12, 10),
     "service_lines": Bound(47_400, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(103_500, 58_000),
-    "test_lines": Bound(80_850, 38_000),
-    "reliability_lines": Bound(5_235, 4_000),
+    "product_lines": Bound(103_600, 58_000),
+    "test_lines": Bound(81_000, 38_000),
+    "reliability_lines": Bound(5_245, 4_000),
     "actors_lines": Bound(6_500, 6_500),
     "llm_lines": Bound(250, 250),
     "readme_words": Bound(900, 900),

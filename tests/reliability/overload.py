@@ -177,7 +177,8 @@ class Overload:
         places = SLOTS * REPLICAS
         specs = self._specs(round(4 * places * max(1.0, seconds)))
         start_s = now_s()
-        sending = asyncio.create_task(self._send(specs, LoadOptions(concurrency=places)))
+        options = LoadOptions(concurrency=places)
+        sending = asyncio.create_task(self._send(specs, options, keeps_partial=True))
         await asyncio.wait([sending], timeout=seconds)
         end_s = now_s()
         sending.cancel()  # what is under way is given up, and not part of the figures
@@ -285,8 +286,13 @@ class Overload:
         returns.failed += 1
         return record
 
-    async def _send(self, specs: Sequence[RequestSpec], options: LoadOptions) -> RunResult:
-        return await run_load(specs, self._client, self._target.model, self._judge, options, Live())
+    async def _send(
+        self, specs: Sequence[RequestSpec], options: LoadOptions, *, keeps_partial: bool = False
+    ) -> RunResult:
+        client, model, judge = self._client, self._target.model, self._judge
+        return await run_load(
+            specs, client, model, judge, options, Live(), keeps_partial=keeps_partial
+        )
 
     def _specs(self, count: int) -> list[RequestSpec]:
         """Requests of random lengths, each priority in turn."""

@@ -38,6 +38,8 @@ POLL_S = 1.0
 READY_S = 180.0
 PAUSE_S = 0.12
 """Between the end of one move and the next order."""
+STILL_TO_COME = 60  # tokens, more, of a stream that is moved
+STUCK_S = 60.0  # without a move, after which a pace is given up
 AFTER_S = 0.15
 """How long after its end a move may still be felt."""
 
@@ -62,6 +64,10 @@ class Flow:
         """Of tokens that arrived in a time, but the second, which waits for the hand-off."""
         at = self.arrivals_s[1:]
         return [b - a for a, b in itertools.pairwise(at) if begin_s <= b <= end_s]
+
+
+Move = tuple[Flow, float, float, MigrationReport]
+"""(stream, ordered at, ended at, report)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +127,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=whole(2), default=12, help="streams at once")
     parser.add_argument("--moves", type=whole(1), default=60, help="at each pace")
     parser.add_argument("--prompt", type=whole(1), default=60, help="tokens of a prompt")
-    parser.add_argument("--output", type=whole(2), default=400, help="tokens of a stream")
+    parser.add_argument("--output", type=whole(STILL_TO_COME + 4), default=400,
+                        help="tokens of a stream")  # fmt: skip
     parser.add_argument(
         "--transport", choices=("gloo", "object_store"), default="gloo", help="how KV travels"
     )
@@ -234,16 +241,7 @@ class _Bench:
         control_begin_s = time.monotonic()
         await asyncio.sleep(8.0)
         control_end_s = time.monotonic()
-        moves: list[tuple[Flow, float, float, MigrationReport]] = []
-        failed = 0
-        while len(moves) < self._args.moves:
-            await asyncio.sleep(PAUSE_S * self._rng.uniform(0.5, 1.5))
-            moved = await self._move()
-            if moved is None:
-                continue
-            failed += moved[3].outcome == "failed"
-            if moved[3].outcome == "moved":
-                moves.append(moved)
+        moves, failed = await self._make_moves(keeping)
         await asyncio.sleep(2 * AFTER_S)
         keeping.cancel()
         flows = list(self._flows.values())
@@ -254,10 +252,38 @@ class _Bench:
         step_s = float(np.median(gaps_s))
         return self._outcome(step_s, moves, failed, control_begin_s, control_end_s)
 
+    async def _make_moves(self, keeping: asyncio.Task[None]) -> tuple[list[Move], int]:
+        """Make the moves asked for; with the number of those that failed.
+
+        Raises:
+            RuntimeError: None comes about. What ended `keeping` or a poll is raised as well.
+        """
+        moves: list[Move] = []
+        failed, last_s = 0, time.monotonic()
+        while len(moves) < self._args.moves:
+            await asyncio.sleep(PAUSE_S * self._rng.uniform(0.5, 1.5))
+            for task in (keeping, *self._polls.values()):
+                if task.done():
+                    await task
+            if time.monotonic() - last_s > STUCK_S:
+                error = next((f.error for f in self._flows.values() if f.error), "no stream failed")
+                raise RuntimeError(
+                    f"no stream was moved for {STUCK_S:g} s, {failed} moves failed, {error}; "
+                    "raise --output where streams end too early"
+                )
+            moved = await self._move()
+            if moved is None:
+                continue
+            failed += moved[3].outcome == "failed"
+            if moved[3].outcome == "moved":
+                moves.append(moved)
+                last_s = time.monotonic()
+        return moves, failed
+
     def _outcome(
         self,
         step_s: float,
-        moves: list[tuple[Flow, float, float, MigrationReport]],
+        moves: list[Move],
         failed: int,
         control_begin_s: float,
         control_end_s: float,
@@ -291,12 +317,12 @@ class _Bench:
             kilobytes=round(float(np.mean([r.bytes_sent for r in reports])) / 1024, 1),
         )
 
-    async def _move(self) -> tuple[Flow, float, float, MigrationReport] | None:
+    async def _move(self) -> Move | None:
         """Move a random stream that will go on for a while."""
         able = [
             f
             for f in self._flows.values()
-            if not f.is_over and 2 < f.num_tokens < self._args.output - 60
+            if not f.is_over and 2 < f.num_tokens < self._args.output - STILL_TO_COME
         ]
         able = [f for f in able if f.replica in self._decoders]
         if not able:

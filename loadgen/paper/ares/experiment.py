@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import time
@@ -32,8 +33,7 @@ from loadgen.report.experiment import print_line, say, wide_console
 from loadgen.report.figures import figures, for_json
 from loadgen.report.output import add_out_argument
 from loadgen.report.progress import Steps
-from quadriga.errors import QuadrigaError
-from quadriga.sim.policies import POLICY_NAMES
+from quadriga.errors import ConfigError, QuadrigaError
 
 RESULTS_FILE = "ares.jsonl"
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--part", nargs="+", choices=PARTS, default=list(PARTS), help="figures to make"
     )
     parser.add_argument(
-        "--policy", nargs="+", choices=POLICY_NAMES, default=list(COMPARED), help="to compare"
+        "--policy", nargs="+", choices=COMPARED, default=list(COMPARED), help="to compare"
     )
     parser.add_argument("--profile", default="rtx4090d-7b", help="cost profile")
     parser.add_argument(
@@ -69,12 +69,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run every point; prints tables and one JSON line, writes plots and raw figures."""
     started_s = time.perf_counter()
+    if "traces" in args.part and not args.trace and args.part != list(PARTS):
+        raise ConfigError("--part traces: give the files in --trace", param="trace")
     points = [p for part in args.part for p in POINTS[part](args)]
+    shortest_s = min((p.duration_s for p in points), default=math.inf)
+    if args.warm_up_s >= shortest_s:
+        text = f"--warm-up-s: {args.warm_up_s:g} must be less than --duration-s {shortest_s:g}"
+        raise ConfigError(text, param="warm-up-s")
     console = wide_console()
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / RESULTS_FILE).open("w", encoding="utf-8") as stream:
         outcomes, faults = _run_all(points, args.workers, console, stream)
-    report.write_plots(outcomes, args.out)
     report.print_tables(outcomes, console)
     for point, fault in faults:
         where = f"{point.part}, {point.x}, {point.policy}, seed {point.config.seed}"
@@ -88,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         profile=args.profile,
         wall_s=round(time.perf_counter() - started_s, 1),
     )
+    report.write_plots(outcomes, args.out)
     return 1 if faults else 0
 
 

@@ -119,9 +119,12 @@ class PointResult:
 
 
 def run_point(point: SimPoint) -> PointResult:
-    """Simulate one point."""
+    """Simulate one point. Raises: ConfigError where no request would be counted."""
     started_s = time.perf_counter()
     load = _load(point)
+    if not ((load.arrivals_s >= point.warm_up_s) & (load.arrivals_s < point.duration_s)).any():
+        span = f"--warm-up-s {point.warm_up_s:g} and --duration-s {point.duration_s:g}"
+        raise ConfigError(f"{load.name}: no request arrives between {span}", param="warm-up-s")
     result = make_simulation(point.policy, load, point.config, settings=point.settings).run()
     window = {"from_s": point.warm_up_s, "to_s": point.duration_s}
     samples = [s for s in result.samples if s.at_s <= point.duration_s]

@@ -337,7 +337,7 @@ def baselines(figures: FigureData) -> dict[str, float]:
         found["vllm_cached_vs_best_static"] = cached
     if "own" in parts:
         found["own_vs_best_static"] = ratios("own", SATURATED_RATES)
-        found["light_load_ratio"] = [min(ratios("own", OWN_RATES[:2]), default=float("nan"))]
+        found["own_light_load_ratio"] = [min(ratios("own", OWN_RATES[:2]), default=np.nan)]
     if "lockstep" in parts:
         xs = figures.xs("lockstep")
         found["lock_step_vs_best_static"] = [figures.ratio("lockstep", x, _good_per_s) for x in xs]
@@ -363,7 +363,8 @@ def baselines(figures: FigureData) -> dict[str, float]:
                 found[f"{name}_{x}_vs_shedding"] = [over]
     if overloads:
         waits = [figures.most_wait_s(p, x, "ares") for p in overloads for x in figures.xs(p)]
-        found["overload_longest_wait_s"] = [max(waits)]
+        has_run = any("ares" in figures.policies(p) for p in overloads)
+        found["overload_longest_wait_s"] = [max(waits) if has_run else float("nan")]
     return {name: float(np.mean(values)) for name, values in found.items() if values}
 
 

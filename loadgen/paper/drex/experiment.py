@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="task prompts in a run; default: 6 a slot, at least 128")  # fmt: skip
     parser.add_argument("--rounds", type=whole(1), default=3, help="of each setting")
     parser.add_argument("--threads", type=whole(1), default=1, help="CPU threads of the engine")
-    parser.add_argument("--max-tokens", type=whole(1), default=400, help="of an answer")
+    parser.add_argument("--max-tokens", type=whole(2), default=400, help="of an answer")
     parser.add_argument("--clock", choices=("processor", "wall"), default="processor",
                         help="processor: of the one thread, which others blur less")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a few settings, within 5 minutes")

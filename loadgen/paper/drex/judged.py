@@ -43,8 +43,9 @@ class Decisions:
     best_s: float = 0.0
 
     @property
-    def share_right(self) -> float:
-        return self.right / self.count if self.count else 1.0
+    def share_right(self) -> float | None:
+        """None where none was judged."""
+        return self.right / self.count if self.count else None
 
 
 class JudgedRebatcher(DrexRebatcher):

@@ -70,7 +70,9 @@ def print_table(rows: Sequence[DrexRow]) -> None:
             "stays": lambda r: r.involuntary_stays,
             "MiB": lambda r: f"{r.peak_bytes / 2**20:.1f}",
             "right": lambda r: (
-                r.decisions and f"{r.decisions.share_right:.1%} of {r.decisions.count}"
+                f"{r.decisions.share_right:.1%} of {r.decisions.count}"
+                if r.decisions and r.decisions.count
+                else None
             ),
         },
         title="Rebatching: one decode loop, same prompts, same slots",

@@ -24,7 +24,7 @@ from typing import get_args
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from loadgen.options import number, whole
+from loadgen.options import number, number_from, whole
 from loadgen.paper.helios.bench import HeliosBench, HeliosPlan
 from loadgen.paper.helios.report import (
     ALONE,
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threshold", nargs="+", type=number(0, 1), metavar="T",
                         help="of the sweep over τ")  # fmt: skip
     parser.add_argument("--intervals", nargs="+", type=whole(1), metavar="N", help="of the sweep")
-    parser.add_argument("--changed", nargs="+", type=number(0, 1), metavar="SHARE",
+    parser.add_argument("--changed", nargs="+", type=number_from(0, 1), metavar="SHARE",
                         help="helios.max_changed_share of its sweep")  # fmt: skip
     parser.add_argument("--batch", type=whole(1), default=8, help="clients of the batched part")
     parser.add_argument("--rows", type=whole(1), default=64,

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="task prompts in a run; default: 6 a slot, at least 48")  # fmt: skip
     parser.add_argument("--rounds", type=whole(1), default=3, help="of each setting")
     parser.add_argument("--threads", type=whole(1), default=1, help="CPU threads of the engine")
-    parser.add_argument("--max-tokens", type=whole(1), default=400, help="of an answer")
+    parser.add_argument("--max-tokens", type=whole(2), default=400, help="of an answer")
     parser.add_argument("--quick", action="store_true", help="one short round, within 5 minutes")
     add_out_argument(parser, "results/paper")
 

@@ -99,6 +99,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.quick:
         results = _possible_here(results, console)
+        if not results:
+            print("chaos: no chosen cell can be run here, so nothing was tested; choose others")
+            return 1
     check_service(args.model, args.set)
     args.runs = args.runs or (1 if args.quick else 3)
     results_file = _results_file(args, cells)

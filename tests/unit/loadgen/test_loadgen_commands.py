@@ -111,6 +111,33 @@ def test_prompt_file_with_answers(service: Service, tmp_path: Path) -> None:
     assert last["max_tokens"] == 5 and last["score"] is None
 
 
+@pytest.mark.parametrize("command", ["run", "ramp"])
+def test_ctrl_c_while_texts_are_verified_keeps_the_load(
+    command: str, service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def interrupted(*_: object) -> int:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr("loadgen.stage.verify_texts", interrupted)
+    words = ["--tasks", "4", "--max-tokens", "3", "--warmup", "0"]
+    words += ["--rate", "20", "--steps", "1", "--step-s", "0.4"] if command == "ramp" else []
+    status, (_, *requests, summary) = run_command(command, service(), tmp_path, *words)
+    assert status == 130 and any(line["kind"] == "request" for line in requests)
+    assert summary["was_interrupted"] and summary["texts_not_verified"] == "interrupted"
+
+
+def test_a_fault_of_the_checks_keeps_the_load(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> None:
+        raise KeyError("of a checker")
+
+    monkeypatch.setattr("loadgen.stage.score", broken)
+    with pytest.raises(KeyError):
+        run(service(), tmp_path, "--tasks", "4", "--max-tokens", "3")
+    assert len(lines(tmp_path)) == 6
+
+
 def test_a_text_file_is_a_chat_question_a_line(service: Service, tmp_path: Path) -> None:
     path = tmp_path / "questions.txt"
     path.write_text("Why?\n\n  Where to?  \n")

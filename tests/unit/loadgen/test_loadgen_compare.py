@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from loadgen.comparison.intervals import (
     mean,
     percentile,
 )
+from loadgen.comparison.runs import slo_of
 from loadgen.report import run_report as report
 from loadgen.report.metrics import LoadSlo, summarise, tpot_s, ttft_s
-from loadgen.report.results import read_results
+from loadgen.report.results import SummaryLine, read_results
 from loadgen.runner import Record, RunResult
 from quadriga.errors import ConfigError
 from tests.unit.loadgen.conftest import Service, make_spec
@@ -244,6 +246,14 @@ def test_requests_within_the_slo_are_compared(tmp_path: Path) -> None:
     _, rows = compare(tmp_path, a, b, "--slo-ttft-s", "0.3")
     assert rows["within SLO"]["a"] > 95 and rows["within SLO"]["verdict"] == "worse"
     assert "within SLO" not in compare(tmp_path, a, b)[1]
+
+
+def test_each_limit_that_is_not_given_is_the_runs_own(tmp_path: Path) -> None:
+    run = read_results(write(tmp_path, make_records(9)))
+    limits = ({"slo": {"ttft_s": ttft_s, "tpot_s": 0.009}} for ttft_s in (1.0, 2.0))
+    runs = [replace(run, summary=SummaryLine.model_validate(one)) for one in limits]
+    assert slo_of(runs, 0.3, None) == LoadSlo(0.3, 0.009)
+    assert slo_of(runs, None, None) == LoadSlo(None, 0.009), "they had different ones"
 
 
 def test_tails_of_few_requests_are_not_judged(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_bad_files_are_named(data: bytes, name: str, message: str, tmp_path: Pat
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt": 7}, "prompt must be a string; got 7"),
         ({"prompt": "x", "answer": 7}, "answer must be a string"),
+        ({"prompt": "x", "task": "nonsense"}, "task must be one of .*; got 'nonsense'"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens must be a whole number in 1.."),
         ({"prompt": "x", "max_tokens": True}, "max_tokens must be a whole number in 1.."),
         ({"prompt": "x", "max_tokens": 10**9}, "max_tokens must be a whole number in 1.."),

@@ -37,6 +37,25 @@ def test_every_number_has_bounds(name: tuple[str, ...]) -> None:
                     option.type(text)  # type: ignore[operator, misc]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("paper ares --policy ares-mixed", "invalid choice: 'ares-mixed'"),
+        ("paper drex --max-tokens 1", "1 must be at least 2"),
+        ("paper lossless --max-tokens 1", "1 must be at least 2"),
+        ("bench migration --output 63", "63 must be at least 64"),
+    ],
+)
+def test_nothing_is_offered_that_cannot_be_measured(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert message in capsys.readouterr().err
+    (changed,) = (a for a in options(("paper", "helios")) if a.dest == "changed")
+    assert changed.type("0") == 0.0, "it is among the defaults"  # type: ignore[operator, misc]
+
+
 def test_a_help_shows_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["paper", "helios", "--help"])
@@ -76,6 +95,7 @@ def test_what_a_service_is_started_with() -> None:
         (["--trace", "nowhere.csv"], "nowhere.csv: cannot be read"),
         (["--sessions", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
         (["--tasks", "1", "--turns", "3"], "--turns: not for --tasks"),
+        (["--stream", "false", "--slo-ttft-s", "1"], "--slo-tpot-s: not for --stream false"),
     ],
 )
 def test_a_wrong_load_is_named_though_nobody_listens(

@@ -43,6 +43,14 @@ def test_levels_rise_as_asked() -> None:
     assert rate_ramp(0.001, 8, rise="linear").levels() == pytest.approx([1, 3, 5, 7], abs=1e-3)
     assert Ramp("concurrency", "even", 1, 4, 3, 1.0, 0.0).levels() == [1.0, 2.0, 4.0]
     assert rate_ramp(5, 5, steps=1).levels() == [5.0]
+
+
+@pytest.mark.parametrize("rise", ["even", "geometric"])
+def test_no_concurrency_is_measured_twice(rise: Rise) -> None:
+    ramp = Ramp("concurrency", rise, 1, 4, 8, 1.0, 0.0)
+    assert ramp.levels() == [1, 2, 3, 4]
+    assert ramp.duration_s == len(ramp.steps()) == 4
+    assert ramp.places_s() == (0.0, 1.0, 2.0, 3.0)
     steps = rate_ramp(1, 7).steps()
     assert steps[1] == Step(1, 3.0, from_s=50.0, counted_from_s=60.0, to_s=100.0)
     assert steps[1].counted_s == 40.0

@@ -84,23 +84,27 @@ def test_failed_captures_are_kept() -> None:
     assert len(result.failed_captures) == 2
 
 
-def test_interruption_keeps_what_has_ended() -> None:
-    async def run() -> RunResult:
-        begun = asyncio.Event()
+def test_interruption_keeps_what_has_ended_for_those_who_ask_for_it() -> None:
+    """The warm-up, or a benchmark, would take a load that was cut short for a whole one."""
+
+    async def run(**options: bool) -> RunResult:
+        begun, judge = asyncio.Event(), Judgement(TARGET)
         async with FakeServer(FakeOptions(fault="hang")) as server:
             client = HttpClient(
                 parse_url(server.url), now_s=now_s, timeout_s=20.0, on_data=lambda _: begun.set()
             )
             task = asyncio.create_task(
-                run_load(specs(2), client, MODEL, Judgement(TARGET), LoadOptions(), Live())
+                run_load(specs(2), client, MODEL, judge, LoadOptions(), Live(), **options)
             )
             await asyncio.wait_for(begun.wait(), 20)
             task.cancel()
             return await task
 
-    result = asyncio.run(run())
+    result = asyncio.run(run(keeps_partial=True))
     assert result.was_interrupted
     assert result.records == []
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
 
 
 def test_lag_of_a_slow_generator_is_seen() -> None:

@@ -394,6 +394,26 @@ def test_a_point_that_fails_leaves_the_others_results(
     assert sum("fault" in one for one in lines) == 4 and len(lines) == 8
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [("--duration-s 300", "600 must be less than --duration-s 300"), ("--part traces", "--trace")],
+)
+def test_what_no_figure_could_come_of_is_refused_before_it_is_simulated(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["paper", "ares", "--quick", "--out", str(tmp_path), *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_point_without_a_request_to_count_has_none_of_the_figures(
+    outcomes: list[ares_points.PointResult],
+) -> None:
+    with pytest.raises(ConfigError, match="no request arrives between"):
+        ares_points.run_point(replace(outcomes[0].point, warm_up_s=399.99))
+    found = ares_report.headline([made(outcomes[0], "overload", 3, "least_work", wait_s=9.0)])
+    assert found["overload_longest_wait_s"] is None, "ARES was not run"
+
+
 def test_the_headline_has_its_keys(outcomes: list[ares_points.PointResult]) -> None:
     headline = ares_report.headline(outcomes)
     assert {
@@ -539,7 +559,7 @@ def test_the_engines_are_stated_over_current_load_and_over_the_best_static_place
         "vllm_vs_best_static": 1.25,
         "vllm_cached_vs_best_static": 0.625,
         "own_vs_best_static": 2.5,
-        "light_load_ratio": 1.5,
+        "own_light_load_ratio": 1.5,
     }
 
 

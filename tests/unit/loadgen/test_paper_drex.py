@@ -12,7 +12,7 @@ from loadgen.paper.drex.bench import CPU, DrexRow, DrexSetting
 from loadgen.paper.drex.closed_loop import ClosedLoopRun
 from loadgen.paper.drex.judged import Decisions
 from loadgen.paper.drex.quality import Quality, _parted_at, choose
-from loadgen.paper.drex.report import headline, plain, read_rows
+from loadgen.paper.drex.report import headline, plain, print_table, read_rows
 
 HEADLINE = {
     "vs_best_grouped", "share_of_ceiling", "vs_no_exit_equal_memory", "worst_vs_no_exit",
@@ -56,6 +56,16 @@ def test_the_headline_and_the_rows_on_disk(tmp_path: Path) -> None:
     (tmp_path / "drex.json").write_text(json.dumps({"rows": shown}))
     assert read_rows(tmp_path / "drex.json") == rows
     assert read_rows(tmp_path / "absent.json") == []
+
+
+def test_where_no_decision_was_judged_none_is_said_to_be_right(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [measured("off", 1.0), measured("drex", 1.0, decisions=Decisions())]
+    assert headline(rows)["decisions_right"] is None
+    assert plain(rows[1])["decisions"]["share_right"] is None
+    print_table(rows)
+    assert "100.0%" not in capsys.readouterr().out
 
 
 def quality(mode: str, threshold: float, delta: float, early: float, speed: float = 1.0) -> Quality:

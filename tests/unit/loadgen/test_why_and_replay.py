@@ -136,6 +136,7 @@ def test_without_overload_or_depth_pools_a_tick_is_decided_as_if_none_had_been_p
         (["--set", "overload=1"], "overload: 1 cannot be replayed"),
         (["--set", "depth_pools=1"], "depth_pools: 1 cannot be replayed"),
         (["--set", "theta=7"], "theta: 7.0 must lie in 0..1"),
+        (["--save", "copy.jsonl"], "--save: not with FILE"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from loadgen.__main__ import main
 from quadriga.errors import ConfigError, KVTransportError
 from quadriga.kv_transport.payload import checksum
 from tests.reliability.chaos.cell_results import CellResult
@@ -46,6 +47,15 @@ def test_every_fault_moment_and_victim_is_run() -> None:
     assert {c.stage for c in run} == {*Stage}
     assert all(c.why_not is None for c in (*QUICK, *QUICK_NEW))
     assert {c.fault for c in (*QUICK, *QUICK_NEW)} == {*Fault}
+
+
+def test_a_choice_of_which_nothing_can_be_run_here_has_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("deploy.multinode.why_not_here", lambda: "no network namespaces")
+    assert main(["chaos", "--quick", "--filter", f"stage={Stage.NODES}"]) == 1
+    said = capsys.readouterr().out
+    assert "no network namespaces" in said and "nothing was tested" in said
 
 
 @pytest.mark.parametrize("moment", list(Moment))

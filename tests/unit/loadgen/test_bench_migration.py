@@ -1,0 +1,29 @@
+"""The migration benchmark ends where no stream can be moved, or none is kept going."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+import pytest
+
+from loadgen.bench.cluster import migration
+
+
+@pytest.mark.parametrize(("lasts_s", "message"), [(9.0, "no stream was moved"), (0.0, "its end")])
+def test_it_does_not_wait_for_moves_that_cannot_come(
+    lasts_s: float, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migration, "PAUSE_S", 0.01)
+    monkeypatch.setattr(migration, "STUCK_S", 0.2)
+
+    async def keep_busy() -> None:
+        await asyncio.sleep(lasts_s)
+        raise RuntimeError("its end")
+
+    async def make_moves() -> None:
+        bench = migration._Bench(argparse.Namespace(seed=0, moves=1, output=400), None)
+        await bench._make_moves(asyncio.create_task(keep_busy()))
+
+    with pytest.raises(RuntimeError, match=message):
+        asyncio.run(make_moves())
