@@ -12,7 +12,12 @@ import torch
 
 from quadriga.engine.cuda.triton_attention import TritonAttention
 from quadriga.engine.cuda.triton_operations import TritonOperations, fits
-from tests.unit.engine.cuda.layer_cases import check_operations, check_say, config_of
+from tests.unit.engine.cuda.layer_cases import (
+    check_operations,
+    check_products,
+    check_say,
+    config_of,
+)
 from tests.unit.engine.cuda.test_attention import CPU, SHAPES, WINDOWS, check, make_config
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "set it before Python starts"
@@ -62,3 +67,8 @@ def test_operations_of_a_layer(dtype: torch.dtype, shape: tuple[int, int, int]) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_what_logits_say(dtype: torch.dtype) -> None:
     check_say(TritonOperations(make_config(1, 1, 16)), dtype, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_products_with_what_stands_around_them(dtype: torch.dtype) -> None:
+    check_products(TritonOperations(make_config(1, 1, 16)), dtype, CPU)

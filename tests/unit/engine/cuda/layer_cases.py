@@ -46,21 +46,6 @@ def check_operations(
         same(normed, right_normed)
     up = random(TOKENS, 2 * 88)
     same(got.activate(up), wanted.activate(up))
-    cases = [(1, 0, 0), (1, 1, 1), (2, 0, 1), (3, 1, 0), (4, 0, 1), (5, 1, 1)]
-    for inputs in (48, 1100):  # less than a program multiplies at a time, and more
-        weights = Norm(random(inputs))
-        for count, has_bias, adds in cases:
-            rows = Matrix(FORM_OF_DTYPE[dtype], random(20, inputs) / inputs**0.5)
-            by = Linear(rows, random(20) if has_bias else None)
-            x, added = random(count, inputs), random(count, inputs) if adds else None
-            same(got.linear(x, by), wanted.linear(x, by))
-            for form in ("project", "open_mlp"):
-                made = getattr(got, form)(x, added, weights, by)
-                for one, right in zip(
-                    made, getattr(wanted, form)(x, added, weights, by), strict=True
-                ):
-                    same(one, right)
-
     heads, size = config.num_heads + 2 * config.num_kv_heads, config.head_dim
     qkv = random(TOKENS, heads * size)
     norms = random(size), random(size)
@@ -78,6 +63,33 @@ def check_operations(
                 found.append((operations.rotate_and_store(qkv, layer, store), pools))
             same(found[0][0], found[1][0])
             same(found[0][1], found[1][1])
+
+
+def check_products(got: Operations, dtype: torch.dtype, device: torch.device) -> None:
+    """With what stands before and behind them: one token, and several."""
+    wanted = Operations(make_config(1, 1, 16))
+    generator = torch.Generator().manual_seed(6)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    def same(a: torch.Tensor, b: torch.Tensor) -> None:
+        torch.testing.assert_close(a, b, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+    cases = [(1, 0, 0), (1, 1, 1), (3, 1, 0), (5, 0, 1)]
+    for inputs in (48, 1100):
+        weights = Norm(random(inputs))
+        for count, has_bias, adds in cases:
+            rows = Matrix(FORM_OF_DTYPE[dtype], random(20, inputs) / inputs**0.5)
+            by = Linear(rows, random(20) if has_bias else None)
+            x, added = random(count, inputs), random(count, inputs) if adds else None
+            same(got.linear(x, by), wanted.linear(x, by))
+            for form in ("project", "open_mlp"):
+                made = getattr(got, form)(x, added, weights, by)
+                for one, right in zip(
+                    made, getattr(wanted, form)(x, added, weights, by), strict=True
+                ):
+                    same(one, right)
 
 
 def check_say(got: Operations, dtype: torch.dtype, device: torch.device) -> None:
