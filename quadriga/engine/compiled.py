@@ -36,7 +36,7 @@ from quadriga.engine.kernels.library import (
     pointer,
 )
 from quadriga.engine.kv_cache import KV_BLOCK
-from quadriga.engine.models.decoder import AnyDecoder, Candidates, Decoder
+from quadriga.engine.models.decoder import Candidates, Decoder
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.engine.weights.checkpoint_weights import Head, LayerAdapters
 from quadriga.engine.weights.loading import load_spec
@@ -85,7 +85,7 @@ class _Workers:
         weakref.finalize(self, library.pool_free, self.pool)
 
 
-class CompiledDecoder(AnyDecoder):
+class CompiledDecoder:
     """`Decoder`'s operations on the kernels; float32 on CPUs.
 
     Results of a token depend on nothing but its own row: not on the batch, the chunking or the
@@ -164,6 +164,10 @@ class CompiledDecoder(AnyDecoder):
         if w.project_in is not None:
             x = w.project_in.linear(x)
         return x if w.positions is None else x + w.positions[torch.from_numpy(batch.positions)]
+
+    def begin(self, token_ids: Sequence[int], batch: KernelPass, stop: int) -> torch.Tensor:
+        """See `AnyDecoder.begin`."""
+        return self.run_layers(self.embed(token_ids, batch), batch, 0, stop)
 
     def run_layers(self, x: torch.Tensor, batch: KernelPass, first: int, stop: int) -> torch.Tensor:
         """See `Decoder.run_layers`; works in place."""

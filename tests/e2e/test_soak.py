@@ -8,19 +8,27 @@ import sys
 
 import pytest
 
-TIMEOUT_S = 580.0
+TIMEOUT_S = 480.0
 
 
-@pytest.mark.timeout(TIMEOUT_S + 20)
+@pytest.mark.timeout(2 * TIMEOUT_S + 20)
 def test_with_everything_on_no_answer_changes_and_nothing_stays_behind() -> None:
-    """It is shorter than what shows a leak of memory: files, slots, leases and processes count."""
-    words = [sys.executable, "-m", "loadgen", "soak", "--all-on", "--minutes", "0.4"]
-    words += ["--warm-up-s", "6", "--turn-s", "5", "--every-s", "3", "--places", "6"]
+    """It is shorter than what shows a leak of memory: files, slots, leases and processes count.
+
+    Once more, for longer, where a slow machine has not come to all that must not harm.
+    """
+    words = [sys.executable, "-m", "loadgen", "soak", "--all-on", "--warm-up-s", "6"]
+    words += ["--turn-s", "5", "--every-s", "3", "--places", "6"]
     words += ["--max-tokens", "48", "--max-slope", "1e6", "--set", "engine.compile=off"]
-    ran = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert ran.stdout.strip(), ran.stderr[-4000:]
-    last = json.loads(ran.stdout.strip().splitlines()[-1])
     wanted = dict.fromkeys(("failed", "differing", "duplicated", "leaked"), 0)
-    assert {name: last[name] for name in wanted} == wanted, last["failures"] + last["faults"]
+    for minutes in ("0.4", "1.5"):
+        ran = subprocess.run(
+            [*words, "--minutes", minutes], capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        assert ran.stdout.strip(), ran.stderr[-4000:]
+        last = json.loads(ran.stdout.strip().splitlines()[-1])
+        assert {name: last[name] for name in wanted} == wanted, last["failures"] + last["faults"]
+        if all(last[name] > 0 for name in ("ok", "lowered", "moves")):
+            break
     assert last["ok"] > 0 and last["lowered"] > 0 and last["moves"] > 0
     assert last["rescheduling_on_over_off"]["pairs"] > 0 and "resizes" in last
