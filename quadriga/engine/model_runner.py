@@ -362,10 +362,9 @@ class NativeRunner:
             else:
                 drafts.drop(rows)
                 x = self._pass(indices, samplers, first, stop)
-                at = self._at(indices) if self._goes_on(stop) else None
                 self._exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, samplers, x)
-                if at is not None:
-                    self.hidden.index_copy_(0, at, x)
+                if self._goes_on(stop):
+                    self.hidden.index_copy_(0, self._at(indices), x)
         exits = self.spec.exits
         return exits.calibrated(depth, self._exit.confidences(exits.criterion))
 

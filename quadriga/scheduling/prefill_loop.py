@@ -34,8 +34,7 @@ from quadriga.scheduling.transfer.rebuild import (
     num_prefill_tokens,
 )
 
-HELD_AFTER_S = 1.0
-"""A sequence without a decode replica is held, and not just on its way, after so long."""
+HELD_AFTER_S = 1.0  # without a decode replica; before, a sequence is just on its way to one
 RATE_WINDOW_S = 10.0
 PrefillOutput = tuple[RunningSequence, EngineOutput | None]
 """A sequence whose prompt is done, or that ended; and its output. None: its KV was rebuilt, and it
@@ -259,7 +258,8 @@ class PrefillLoop:
             if token is not None:
                 outputs.append((sequence, self._finish_prompt(sequence, token)))
             elif not _remaining(sequence):
-                self._await_placement(sequence)
+                sequence.status = SequenceStatus.WAITING_FOR_PLACEMENT
+                sequence.since_s = now_s
                 outputs.append((sequence, None))
 
     def _expire(self) -> list[PrefillOutput]:
@@ -325,10 +325,9 @@ class PrefillLoop:
     @property
     def num_unplaced(self) -> int:
         """Sequences that have had no decode replica for `HELD_AFTER_S` since their prompts."""
-        waiting, since_s = SequenceStatus.WAITING_FOR_PLACEMENT, self._clock.now_s() - HELD_AFTER_S
-        return sum(
-            s.status is waiting and not s.is_placed and s.since_s <= since_s for s in self.running
-        )
+        waiting, until_s = SequenceStatus.WAITING_FOR_PLACEMENT, self._clock.now_s() - HELD_AFTER_S
+        held = [s for s in self.running if s.status is waiting and s.since_s <= until_s]
+        return sum(not s.is_placed for s in held)
 
     def _reserve_prompt(self, state: SequenceState) -> Slot:
         return self.slots.reserve(state.sequence_id, num_prefill_tokens(state))
@@ -383,16 +382,13 @@ class PrefillLoop:
                 self._on_kv(sequence, chunk, begin, end - begin)
                 begin = end
 
-    def _await_placement(self, sequence: RunningSequence) -> None:
-        sequence.status = SequenceStatus.WAITING_FOR_PLACEMENT
-        sequence.since_s = self._clock.now_s()
-
     def _finish_prompt(self, sequence: RunningSequence, token: SampledToken) -> EngineOutput:
         state = sequence.state
         if token.error is not None:
             self.release(state.sequence_id)
             return _failure(state, token.error)
-        self._await_placement(sequence)
+        sequence.status = SequenceStatus.WAITING_FOR_PLACEMENT
+        sequence.since_s = self._clock.now_s()
         logprobs: list[TokenLogprob] | None = None
         if state.sampling.max_tokens > 0:
             append_token(state, token)

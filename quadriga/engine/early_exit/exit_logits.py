@@ -46,7 +46,6 @@ class ExitLogits:
         hidden: torch.Tensor,
     ) -> ExitLogits:
         """Run the exit's head."""
-        # While a device computes: what can be made before it answers.
         is_plain = all(s.is_plain for s in samplers)
         index = dict(zip(rows, range(len(rows)), strict=True))
         found = decoder.candidates(hidden, depth)
