@@ -43,7 +43,7 @@ class PagedPass:
         tokens: Row, position and, once it is embedded, id of every token: on the host, [3, T].
         rows, stops: Of every sequence, and one past its last position: on the host, [S].
         spans: The tokens by sequence; None where each token is one of its own.
-        where: `tokens` on the device; made when it is first asked for.
+        on_device: `tokens` on the device; made when it is first asked for.
         runs: What attention wants to know of the spans; made when it is first asked for.
     """
 
@@ -51,7 +51,7 @@ class PagedPass:
     rows: Ints
     stops: Ints
     spans: Sequence[TokenSpan] | None
-    where: torch.Tensor | None = None
+    on_device: torch.Tensor | None = None
     runs: Runs | None = None
 
 
@@ -148,9 +148,9 @@ class PagedDecoder:
 
     def embed(self, token_ids: Sequence[int], batch: PagedPass) -> torch.Tensor:
         """See `Decoder.embed`."""
-        batch.tokens[2], batch.where = token_ids, None
-        where = self._where(batch)
-        return embed(self.weights, where[2], where[1])
+        batch.tokens[2], batch.on_device = token_ids, None
+        tokens = self._on_device(batch)
+        return embed(self.weights, tokens[2], tokens[1])
 
     def begin(self, token_ids: Sequence[int], batch: PagedPass, stop: int) -> torch.Tensor:
         """See `AnyDecoder.begin`; a graph embeds as well."""
@@ -167,7 +167,7 @@ class PagedDecoder:
         self._looked = None
         if batch.spans is not None:
             return self._run_spans(x, batch, batch.spans, first, stop)
-        return self.run_each(x, self._where(batch), first, stop, int(batch.stops.max()))
+        return self.run_each(x, self._on_device(batch), first, stop, int(batch.stops.max()))
 
     def _replayed(
         self, x: torch.Tensor | None, batch: PagedPass, first: int, stop: int
@@ -180,31 +180,31 @@ class PagedDecoder:
         x, self._looked = graphs.run(x, batch.tokens, first, stop)
         return x
 
-    def _where(self, batch: PagedPass) -> torch.Tensor:
-        """See `PagedPass.where`."""
-        if batch.where is None:
-            batch.where = to_device(batch.tokens, self._device)
-        return batch.where
+    def _on_device(self, batch: PagedPass) -> torch.Tensor:
+        """See `PagedPass.on_device`."""
+        if batch.on_device is None:
+            batch.on_device = to_device(batch.tokens, self._device)
+        return batch.on_device
 
     def run_each(
-        self, x: torch.Tensor | None, where: torch.Tensor, first: int, stop: int, longest: int
+        self, x: torch.Tensor | None, tokens: torch.Tensor, first: int, stop: int, longest: int
     ) -> torch.Tensor:
         """Layers [first, stop) for single tokens whose pages are there; what graphs record.
 
         Args:
             x: [T, hidden]; None: the tokens are embedded.
-            where: Rows, positions and, for that, token ids: int64 [3, T].
+            tokens: Rows, positions and, for that, token ids: int64 [3, T].
             longest: No token sees more positions.
         """
         if x is None:
-            x = embed(self.weights, where[2], where[1])
-        lengths = (where[1] + 1).int()
+            x = embed(self.weights, tokens[2], tokens[1])
+        lengths = (tokens[1] + 1).int()
 
         def mix(q: torch.Tensor, table: torch.Tensor, window: int) -> torch.Tensor:
             pools = self.cache.keys, self.cache.values
             return self.attention.each(q, *pools, table, lengths, longest, window)
 
-        return self._through(x, first, stop, self._bind(where, where[0], first, stop), mix)
+        return self._through(x, first, stop, self._bind(tokens, tokens[0], first, stop), mix)
 
     def _run_spans(
         self, x: torch.Tensor, batch: PagedPass, spans: Sequence[TokenSpan], first: int, stop: int
@@ -218,9 +218,9 @@ class PagedDecoder:
             pools = self.cache.keys, self.cache.values
             return self.attention.runs(q, *pools, table, runs, window)
 
-        where = self._where(batch)
-        rows = where[0].index_select(0, runs.begins[:-1])
-        return self._through(x, first, stop, self._bind(where, rows, first, stop), mix)
+        tokens = self._on_device(batch)
+        rows = tokens[0].index_select(0, runs.begins[:-1])
+        return self._through(x, first, stop, self._bind(tokens, rows, first, stop), mix)
 
     def _through(
         self, x: torch.Tensor, first: int, stop: int, bound: _Bound, mix: _Mix
@@ -263,7 +263,7 @@ class PagedDecoder:
     ) -> None:
         """See `Decoder.project_kv`."""
         self.cache.prepare(batch.rows, batch.stops, first, stop)
-        rows, positions = self._where(batch)[:2]
+        rows, positions = self._on_device(batch)[:2]
         if depth in self.folded:
             self._project_together(x, rows, positions, first, stop, depth)
             return
@@ -310,15 +310,15 @@ class PagedDecoder:
 
     def best(self, x: torch.Tensor, depth: int) -> list[int]:
         """See `Decoder.best`; waits for the device."""
-        ids: list[int] = self._say(x, depth)[1][:, 0].astype(np.int64).tolist()
+        ids: list[int] = self._answers(x, depth)[1][:, 0].astype(np.int64).tolist()
         return ids
 
     def candidates(self, x: torch.Tensor, depth: int) -> Candidates:
         """See `Decoder.candidates`; waits for the device, once. Good until the next pass."""
-        logits, said = self._say(x, depth)
+        logits, said = self._answers(x, depth)
         return Candidates(logits, said[:, 0].astype(np.int64), said[:, 1:].copy())
 
-    def _say(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, npt.NDArray[np.float32]]:
+    def _answers(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, npt.NDArray[np.float32]]:
         """The exit's logits, and what they say of themselves: see `operations.SAYS`."""
         looked = self._found(x, depth)
         if looked is None:
@@ -346,7 +346,7 @@ class PagedDecoder:
         if self.graphs is not None:
             self.graphs.close()
 
-    def _bind(self, where: torch.Tensor, rows: torch.Tensor, first: int, stop: int) -> _Bound:
+    def _bind(self, tokens: torch.Tensor, rows: torch.Tensor, first: int, stop: int) -> _Bound:
         """Look the tokens' slots and the sequences' pages up, for all layers at once."""
-        slots = self.cache.slots(first, stop, where[0], where[1])
-        return _Bound(first, where[1], slots, self.cache.table[first:stop].index_select(1, rows))
+        slots = self.cache.slots(first, stop, tokens[0], tokens[1])
+        return _Bound(first, tokens[1], slots, self.cache.table[first:stop].index_select(1, rows))
