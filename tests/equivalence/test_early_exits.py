@@ -24,6 +24,7 @@ from quadriga.clock import ManualClock
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import SequenceState
 from quadriga.engine.model_runner import NativeRunner
+from quadriga.errors import InvariantViolation
 from quadriga.policies.baselines.exits import EagerExits, LazyExits, MajorityExits
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.policies.rebatching import Rebatcher
@@ -37,7 +38,7 @@ from tests.equivalence.early_exit_reference import (
     build_deep,
     save_with_exits,
 )
-from tests.equivalence.models import begin, make_spec, make_state, whole_prompt
+from tests.equivalence.models import begin, make_spec, make_state, start_row, whole_prompt
 
 MODES: tuple[SkippedKV, ...] = ("linear", "project", "copy", "alias", "replay")
 PROMPT_LENGTHS = (1, 20, 7, 3, 12, 33, 5)
@@ -436,3 +437,28 @@ def test_whoever_decides_the_tokens_are_right(
             assert depths == {LAYERS}
         if not below:
             assert bench.counters.involuntary_exits == 0
+
+
+def test_a_pass_is_of_one_decoder_and_an_exit_of_one_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that become ready while layers are made up for; a prompt between an exit and emit."""
+    path = save_with_exits(build_deep("llama"), tmp_path, KINDS["llama"])
+    spec = make_spec(path, compile="wait", num_rows=2, skipped_kv="project")
+    runner = NativeRunner.load(replace(spec, exits=spec.checkpoint.exits))
+    model = runner.model
+    start_row(runner, 0, make_state([5, 6, 7]))
+    kernels = iter([model._eager, model.fastest()])
+
+    def fastest() -> Any:
+        model.decoder = next(kernels, model.decoder)
+        return model.decoder
+
+    monkeypatch.setattr(type(model), "fastest", lambda _: fastest())
+    monkeypatch.setattr(runner.skipped, "may_owe", True)
+    monkeypatch.setattr(NativeRunner, "_repay_before", lambda *_: fastest())
+    assert len(runner.decode([0])) == 1
+    runner.advance([0], 0, 1)
+    start_row(runner, 1, make_state([9]))
+    with pytest.raises(InvariantViolation, match="not all at the exit"):
+        runner.emit([0])

@@ -133,7 +133,6 @@ async def test_only_a_death_that_is_known_is_told(code: str | None, is_told: boo
 
 
 async def test_the_wait_for_a_place_begins_behind_the_prompt() -> None:
-    """What the prompt took is no patience that was shown: `OverloadPlan.open_to`."""
     host, asked = replica(), []
     host.clock = ManualClock()
 

@@ -13,14 +13,8 @@ import pytest
 
 from loadgen.__main__ import main
 from loadgen.checker import AnswerChoice, Outcome, Verdict, Write
-from loadgen.comparison.intervals import (
-    Finding,
-    block_length,
-    difference,
-    difference_of_runs,
-    mean,
-    percentile,
-)
+from loadgen.comparison import intervals
+from loadgen.comparison.intervals import Finding, difference, difference_of_runs, mean, percentile
 from loadgen.comparison.runs import slo_of
 from loadgen.report import run_report as report
 from loadgen.report.metrics import LoadSlo, summarise, tpot_s, ttft_s
@@ -71,14 +65,13 @@ def test_noise_is_seldom_called_a_difference() -> None:
 
 
 def test_a_run_says_nothing_that_is_short_for_how_alike_its_neighbours_are() -> None:
-    """One busy moment is all that it has; blocks as long as that would be too few."""
     for pair in range(20):
         rng = np.random.default_rng([pair, 3])
         a, b = (correlated(rng, 60, 0.95) for _ in "ab")
-        assert block_length(a) > 6
+        assert intervals.block_length(a) > 6
         assert finding(a, b) is Finding.TOO_FEW
-    assert block_length(np.ones(60)) == 1
-    assert block_length(rng.permutation(60).astype(float)) <= 3
+    assert intervals.block_length(np.ones(60)) == 1
+    assert intervals.block_length(rng.permutation(60).astype(float)) <= 3
 
 
 def test_a_real_difference_is_found_in_its_direction() -> None:

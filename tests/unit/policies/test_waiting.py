@@ -60,7 +60,6 @@ def let_in(
 
 
 def test_a_prefill_replica_whose_report_grows_old_meanwhile_is_found() -> None:
-    """The clock is read twice, and a report is too old after so many seconds."""
     decode = replace(snapshot(Role.DECODE), taken_unix_s=9.0)
     snapshots, book = [snapshot(Role.PREFILL), decode], WaitEstimator()
     common: dict[str, Any] = {"scheduler": SCHEDULER, "prefill": PREFILL}

@@ -12,12 +12,8 @@ import torch
 
 from quadriga.engine.cuda.triton_attention import TritonAttention
 from quadriga.engine.cuda.triton_operations import TritonOperations, fits
-from tests.unit.engine.cuda.layer_cases import (
-    check_operations,
-    check_products,
-    check_say,
-    config_of,
-)
+from tests.unit.engine.cuda import layer_cases
+from tests.unit.engine.cuda.layer_cases import config_of
 from tests.unit.engine.cuda.test_attention import CPU, SHAPES, WINDOWS, check, make_config
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "set it before Python starts"
@@ -61,14 +57,14 @@ def test_attention(
 def test_operations_of_a_layer(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     config = config_of(*shape)
     assert fits(config, CPU)
-    check_operations(TritonOperations(config), config, dtype, CPU)
+    layer_cases.check_operations(TritonOperations(config), config, dtype, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_what_logits_say(dtype: torch.dtype) -> None:
-    check_say(TritonOperations(make_config(1, 1, 16)), dtype, CPU)
+    layer_cases.check_say(TritonOperations(make_config(1, 1, 16)), dtype, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_products_with_what_stands_around_them(dtype: torch.dtype) -> None:
-    check_products(TritonOperations(make_config(1, 1, 16)), dtype, CPU)
+    layer_cases.check_products(TritonOperations(make_config(1, 1, 16)), dtype, CPU)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,6 +24,16 @@ def config_of(kv_heads: int, group: int, head_dim: int) -> ModelConfig:
     return replace(make_config(kv_heads, group, head_dim), hidden_size=48, ffn_size=88)
 
 
+def drawing(dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
+    """What draws random tensors of a shape, and what compares two."""
+    generator, tolerance = torch.Generator().manual_seed(4), TOLERANCE[dtype]
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    return random, partial(torch.testing.assert_close, atol=tolerance, rtol=tolerance)
+
+
 def check_operations(
     got: Operations,
     config: ModelConfig,
@@ -30,14 +42,7 @@ def check_operations(
 ) -> None:
     """Each of them, on random numbers, in every form that layers have."""
     wanted = Operations(config)
-    generator = torch.Generator().manual_seed(4)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    def same(a: torch.Tensor, b: torch.Tensor) -> None:
-        torch.testing.assert_close(a, b, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
+    random, same = drawing(dtype, device)
     x, more, weights = random(TOKENS, 48), random(TOKENS, 48), Norm(random(48))
     for added in (None, more):
         sums, normed = got.add_norm(x, added, weights)
@@ -68,14 +73,7 @@ def check_operations(
 def check_products(got: Operations, dtype: torch.dtype, device: torch.device) -> None:
     """With what stands before and behind them: one token, and several."""
     wanted = Operations(make_config(1, 1, 16))
-    generator = torch.Generator().manual_seed(6)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    def same(a: torch.Tensor, b: torch.Tensor) -> None:
-        torch.testing.assert_close(a, b, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
+    random, same = drawing(dtype, device)
     cases = [(1, 0, 0), (1, 1, 1), (3, 1, 0), (5, 0, 1)]
     for inputs in (48, 1100):
         weights = Norm(random(inputs))
@@ -86,10 +84,8 @@ def check_products(got: Operations, dtype: torch.dtype, device: torch.device) ->
             same(got.linear(x, by), wanted.linear(x, by))
             for form in ("project", "open_mlp"):
                 made = getattr(got, form)(x, added, weights, by)
-                for one, right in zip(
-                    made, getattr(wanted, form)(x, added, weights, by), strict=True
-                ):
-                    same(one, right)
+                for one, right in enumerate(getattr(wanted, form)(x, added, weights, by)):
+                    same(made[one], right)
 
 
 def check_say(got: Operations, dtype: torch.dtype, device: torch.device) -> None:

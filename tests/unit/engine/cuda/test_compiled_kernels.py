@@ -191,8 +191,7 @@ def test_products_of_one_token_read_weights_in_whole_words_and_early(
 ) -> None:
     """Nothing but weights, 16 bytes at a time, before the wait for the kernel in front; no spills.
 
-    In the widest shapes of 8B. What the kernel in front wrote must not be read before the wait, nor
-    what it reads be written.
+    What the kernel in front wrote must not be read before it, nor what it reads be written.
     """
     names = ("x", "more", "norm", "by", "bias", "added", "out")
     types = dict.fromkeys(names, POINTERS[dtype]) | {"eps": "fp32"}

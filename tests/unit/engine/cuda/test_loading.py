@@ -22,6 +22,7 @@ from quadriga.engine.cuda.attention import TorchAttention
 from quadriga.engine.cuda.loading import bytes_per_token, tokens_that_fit
 from quadriga.engine.cuda.operations import Operations
 from quadriga.engine.cuda.pages import PAGE_TOKENS, pages_per_layer
+from quadriga.engine.weights.checkpoint_weights import Linear
 from quadriga.engine.weights.loading import load_weights
 from quadriga.engine.weights.tensor_files import WeightSource
 from quadriga.errors import ConfigError
@@ -171,7 +172,12 @@ def test_operations_that_cannot_run_or_are_wrong_are_found() -> None:
         def say(self, *_: torch.Tensor) -> None:
             """Nothing."""
 
+    class Wrong(Operations):
+        def linear(self, x: torch.Tensor, by: Linear) -> torch.Tensor:
+            return -super().linear(x, by)
+
     cpu = torch.device("cpu")
+    assert loading._failed(Wrong(config), cpu) == "a kernel answers 0 instead of 7"
     assert loading._failed(Raising(config), cpu) == "RuntimeError: no C compiler"
     assert loading._failed(Silent(config), cpu) == "a kernel answers 0 instead of 7"
 
