@@ -128,9 +128,9 @@ def test_a_ramp_ends_where_the_slo_breaks(
 def test_two_runs_are_compared(
     service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, concurrency in (("few", 1), ("many", 15)):
-        words = ["--tasks", "30", "--max-tokens", "3", "--arrivals", f"closed:{concurrency}"]
-        assert run(service, tmp_path / name, *words, "--warmup", "0")[0] == 0
+    for name, concurrency, num_tokens in (("few", 1, 60), ("many", 15, 1)):
+        words = ["--tasks", "30", "--max-tokens", f"{num_tokens}", "--warmup", "0"]
+        assert run(service, tmp_path / name, *words, "--arrivals", f"closed:{concurrency}")[0] == 0
     few, many, out = (str(tmp_path / name) for name in ("few", "many", "out"))
     words = ["--output", out, "--no-plots", "--draws", "500"]
     assert main(["compare", few, many, *words]) == 2
@@ -138,7 +138,7 @@ def test_two_runs_are_compared(
     assert main(["compare", few, many, *words, "--anyway"]) == 0
     document = json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))
     rows = {row["figure"]: row for row in document["rows"]}
-    assert rows["E2E P50"]["verdict"] == "worse"
+    assert rows["right answers"]["verdict"] == "worse"  # cut off; latencies say nothing sure
     assert rows["passed"]["verdict"] == "within noise"
     assert main(["compare", few, few, *words]) == 0
     assert "no difference beyond noise" in capsys.readouterr().out
