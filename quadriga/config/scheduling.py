@@ -256,7 +256,16 @@ class HeliosConfig(Section):
     breach_share: float = Field(
         0.5, gt=0, lt=1, description="Of the window; more below the threshold call for a change."
     )
-    reassess_requests: Count = Field(150, description="Served requests between two profiles.")
+    reassess_requests: Count = Field(
+        150, description="Served requests between two profiles, at least."
+    )
+    profile_share: float = Field(
+        0.05,
+        gt=0,
+        le=1,
+        description="Of the time, at most, that models may be loaded for profiles; 1: requests "
+        "alone count.",
+    )
     margin: float = Field(
         0.1, ge=0, lt=1, description="A change must be better, and a switch cheaper, by this share."
     )

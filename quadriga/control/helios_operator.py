@@ -272,6 +272,15 @@ class HeliosOperator:
             took_s = now_s - under_way.since_s
             self.handle(OrderDone(order.order_id, took_s, None, _max_batch(replica)))
             return
+        spec = self.setup.specs.get((key[0], order.depth_class))
+        changes_depth = spec is not None and spec.changes_depth
+        if replica and replica.depth_class.model == order.depth_class.model and changes_depth:
+            # Back to a model whose process has not left the place, and has another depth by now.
+            under_way.order = resize = Resize(
+                order.order_id, order.replica, order.depth_class, order.deadline_s, order.reason
+            )
+            self._resize(replica, resize)
+            return
         num_failures = self._num_failures(key) - under_way.failures
         if num_failures > 0 or now_s >= order.deadline_s - 1.0:
             self.under_way = self.pools.changing = None

@@ -170,8 +170,10 @@ class HeliosPools:
         return [m for m in self._at(key) if m.is_ready]
 
     def replica_at(self, key: PlaceKey) -> ReplicaRecord | None:
-        """The replica that fills a place; what the place shall hold comes first."""
-        ready = self._ready_at(key)
+        """The replica that fills a place; what the place shall hold comes first, then its model."""
+        ready, held = self._ready_at(key), self.held.get(key)
         return min(
-            ready, key=lambda m: (m.depth_class != self.held.get(key), m.since_s), default=None
+            ready,
+            key=lambda m: (m.depth_class != held, not self._is_current(m), m.since_s),
+            default=None,
         )

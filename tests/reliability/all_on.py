@@ -37,6 +37,7 @@ SETTINGS = (
     "helios.enabled=true",
     # Looked at again after few requests, so that depths change within minutes.
     "helios.reassess_requests=20",
+    "helios.profile_share=0.3",
     "helios.profile_requests=2",
     "helios.breach_window_tokens=40",
     "helios.min_coverage=0.3",

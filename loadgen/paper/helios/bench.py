@@ -223,6 +223,7 @@ class HeliosBench:
                 "slo": setting.contestant.removeprefix(HELIOS).removesuffix(LOSSLESS),
                 "scout": False,
                 "reassess_requests": setting.interval,
+                "profile_share": 1.0,
                 "profile_requests": self._plan.profile_requests,
             }
         )

@@ -8,11 +8,10 @@ can still win (`search`). A move between two replicas changes no other pair's ga
 of one tick, between disjoint replicas, add up exactly.
 
 Paused sequences come first: they stand still until their replica has room again, so moving one
-delays no other sequence and lets it run at once. They go wherever there is room, whatever that does
-to the balance; of several moves, too, the one that removes the most variance, or adds the least.
-
-Then replicas whose memory is forecast to be full soon are relieved, the soonest first by the
-points of the grid; then the balance counts.
+delays no other sequence and lets it run at once. Then replicas whose memory is forecast to be full
+soon are relieved, the soonest first by the points of the grid. Both go wherever there is room,
+whatever that does to the balance; of several moves, too, the one that removes the most variance,
+or adds the least. Then the balance counts.
 
 Between depth classes of one model (pools of different depths, or a model that is being resized) a
 second look follows, at all its replicas: who runs out of memory is relieved there where its own
@@ -93,9 +92,7 @@ def select(
     rows = candidate_rows(cluster, settings, costs, weigh, roles)
     if not len(rows):
         return []
-    variance = float(cluster.load_s.var(axis=0) @ weigh.points)
-    if variance <= 0.0:
-        return []
+    variance = float(cluster.load_s.var(axis=0) @ weigh.points) or 1.0
     most = max(1, round(settings.moves_share * len(cluster)))
     choices: list[RoleAssignment] = []
     is_paused = cluster.rows[rows, MOVABLE] == PAUSED
@@ -111,7 +108,7 @@ def select(
             roles,
             variance,
             rows[full_at == at],
-            of_paused=at < 0,
+            is_rescue=at < NEVER_FULL,
             used=[replica for c in choices for replica in (c.source, c.destination)],
         )
         while len(choices) < most and (choice := search.next()) is not None:

@@ -52,8 +52,8 @@ class Search:
     of rows; and the exact gain under all conditions.
 
     Args:
-        rows: All of paused sequences, or none.
-        of_paused: They may go to every replica with room, and need not gain anything.
+        rows: All of paused sequences or of replicas that will be full, or none.
+        is_rescue: They are: they may go to every replica with room, whatever the balance says.
         used: Replicas that take part in a move of this tick already.
     """
 
@@ -67,17 +67,16 @@ class Search:
         variance: float,
         rows: NDArray[np.int64],
         *,
-        of_paused: bool,
+        is_rescue: bool,
         used: Sequence[int],
     ) -> None:
         n = len(cluster)
         self._cluster, self._settings, self._costs, self._weigh = cluster, settings, costs, weigh
-        self._of_paused = of_paused
+        self._is_rescue = is_rescue
         self._is_one_class = cluster.is_one_class
-        self._destinations = roles.takers if of_paused else roles.destinations
-        self._is_rescue = roles.is_rescue | of_paused
+        self._destinations = roles.takers if is_rescue else roles.destinations
         self._scale = 2.0 / (n * variance)
-        self._least = settings.min_gain * min(1.0, PAPER_REPLICAS / n)
+        self._least = -np.inf if is_rescue else settings.min_gain * min(1.0, PAPER_REPLICAS / n)
         # Differences alone count. Above the least of them no destination's load is negative.
         self._load = cluster.load_s - cluster.load_s[self._destinations].min(axis=0)
         self._w = cluster.load_s @ weigh.points
@@ -101,7 +100,7 @@ class Search:
         self._points32 = weigh.points.astype(np.float32)
         self._target_load32 = self._target_load.astype(np.float32)
         bounds = self._first_bounds(rows)
-        keep = np.flatnonzero(bounds >= self._floor(rows))
+        keep = np.flatnonzero(bounds >= self._least)
         order = keep[np.argsort(-bounds[keep], kind="stable")]
         self._unseen, self._unseen_bounds = rows[order], bounds[order]
 
@@ -136,15 +135,7 @@ class Search:
         for replica in (source, destination):
             self._source_free[replica] = False
             self._target_free[self._destinations == replica] = False
-        return RoleAssignment(row, source, destination, -entry[0], bool(self._is_rescue[source]))
-
-    def _floor(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The least gain a row must promise."""
-        if self._of_paused:
-            return np.full(len(rows), -np.inf)
-        least_of_rescue = 0.0 if self._is_one_class else -np.inf
-        is_rescue = self._is_rescue[self._cluster.owner[rows]]
-        return np.where(is_rescue, least_of_rescue, self._least)
+        return RoleAssignment(row, source, destination, -entry[0], self._is_rescue)
 
     def _first_bounds(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Upper bounds of the gains over any destination; -1 for a row too large to pass
@@ -159,12 +150,13 @@ class Search:
         slack = weighted @ (_SLACK * (x.max(axis=0) + 2.0 * np.abs(load).max(axis=0)))
         gains = own.sum(axis=1) + slack
         bounds: NDArray[np.float64] = self._scale * gains.astype(np.float64) + 10.0**-GAIN_DECIMALS
-
+        if self._is_rescue:
+            return bounds
         wx = weighted.sum(axis=1).astype(np.float64)
         w = self._w[owner]
         margin = _SLACK * float(np.abs(self._w).max())
         too_large = wx - margin > (1.0 + OVERSHOOT) / 2.0 * (w - self._target_w.min())
-        bounds[too_large & ~self._is_rescue[owner]] = -1.0
+        bounds[too_large] = -1.0
         return bounds
 
     def _bound_chunk(self) -> None:
@@ -178,7 +170,7 @@ class Search:
         weighted = self._cluster.row_load_s[rows] * self._points32
         least = (weighted @ self._target_load32[self._target_free].T).min(axis=1, initial=np.inf)
         over_real = over_best - self._scale * least * (1.0 - _SLACK)
-        keep = np.flatnonzero(over_real >= self._floor(rows))
+        keep = np.flatnonzero(over_real >= self._least)
         for bound, row in zip(-over_real[keep], rows[keep].tolist(), strict=True):
             heapq.heappush(self._heap, (float(bound), 0, row))
 
@@ -233,17 +225,13 @@ class Search:
 
     def _permitted(self, x: Floats, sources: NDArray[np.int64], gains: Floats) -> NDArray[np.bool_]:
         """Which destinations the balance allows each row, [num_rows, num_destinations]."""
-        if self._of_paused:
-            return np.asarray(self._target_free & (self._destinations != sources[:, None]))
-        wx = x @ self._weigh.points
-        before = self._w[sources][:, None] - self._target_w
-        balances = 2.0 * wx[:, None] - before <= OVERSHOOT * before
-        balances &= gains >= self._least
-        is_rescue = self._is_rescue[sources][:, None]
-        balances = (balances | is_rescue) & (gains > 0.0)
-        if not self._is_one_class:
-            balances |= is_rescue  # loads of different depths need not be made alike
-        return np.asarray(balances & self._target_free & (self._destinations != sources[:, None]))
+        permitted = self._target_free & (self._destinations != sources[:, None])
+        if not self._is_rescue:
+            wx = x @ self._weigh.points
+            before = self._w[sources][:, None] - self._target_w
+            permitted &= 2.0 * wx[:, None] - before <= OVERSHOOT * before
+            permitted &= (gains > 0.0) & (gains >= self._least)
+        return np.asarray(permitted)
 
     def _has_the_layers(
         self, rows: NDArray[np.int64], sources: NDArray[np.int64]
@@ -254,7 +242,7 @@ class Search:
         alone none does; one that is rescued may, if its request allows it.
         """
         needs = self._cluster.rows[rows][:, [LEAST_LAYERS, MOST_LAYERS]]
-        here = np.where(self._is_rescue[sources], 0, self._cluster.depth[sources])
+        here = np.int64(0) if self._is_rescue else self._cluster.depth[sources]
         most = np.where(needs[:, 1] > 0, needs[:, 1], np.inf)
         depth = self._target_depth
         is_enough = depth >= np.maximum(needs[:, 0], here)[:, None]
@@ -265,10 +253,8 @@ class Search:
     ) -> NDArray[np.bool_]:
         """Which rows may go to a destination each: there is room, and the move pays. [num_rows]."""
         good = self._fits(rows, targets)
-        pays = self._is_rescue[sources] | self._weigh.is_load_only
-        check = good & ~pays
-        if check.any():
-            good[check] = self._pays(rows[check], x[check], sources[check], targets[check])
+        if good.any() and not (self._is_rescue or self._weigh.is_load_only):
+            good[good] = self._pays(rows[good], x[good], sources[good], targets[good])
         return good
 
     def _fits(self, rows: NDArray[np.int64], targets: Targets) -> NDArray[np.bool_]:

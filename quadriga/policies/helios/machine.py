@@ -3,7 +3,7 @@
     PROFILE  every candidate serves a few live requests at full depth, one after the other
     SERVE    the chosen one serves, loaded as deep as its tokens need; too many breaches, or too
              many tokens that all of the model would not say: load the rest or switch; after so
-             many requests: PROFILE again
+             many requests, and so long that loading models took little of it: PROFILE again
 
 It is told what is (`messages`), never looks at a clock, and believes the replicas that a tick shows
 over its own orders; so a controller that restarts begins with a new machine, the kept table and
@@ -17,7 +17,7 @@ strict requests, and models that could not win whatever the stream are left out 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from quadriga.catalogue.records import CatalogueModel
@@ -59,6 +59,8 @@ from quadriga.policies.helios.profiling import BreachWindow, Profiling
 from quadriga.policies.helios.selection import ChoiceReason, Chooser, Situation
 
 MAX_DECISIONS = 256
+STRICT_KEPT_S = 30.0
+"""Layers that strict requests needed are kept for so long after the last: others follow it."""
 
 
 class Helios:
@@ -102,6 +104,9 @@ class Helios:
         self._reason = ""
         self._changed_s, self._dwell_s = float("-inf"), 0.0
         self._served = 0
+        self._ordered_s = self._loading_s = 0.0  # the last order; loads of the last profiles
+        self._profile_after_s = float("-inf")
+        self._strict: dict[str, tuple[int, float]] = {}  # model → layers that were needed, and when
         self._barred: dict[DepthClass, str] = {}
         self._said: set[str] = set()  # what has been said once, until the next choice
 
@@ -143,6 +148,7 @@ class Helios:
         match event:
             case ControllerTick():
                 self._tick = event
+                self._note_strict(event.strict, now_s)
                 if event.usable_bytes is not None:
                     self._planner.has_memory(event.usable_bytes)
             case RequestStarted():
@@ -170,6 +176,11 @@ class Helios:
         self.decisions.extend(ModelDecision(now_s, output) for output in outputs)
         return outputs
 
+    def _note_strict(self, strict: Mapping[str, int], now_s: float) -> None:
+        kept = {m: (d, at) for m, (d, at) in self._strict.items() if now_s - at < STRICT_KEPT_S}
+        kept |= {m: (d, now_s) for m, d in strict.items() if d >= kept.get(m, (0, 0.0))[0]}
+        self._strict = kept
+
     # Requests and tokens
 
     def _request_finished(
@@ -183,7 +194,8 @@ class Helios:
         if event.depth_class.model in self._full:
             self.table.add(event)
         self._served += 1
-        if self._phase is HeliosPhase.SERVE and self._served >= self._config.reassess_requests:
+        is_due = self._served >= self._config.reassess_requests and now_s >= self._profile_after_s
+        if self._phase is HeliosPhase.SERVE and is_due:
             self._phase = HeliosPhase.PROFILE
             self._barred.clear()
             first = self._target.model if self._target is not None else ""
@@ -257,6 +269,8 @@ class Helios:
             row.load_s = event.load_s
         row.weight_bytes = event.weight_bytes
         row.max_batch = event.max_batch
+        if order.replica in self._profilers():
+            self._loading_s += now_s - self._ordered_s
         if isinstance(order, Switch):
             self.counters.switches += 1
         else:
@@ -316,6 +330,8 @@ class Helios:
             candidate = self._profiling.next()
             if candidate is None:
                 self._phase, self._served = HeliosPhase.SERVE, 0
+                pause_s = self._loading_s * (1.0 / self._config.profile_share - 1.0)
+                self._profile_after_s, self._loading_s = now_s + pause_s, 0.0
                 verdict = self._chooser.after_profile(self._situation(now_s))
                 self._follow(verdict, now_s, outputs)
                 return
@@ -341,19 +357,20 @@ class Helios:
             aside = dict.fromkeys(self._profilers(), self._profiling.now)
         elif self._target is not None and self._target.model in self._full:
             aside = dict.fromkeys(self._tick.scouts & set(replicas), self._full[self._target.model])
+        is_alone = self._profiling.now is not None and not self._config.scout  # it waits for them
         wanted = wanted_classes(
             replicas,
             target=self._target,
             aside=aside,
             passing=() if self._profiling.now is None else aside,
-            strict=strict,
+            strict=strict if is_alone else {m: depth for m, (depth, _) in self._strict.items()},
             depths=self._depths,
             waiting=self._tick.waiting,
         )
         for name in in_order(replicas, wanted, first=sorted(aside)):
             then = wanted[name]
             if self._pending.may_ask(name, now_s) and may_change(name, then, replicas, strict):
-                now = replicas[name].depth_class
+                now, self._ordered_s = replicas[name].depth_class, now_s
                 outputs.append(self._pending.write(name, now, then, self._why(name, then), now_s))
                 return
 

@@ -35,7 +35,7 @@ from quadriga.policies.helios.history import unpack_table
 from tests.settled import settled
 
 S2, S4, S8 = (DepthClass("quadriga-s", k) for k in (2, 4, 8))
-L12 = DepthClass("quadriga-l", 12)
+L3, L12 = (DepthClass("quadriga-l", k) for k in (3, 12))
 HARDWARE = Hardware(8)
 PREFILL, SCOUT_P = (Role.PREFILL, 0), (Role.PREFILL, 1)
 DECODE, SCOUT_D = (Role.DECODE, 0), (Role.DECODE, 1)
@@ -347,6 +347,24 @@ async def test_a_switch_is_done_when_the_new_process_is_ready(make_stand: MakeSt
     assert control.view()["counters"]["failures"] == 1
 
 
+async def test_a_switch_back_finds_a_process_that_has_lost_layers(make_stand: MakeStand) -> None:
+    """The old model's process has not left the place: it is no new one that is waited for.
+
+    Observed once: it was waited for, in vain, and all that was to be ordered waited behind it.
+    """
+    stand = make_stand(**{"helios.scout": False})
+    stand.add(PREFILL, S8)
+    new, old = stand.add(DECODE, S8, "d-s"), stand.add(DECODE, L3, "d-l")
+    operator = stand.control.operator
+    operator.pools.held = {DECODE: S8}
+    await stand.tick()
+    assert operator.pools.replica_at(DECODE) is new
+    operator.carry_out(Switch(0, "decode:0", L12, 300.0, "strict requests may need them"))
+    await stand.ticks(2)
+    assert [(c[0], c[2]) for c in stand.of("resize")] == [("d-l", 12)]
+    assert old.depth_class == L12
+
+
 async def test_parked_sequences_go_where_their_layers_are_loaded(make_stand: MakeStand) -> None:
     stand = make_stand(**{"decode_replicas": 2})
     stand.answers["migrate"] = lambda name, order: MigrationReport(order.sequence_id, "moved")
@@ -381,7 +399,7 @@ async def test_prefill_loads_what_strict_sequences_wait_for(make_stand: MakeStan
     await stand.tick()
     assert {m.depth_class for m in (prefill, decode)} == {S8}
     load_of(decode).strict_depth = 0
-    await stand.ticks(4)
+    await stand.ticks(34)
     assert {m.depth_class for m in (prefill, decode)} == {S4}
     assert stand.control.view()["target"] == str(S4)
 

@@ -215,7 +215,7 @@ def brute_force(
     raw = [0.0, *(w * settings.decay**i for i, w in enumerate(width))]
     points = np.array([1.0] + [0.0] * 16) if load_only else np.array(raw) / sum(raw)
     n = len(replicas)
-    start = float(np.var([r.load for r in replicas], axis=0) @ points)
+    start = float(np.var([r.load for r in replicas], axis=0) @ points) or 1.0
     w = [float(r.load @ points) for r in replicas]
     mean_w = sum(w) / n
     mean_step = sum(r.snap.step_time_s for r in replicas) / n
@@ -249,13 +249,13 @@ def brute_force(
 
     moves: list[tuple[str, str, str, float]] = []
     limit = max(1, round(settings.moves_share * n))
-    while len(moves) < limit and start > 0:
+    while len(moves) < limit:
         best: tuple[tuple[float, float, float, float, str, str], int, int, int, float] | None = None
         before = float(np.var([r.load for r in replicas], axis=0) @ points)
         for s in over:
             for k, row in enumerate(replicas[s].rows):
                 tokens, remaining, lower, upper, num_moves, since_s, movable, *_ = row
-                cost_s = costs.seconds(tokens)
+                cost_s, is_rescue = costs.seconds(tokens), rescue[s] or movable == PAUSED
                 if movable == FIXED or num_moves >= settings.max_moves:
                     continue
                 if since_s < settings.cooldown_s:
@@ -264,7 +264,7 @@ def brute_force(
                     remaining > settings.remaining_factor * cost_s / mean_step
                 ):
                     continue
-                for t in [i for i in range(n) if able[i]] if movable == PAUSED else under:
+                for t in [i for i in range(n) if able[i]] if is_rescue else under:
                     source, target = replicas[s], replicas[t]
                     if s == t or source.used or target.used:
                         continue
@@ -274,10 +274,8 @@ def brute_force(
                     loads[t] += x
                     after = float(np.var(loads, axis=0) @ points)
                     gain = round((before - after) / start, 12)
-                    if gain <= 0 and movable != PAUSED:
-                        continue
-                    if not rescue[s] and movable != PAUSED:
-                        if gain < settings.min_gain * min(1.0, 3 / n):
+                    if not is_rescue:
+                        if gain <= 0 or gain < settings.min_gain * min(1.0, 3 / n):
                             continue
                         diff = w[s] - w[t]
                         turned = (w[t] + x @ points) - (w[s] - x @ points)
@@ -285,7 +283,7 @@ def brute_force(
                             continue
                     if not _fits(target, tokens, upper, settings, load_only):
                         continue
-                    if not load_only and not rescue[s] and movable != PAUSED:
+                    if not load_only and not is_rescue:
                         if _saved_s(source, target, x, lower) < settings.cost_factor * cost_s:
                             continue
                     assert source.snap.forecast is not None

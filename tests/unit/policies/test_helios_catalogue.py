@@ -116,7 +116,8 @@ def test_times_are_steadied_by_the_record_and_one_speed_for_all() -> None:
 
 
 def pair(*models: CatalogueModel, **config: Any) -> Cluster:
-    config = {"scout": False, "reassess_requests": 10, "dwell_loads": 0.0} | config
+    usual = {"scout": False, "reassess_requests": 10, "profile_share": 1.0, "dwell_loads": 0.0}
+    config = usual | config
     machine = Helios(list(models), paper_config(**config), ChosenDevice(value_bytes=2))
     return Cluster(machine, {"decode-0": decode(S24)})
 

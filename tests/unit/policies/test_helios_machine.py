@@ -333,7 +333,10 @@ def test_strict_requests_keep_a_deep_replica() -> None:
     cluster.settle()
     assert cluster.replicas["decode-1"].depth_class == S24
     cluster.strict = {}
-    cluster.tick()
+    cluster.tick(20.0)
+    cluster.settle()
+    assert cluster.replicas["decode-1"].depth_class == S24, "others may follow"
+    cluster.tick(31.0)
     cluster.settle()
     assert cluster.replicas["decode-1"].depth_class == S6
 
@@ -341,6 +344,21 @@ def test_strict_requests_keep_a_deep_replica() -> None:
 def said_reason(cluster: Cluster) -> str:
     assert cluster.order is not None
     return cluster.order.reason
+
+
+def test_loading_models_for_profiles_takes_a_small_part_of_the_time() -> None:
+    """However many requests come: each profile changes the model twice, for 5 s each time."""
+    cluster, loading_s = alone(reassess_requests=5, profile_share=0.1), 0.0
+    while cluster.now_s < 2000.0:
+        cluster.tick()
+        if cluster.order is not None:
+            cluster.done(load_s=5.0)
+            loading_s += 5.0
+        elif cluster.machine.routing.profile is not None:
+            cluster.profile()
+        else:
+            serve(cluster, 5, cluster.replicas["decode-0"].depth_class)
+    assert 0.08 * cluster.now_s < loading_s < 0.11 * cluster.now_s
 
 
 def test_a_lone_deep_replica_waits_for_its_strict_requests() -> None:
@@ -391,7 +409,7 @@ def test_prefill_loads_what_strict_requests_wait_for() -> None:
     cluster.settle()
     assert cluster.replicas["p0"].depth_class == S24, "it stays while strict ones are in flight"
     cluster.strict = {}
-    cluster.tick()
+    cluster.tick(31.0)
     cluster.settle()
     assert {m.depth_class for m in cluster.replicas.values()} == {S6}
 
