@@ -295,8 +295,7 @@ def test_a_budget_counts_the_pods_that_there_are() -> None:
         "podDisruptionBudget": {"enabled": True, "protectHead": False},
         "workerGroups": {"decode": {"replicas": 4, "maxReplicas": 4}},
     }
-    budget = one(render(values), "PodDisruptionBudget")
-    assert budget["spec"]["minAvailable"] == 3
+    assert one(render(values), "PodDisruptionBudget")["spec"]["minAvailable"] == 3
 
 
 def test_dashboards_and_alerts_of_the_chart_are_shipped(tmp_path: Path) -> None:

@@ -162,9 +162,7 @@ async def test_nor_do_empty_lines_before_a_further_request(connect: Connect) -> 
     check_error(await rest(reader), 408)
 
 
-async def test_what_is_left_of_a_body_that_was_answered_unread_has_to_come_in_time(
-    connect: Connect,
-) -> None:
+async def test_a_body_that_was_answered_unread_has_to_come_in_time(connect: Connect) -> None:
     reader, writer = await connect(b"POST /early HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n")
     assert await status(reader) == b"200"
     writer.write(b"x")
