@@ -25,7 +25,7 @@ from quadriga.client.wire import (
     make_request,
     to_model,
 )
-from quadriga.errors import QuadrigaError, Unavailable
+from quadriga.errors import Cancelled, QuadrigaError, Unavailable
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 
 
@@ -72,11 +72,7 @@ class AsyncClient(BaseClient):
                 request, metadata=self._for(request), timeout=deadline.left_s()
             )
 
-        try:
-            return completion(await self._retried(attempt, deadline))
-        except asyncio.CancelledError:
-            self._cancel_soon(request)
-            raise
+        return completion(await self._retried(attempt, deadline, request))
 
     async def stream(
         self,
@@ -116,6 +112,8 @@ class AsyncClient(BaseClient):
                     return
                 except grpc.RpcError as exc:
                     error: QuadrigaError = from_rpc(exc)
+                except asyncio.CancelledError as exc:
+                    raise _ended(exc) from None
                 except Unavailable as exc:
                     error = exc
                 if progress.is_complete:
@@ -153,11 +151,7 @@ class AsyncClient(BaseClient):
                 request, metadata=self._for(request), timeout=deadline.left_s()
             )
 
-        try:
-            return embeddings(await self._retried(attempt, deadline))
-        except asyncio.CancelledError:
-            self._cancel_soon(request)
-            raise
+        return embeddings(await self._retried(attempt, deadline, request))
 
     async def models(self) -> list[Model]:
         """The models the service offers. Raises: QuadrigaError."""
@@ -193,11 +187,24 @@ class AsyncClient(BaseClient):
         self._cancelling.add(task)
         task.add_done_callback(self._cancelling.discard)
 
-    async def _retried(self, attempt: Callable[[], Any], deadline: Deadline) -> Any:
+    async def _retried(
+        self, attempt: Callable[[], Any], deadline: Deadline, request: Any = None
+    ) -> Any:
         attempts = 0
-        while True:
-            attempts += 1
-            try:
-                return await attempt()
-            except grpc.RpcError as exc:
-                await asyncio.sleep(self._pause_s(from_rpc(exc), attempts, deadline))
+        try:
+            while True:
+                attempts += 1
+                try:
+                    return await attempt()
+                except grpc.RpcError as exc:
+                    await asyncio.sleep(self._pause_s(from_rpc(exc), attempts, deadline))
+        except asyncio.CancelledError as exc:
+            if request is not None:
+                self._cancel_soon(request)
+            raise _ended(exc) from None
+
+
+def _ended(exc: asyncio.CancelledError) -> BaseException:
+    """What ended a call: its task was cancelled, or its client closed, which gRPC raises alike."""
+    task = asyncio.current_task()
+    return exc if task is not None and task.cancelling() else Cancelled("the client was closed")

@@ -73,7 +73,7 @@ class ApiKey:
         for field in ("requests_per_s", "tokens_per_min", "concurrency"):
             value = getattr(limits, field)
             if value is not None:
-                parts.append(f"{field}={value:g}")
+                parts.append(f"{field}={value:.15g}")
         if self.cache_salt:
             parts.append(f"cache_salt={self.cache_salt}")
         return " ".join([*parts, "admin"] if self.is_admin else parts)

@@ -14,7 +14,6 @@ from quadriga.errors import (
     Cancelled,
     HeadersTooLarge,
     InvalidRequest,
-    QuadrigaError,
     RequestTimeout,
 )
 from serve_app.http.server_metrics import HTTP_SERVER
@@ -152,10 +151,6 @@ class Call:
     async def answer_json(self, value: object, headers: Headers | None = None) -> None:
         await self.answer(json.dumps(value).encode(), headers=headers)
 
-    async def answer_error(self, exc: QuadrigaError) -> None:
-        self.status = exc.http_status
-        await send_error(self._send, exc)
-
 
 Handler = Callable[[Call], Awaitable[None]]
 
@@ -184,13 +179,13 @@ class Endpoint:
             if error is not exc:
                 logger.exception("unexpected failure in %s", call.route)
             if call.status:
+                call.failed_status = error.http_status
                 raise
             if error.http_status >= 500:
                 HTTP_SERVER.log_error(error.http_status, f"{call.route}: {error.message}")
-            if isinstance(error, Cancelled):
-                call.status = error.http_status  # there is no client to read an answer
-            else:
-                await call.answer_error(error)
+            call.status = error.http_status
+            if not isinstance(error, Cancelled):  # there is no client to read an answer
+                await send_error(send, error)
         finally:  # without a status where the call itself was cancelled
             code = call.failed_status or call.status or CLIENT_GONE
             if call.route not in UNCOUNTED:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import http
 import resource
+from socket import IPPROTO_TCP, TCP_USER_TIMEOUT
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.flow_control import service_unavailable
@@ -32,7 +33,7 @@ from serve_app.http.server_metrics import HTTP_SERVER
 from serve_app.openai.errors import error_response, send_error
 
 HEAD_TIMEOUT_S = 10.0
-"""From a connection, or the first byte of a further request on it, to the end of the headers."""
+"""From a connection, or the first byte after an answer on it, to the end of the next headers."""
 MAX_HEAD_BYTES = (1 << 20) + (16 << 10)
 """What `ingress.max_header_bytes` may be at most, and a request line."""
 MAX_ALL_BYTES = 64 << 20
@@ -43,6 +44,8 @@ GRACE_S = 1.0
 """A connection that is younger is never refused for being silent."""
 LINGER_S = 2.0
 """A refused client may read its error for this long: what it still sends is dropped."""
+STUCK_MS = 300_000
+"""A client that takes nothing of what it is sent for so long is cut off, by the kernel."""
 RETRY_S = 1.0
 CLOSE = (b"connection", b"close")
 WANTED_FILES = 65_536
@@ -75,6 +78,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(IPPROTO_TCP, TCP_USER_TIMEOUT, STUCK_MS)
         cls = LimitedHttpProtocol
         cls.max_open = cls.max_open or _max_connections()
         cls.num_open += 1
@@ -95,10 +99,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        is_idle = self.cycle is None or self.cycle.response_complete
-        if self._is_in_head and is_idle and self._timer is None:
+        if self._timer is None and (self.cycle is None or self.cycle.response_complete):
             self._await_head()
-        num_heads = self._num_heads
+        num_heads = self._num_heads if self._is_in_head else None
         super().data_received(data)
         # A further head that begins in the same piece as a body ends is counted from the next on.
         if self._is_in_head and self._num_heads == num_heads and not self._is_refused:

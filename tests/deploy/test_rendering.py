@@ -290,6 +290,14 @@ def test_budgets_are_whole_numbers() -> None:
     }
 
 
+def test_a_budget_counts_the_pods_that_there_are() -> None:
+    values = {
+        "podDisruptionBudget": {"enabled": True, "protectHead": False},
+        "workerGroups": {"decode": {"replicas": 4, "maxReplicas": 4}},
+    }
+    assert one(render(values), "PodDisruptionBudget")["spec"]["minAvailable"] == 3
+
+
 def test_dashboards_and_alerts_of_the_chart_are_shipped(tmp_path: Path) -> None:
     chart = tmp_path / "quadriga"
     shutil.copytree(CHART, chart)

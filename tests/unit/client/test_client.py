@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import subprocess
 import sys
 import time
@@ -337,6 +339,16 @@ def test_closing_ends_calls(target: str) -> None:
     client.close()
     with pytest.raises((Cancelled, ValueError)):
         list(pieces)
+
+
+async def test_closing_ends_calls_of_the_async_client_in_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = AsyncClient(f"127.0.0.1:{silent.getsockname()[1]}")
+        calls = client.generate("x"), anext(client.stream("x"))
+        running = asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        await client.close()
+        assert all(isinstance(ended, Cancelled) for ended in await running)
 
 
 def test_public_surface() -> None:

@@ -122,13 +122,13 @@ def test_names_and_keys_are_there_once() -> None:
 
 
 def test_the_command_makes_a_key_that_opens(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--requests-per-s", "2.5", "--tokens-per-min", "6000", "--concurrency", "3"]
+    options = ["--requests-per-s", "2.5", "--tokens-per-min", "1234567", "--concurrency", "3"]
     assert main(["keys", "--name", "alice", "--admin", *options]) == 0
     printed = capsys.readouterr()
     key = printed.err.removeprefix("key: ").strip()
     keys = ApiKeys.load(AuthConfig(api_keys=(printed.out,)))
     caller = keys.http_caller(f"Bearer {key}", admin=True)
-    assert caller.limits == KeyLimits(2.5, 6000, 3)
+    assert caller.limits == KeyLimits(2.5, 1234567, 3)
     assert key not in printed.out
     assert caller.line() == printed.out.strip()
 

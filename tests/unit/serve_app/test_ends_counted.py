@@ -6,10 +6,13 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
+
 from quadriga.observability.metrics import parse_exposition
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
 from serve_app.http.server import HttpServer
+from serve_app.openai.rendering import COMPLETION
 from tests.unit.serve_app.conftest import MakeStand, Stand
 from tests.unit.serve_app.test_engine_client import until
 from tests.unit.serve_app.test_grpc_server import Context, wants
@@ -71,6 +74,16 @@ async def test_an_http_call_that_is_cancelled_before_its_answer(make_stand: Make
     await asyncio.wait({call})
     await until(lambda: stand.cluster.num_held == 0)
     assert await counted(stand, "http") == {"499": 1}
+
+
+async def test_a_stream_that_our_own_fault_breaks_counts_as_500(
+    make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand = await make_stand()
+    monkeypatch.setattr(COMPLETION, "events", None)
+    with pytest.raises(TypeError):
+        await stand.complete(stream=True)
+    assert await counted(stand, "http") == {"500": 1}
 
 
 async def test_a_stream_that_breaks_counts_as_what_broke_it(make_stand: MakeStand) -> None:

@@ -29,14 +29,16 @@ PATIENCE_S = 30.0
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
-    """Reads the body; `/slow` takes a moment."""
-    while (await receive()).get("more_body"):
+    """Reads the body, but of `/early`; `/slow` takes a moment, `/long` has 16 MiB."""
+    while scope["path"] != "/early" and (await receive()).get("more_body"):
         pass
     if scope["path"] == "/slow":
         await asyncio.sleep(0.3)
-    await send(
-        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]}
-    )
+    pieces = [bytes(1 << 16)] * 256 if scope["path"] == "/long" else []
+    length = (b"content-length", b"%d" % sum(map(len, pieces)))
+    await send({"type": "http.response.start", "status": 200, "headers": [length]})
+    for piece in pieces:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body"})
 
 
@@ -158,6 +160,30 @@ async def test_nor_do_empty_lines_before_a_further_request(connect: Connect) -> 
     assert await status(reader) == b"200"
     writer.write(b"\r\n")
     check_error(await rest(reader), 408)
+
+
+async def test_a_body_that_was_answered_unread_has_to_come_in_time(connect: Connect) -> None:
+    reader, writer = await connect(b"POST /early HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n")
+    assert await status(reader) == b"200"
+    writer.write(b"x")
+    assert await rest(reader) == b""
+
+
+async def test_a_body_that_comes_after_its_head_counts_as_no_head(connect: Connect) -> None:
+    reader, writer = await connect(b"POST /slow HTTP/1.1\r\nhost: a\r\ncontent-length: 900\r\n\r\n")
+    await asyncio.sleep(0.1)
+    writer.write(b"z" * 900)
+    assert await status(reader) == b"200"
+    assert LimitedHttpProtocol.all_bytes == 0
+
+
+async def test_a_client_that_takes_nothing_of_its_answer_is_cut_off(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "STUCK_MS", 300)
+    await connect(b"GET /long HTTP/1.1\r\nhost: a\r\n\r\n")
+    await until(lambda: LimitedHttpProtocol.num_open == 1, within_s=PATIENCE_S)
+    await until(lambda: LimitedHttpProtocol.num_open == 0, within_s=PATIENCE_S)
 
 
 async def test_a_head_without_end_is_refused_as_too_large(
