@@ -82,6 +82,7 @@ class Migration:
         self._started_unix_s = replica.clock.unix_s()
         self._traceparent: str | None = None
         self._rested_s = 0.0
+        self._at_fault = ""
         self._copying: Copy | None = None
 
     async def run(self) -> None:
@@ -93,6 +94,7 @@ class Migration:
                 self._conclude("refused", "not_running: it is not here")
                 return
             state, depth = held
+            self._at_fault = self.order.destination
             self._traceparent = state.traceparent
             transfer = await self._replica.sender.reserve(
                 self.order.destination,
@@ -169,6 +171,8 @@ class Migration:
     ) -> None:
         """Nothing was committed: the sequence goes on here, if it is not over."""
         background(transfer.abort())
+        if reason.code == "depth_changed":
+            self._at_fault = ""  # the layers of this replica
         # A cutover that was asked for may have begun although its result was not awaited.
         await self._go_on(state, transfer, None)
         self._conclude("finished" if isinstance(reason, Ended) else "failed", _reason(reason))
@@ -288,6 +292,7 @@ class Migration:
             bytes_sent=copying.bytes_sent if copying is not None else 0,
             stall_s=now_s - self._rested_s if self._rested_s else 0.0,
             took_s=now_s - self._started_s,
+            at_fault=self._at_fault,
         )
         if not self.verdict.done():
             self.verdict.set_result(report)

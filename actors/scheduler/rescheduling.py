@@ -17,7 +17,7 @@ from quadriga.clock import Clock
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.control.control_metrics import SchedulerMetrics
 from quadriga.core.forecast import LengthOutcome
-from quadriga.core.migration import MigrationOrder, MigrationReport
+from quadriga.core.migration import MigrationOrder, MigrationOutcome, MigrationReport
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import ReportOptions
 from quadriga.errors import QuadrigaError, ReplicaDied
@@ -149,10 +149,11 @@ class Rescheduling:
         report = MigrationReport(order.sequence_id, "unknown", "cancelled: the scheduler ends")
         try:
             report = await self._send(order)
-        except ReplicaDied as exc:
-            report = MigrationReport(order.sequence_id, "failed", f"source_died: {exc.message}")
         except QuadrigaError as exc:
-            report = MigrationReport(order.sequence_id, "unknown", f"{exc.code}: {exc.message}")
+            is_dead = isinstance(exc, ReplicaDied)
+            reason = f"{'source_died' if is_dead else exc.code}: {exc.message}"
+            outcome: MigrationOutcome = "failed" if is_dead else "unknown"
+            report = MigrationReport(order.sequence_id, outcome, reason, at_fault=order.source)
         finally:
             self.governor.ended(order, report, now_s=self._clock.now_s())
             self.metrics.ended(order, report)
@@ -160,12 +161,8 @@ class Rescheduling:
             logger.info("%s did not move: %s, %s", order.sequence_id, report.outcome, report.reason)
 
     async def _call_source(self, order: MigrationOrder) -> MigrationReport:
-        report: MigrationReport = await call(
-            order.source,
-            "migrate",
-            order,
-            timeout_s=self._config.transport.deadline_s + CALL_SLACK_S,
-        )
+        timeout_s = self._config.transport.deadline_s + CALL_SLACK_S
+        report: MigrationReport = await call(order.source, "migrate", order, timeout_s=timeout_s)
         return report
 
     def status(self) -> dict[str, Any]:

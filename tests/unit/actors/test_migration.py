@@ -311,7 +311,7 @@ async def test_a_sequence_moves() -> None:
 async def test_orders_that_cannot_be_followed(changes: dict[str, Any], reason: str) -> None:
     replica = running()
     report = await replica.migrate(**changes)
-    assert report.outcome == "refused"
+    assert (report.outcome, report.at_fault) == ("refused", "")
     assert report.reason.startswith(f"{reason}:")
     assert replica.told == []
     assert replica.metrics.counted == [report]
@@ -437,6 +437,7 @@ async def test_a_source_that_changes_its_depth_keeps_the_sequence() -> None:
     replica.on = change
     report = await replica.migrate()
     assert (report.outcome, report.reason.split(":")[0]) == ("failed", "depth_changed")
+    assert not report.at_fault
     assert replica.goes_on()
 
 
@@ -444,7 +445,7 @@ async def test_a_sequence_refused_at_the_destination_stays() -> None:
     replica = running(reserve=[KVCacheExhausted("full"), ReplicaDied("gone")])
     for code in ("kv_cache_exhausted", "replica_died"):
         report = await replica.migrate()
-        assert report.outcome == "refused"
+        assert (report.outcome, report.at_fault) == ("refused", "destination")
         assert report.reason.startswith(f"{code}:")
     assert replica.told == []
     assert replica.goes_on()
@@ -482,7 +483,7 @@ async def test_a_failure_before_the_commit_leaves_the_sequence_at_its_source(
     # It decodes on before it rests, so that something is left to be sent then.
     replica.on = lambda name: replica.loop.step() if name == "phase" else None
     report = await replica.migrate()
-    assert report.outcome == "failed"
+    assert (report.outcome, report.at_fault) == ("failed", "destination")
     assert report.reason.startswith("refused:")
     assert replica.moves == ["begun", "failed"]
     assert state.epoch == 0
