@@ -134,7 +134,7 @@ class Migration:
             Ended: It is over.
             QuadrigaError: It cannot be sent, or takes too long.
         """
-        deadline_s = self._replica.config.transport.deadline_s
+        end_s = self._started_s + self._replica.config.transport.deadline_s
         self._copying = Copy(
             self.order.sequence_id,
             transfer,
@@ -143,15 +143,13 @@ class Migration:
             depth=min(held_depth, transfer.peer.depth_class.depth),
         )
         try:
-            async with asyncio.timeout(deadline_s):
-                rest = await self._copying.until_cutover()
+            async with asyncio.timeout(end_s - self._replica.clock.now_s()):
+                rest = await self._copying.until_cutover(end_s)
         except TimeoutError as exc:
-            raise MigrationFailed(
-                f"copying to {transfer.peer.name} took longer than {deadline_s:.1f} s",
-                code="timeout",
-            ) from exc
+            why = f"its KV was not at {transfer.peer.name} before the deadline"
+            raise MigrationFailed(why, code="timeout") from exc
         self._rested_s = self._replica.clock.now_s()
-        await self._copying.send_last(rest.reading, deadline_s=REST_DEADLINE_S)
+        await self._copying.send_last(rest.reading, self._rested_s + REST_DEADLINE_S)
         return rest
 
     async def _commit(self, transfer: OutgoingTransfer, rest: SequenceRemainder) -> None:

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CALL_SLACK_S = 5.0
-"""Over the transport's deadline, for the source's answer to an order."""
+CALL_SLACK_S = 10.0
+"""Over the transport's deadline, which ends with the cutover: for the last KV, the commit, and the
+question what became of it."""
 SHOWN_DECISIONS = 50
 METRICS_EVERY_S = 1.0
 
