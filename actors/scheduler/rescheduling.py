@@ -122,14 +122,10 @@ class Rescheduling:
 
     def tick(self) -> list[MigrationOrder]:
         """Decide now, and send the orders on their way."""
-        try:
-            serving = [s for s in self._snapshots() if not s.is_scout]
-            orders = self.governor.tick(
-                serving, now_s=self._clock.now_s(), now_unix_s=self._clock.unix_s()
-            )
-        except QuadrigaError as exc:  # a replica of another version: serving goes on
-            logger.warning("no rescheduling: %s", exc)
-            return []
+        serving = [s for s in self._snapshots() if not s.is_scout]
+        orders = self.governor.tick(
+            serving, now_s=self._clock.now_s(), now_unix_s=self._clock.unix_s()
+        )
         self.metrics.decided(self.governor.last.took_s)
         for order in orders:
             logger.info(
