@@ -200,7 +200,7 @@ class FakeCluster:
     async def operators_view(self) -> dict[str, Any]:
         return {"at_unix_s": time.time(), "replicas": []}
 
-    async def auto_reports(self, reports: Sequence[AutoReport]) -> None:
+    async def auto_reports(self, ingress_id: str, first: int, reports: list[AutoReport]) -> None:
         self.reports.extend(reports)
 
     async def history(self) -> dict[str, Any] | None:

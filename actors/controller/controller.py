@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from actors.controller import controller_store
@@ -185,10 +185,10 @@ class Controller:
             "helios": await self.history(),
         }
 
-    async def auto_reports(self, reports: Sequence[AutoReport]) -> None:
-        """What became of requests whose model was chosen for them; see `HeliosController`."""
+    async def auto_reports(self, ingress_id: str, first: int, reports: list[AutoReport]) -> None:
+        """What became of requests whose model was chosen for them; see `HeliosOperator`."""
         if self._helios is not None:
-            self._helios.report(reports)
+            self._helios.report(ingress_id, first, reports)
 
     async def history(self) -> dict[str, Any] | None:
         """What HELIOS knows and decided, as plain values; None where it is off."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -82,9 +81,9 @@ class HeliosController:
         self._saved = pack_table(self.operator.machine.table)
         self._is_saving = False
 
-    def report(self, reports: Sequence[AutoReport]) -> None:
-        """Take ingresses' reports of requests whose model was chosen for them."""
-        for report in reports:
+    def report(self, ingress_id: str, first: int, reports: list[AutoReport]) -> None:
+        """Take an ingress's reports of requests whose model was chosen for them."""
+        for report in self.operator.untold(ingress_id, first, reports):
             self.operator.report(report)
             is_whole = report.kind == "finished" and report.depth_class is not None
             if is_whole and report.output_ids and not self._rescorer.is_reading:

@@ -74,9 +74,8 @@ class OutgoingTransfer:
             KVTransportError: It did not arrive within the deadline, or is not wanted any more.
         """
         part = self._next_part(first_layer, start, kv)
-        await self._transport.send(
-            self.peer.name, part, kv, deadline_s=deadline_s or self._deadline_s
-        )
+        deadline_s = self._deadline_s if deadline_s is None else deadline_s
+        await self._transport.send(self.peer.name, part, kv, deadline_s=deadline_s)
         self._checksums.append(part.checksum)
 
     def carry(self, first_layer: int, start: int, kv: torch.Tensor) -> None:

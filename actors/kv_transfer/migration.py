@@ -82,6 +82,7 @@ class Migration:
         self._started_unix_s = replica.clock.unix_s()
         self._traceparent: str | None = None
         self._rested_s = 0.0
+        self._at_fault = ""
         self._copying: Copy | None = None
 
     async def run(self) -> None:
@@ -93,6 +94,7 @@ class Migration:
                 self._conclude("refused", "not_running: it is not here")
                 return
             state, depth = held
+            self._at_fault = self.order.destination
             self._traceparent = state.traceparent
             transfer = await self._replica.sender.reserve(
                 self.order.destination,
@@ -132,7 +134,7 @@ class Migration:
             Ended: It is over.
             QuadrigaError: It cannot be sent, or takes too long.
         """
-        deadline_s = self._replica.config.transport.deadline_s
+        end_s = self._started_s + self._replica.config.transport.deadline_s
         self._copying = Copy(
             self.order.sequence_id,
             transfer,
@@ -141,15 +143,13 @@ class Migration:
             depth=min(held_depth, transfer.peer.depth_class.depth),
         )
         try:
-            async with asyncio.timeout(deadline_s):
-                rest = await self._copying.until_cutover()
+            async with asyncio.timeout(end_s - self._replica.clock.now_s()):
+                rest = await self._copying.until_cutover(end_s)
         except TimeoutError as exc:
-            raise MigrationFailed(
-                f"copying to {transfer.peer.name} took longer than {deadline_s:.1f} s",
-                code="timeout",
-            ) from exc
+            why = f"its KV was not at {transfer.peer.name} before the deadline"
+            raise MigrationFailed(why, code="timeout") from exc
         self._rested_s = self._replica.clock.now_s()
-        await self._copying.send_last(rest.reading, deadline_s=REST_DEADLINE_S)
+        await self._copying.send_last(rest.reading, self._rested_s + REST_DEADLINE_S)
         return rest
 
     async def _commit(self, transfer: OutgoingTransfer, rest: SequenceRemainder) -> None:
@@ -169,6 +169,8 @@ class Migration:
     ) -> None:
         """Nothing was committed: the sequence goes on here, if it is not over."""
         background(transfer.abort())
+        if reason.code == "depth_changed":
+            self._at_fault = ""  # the layers of this replica
         # A cutover that was asked for may have begun although its result was not awaited.
         await self._go_on(state, transfer, None)
         self._conclude("finished" if isinstance(reason, Ended) else "failed", _reason(reason))
@@ -288,6 +290,7 @@ class Migration:
             bytes_sent=copying.bytes_sent if copying is not None else 0,
             stall_s=now_s - self._rested_s if self._rested_s else 0.0,
             took_s=now_s - self._started_s,
+            at_fault=self._at_fault,
         )
         if not self.verdict.done():
             self.verdict.set_result(report)

@@ -17,7 +17,7 @@ from quadriga.clock import Clock
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.control.control_metrics import SchedulerMetrics
 from quadriga.core.forecast import LengthOutcome
-from quadriga.core.migration import MigrationOrder, MigrationReport
+from quadriga.core.migration import MigrationOrder, MigrationOutcome, MigrationReport
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import ReportOptions
 from quadriga.errors import QuadrigaError, ReplicaDied
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CALL_SLACK_S = 5.0
-"""Over the transport's deadline, for the source's answer to an order."""
+CALL_SLACK_S = 10.0
+"""Over the transport's deadline, which ends with the cutover: for the last KV, the commit, and the
+question what became of it."""
 SHOWN_DECISIONS = 50
 METRICS_EVERY_S = 1.0
 
@@ -121,14 +122,10 @@ class Rescheduling:
 
     def tick(self) -> list[MigrationOrder]:
         """Decide now, and send the orders on their way."""
-        try:
-            serving = [s for s in self._snapshots() if not s.is_scout]
-            orders = self.governor.tick(
-                serving, now_s=self._clock.now_s(), now_unix_s=self._clock.unix_s()
-            )
-        except QuadrigaError as exc:  # a replica of another version: serving goes on
-            logger.warning("no rescheduling: %s", exc)
-            return []
+        serving = [s for s in self._snapshots() if not s.is_scout]
+        orders = self.governor.tick(
+            serving, now_s=self._clock.now_s(), now_unix_s=self._clock.unix_s()
+        )
         self.metrics.decided(self.governor.last.took_s)
         for order in orders:
             logger.info(
@@ -149,10 +146,11 @@ class Rescheduling:
         report = MigrationReport(order.sequence_id, "unknown", "cancelled: the scheduler ends")
         try:
             report = await self._send(order)
-        except ReplicaDied as exc:
-            report = MigrationReport(order.sequence_id, "failed", f"source_died: {exc.message}")
         except QuadrigaError as exc:
-            report = MigrationReport(order.sequence_id, "unknown", f"{exc.code}: {exc.message}")
+            is_dead = isinstance(exc, ReplicaDied)
+            reason = f"{'source_died' if is_dead else exc.code}: {exc.message}"
+            outcome: MigrationOutcome = "failed" if is_dead else "unknown"
+            report = MigrationReport(order.sequence_id, outcome, reason, at_fault=order.source)
         finally:
             self.governor.ended(order, report, now_s=self._clock.now_s())
             self.metrics.ended(order, report)
@@ -160,12 +158,8 @@ class Rescheduling:
             logger.info("%s did not move: %s, %s", order.sequence_id, report.outcome, report.reason)
 
     async def _call_source(self, order: MigrationOrder) -> MigrationReport:
-        report: MigrationReport = await call(
-            order.source,
-            "migrate",
-            order,
-            timeout_s=self._config.transport.deadline_s + CALL_SLACK_S,
-        )
+        timeout_s = self._config.transport.deadline_s + CALL_SLACK_S
+        report: MigrationReport = await call(order.source, "migrate", order, timeout_s=timeout_s)
         return report
 
     def status(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from quadriga.core.routing import Admission, AdmitRequest, ClusterView, PlaceReq
 from quadriga.errors import Overloaded, QuadrigaError, Unavailable, UnknownModel
 from quadriga.observability.logs import configure_logging
 from quadriga.policies.admission import admit, check_room
-from quadriga.policies.ares.forecast import Promised
+from quadriga.policies.ares.forecast import Promised, checked
 from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.baselines.placement import Placement
 from quadriga.policies.inflight_tracker import InflightTracker, SentRequest
@@ -296,7 +296,7 @@ class Scheduler(BatchedCalls):
         Returns:
             What is asked of it.
         """
-        name = snapshot.info.name
+        snapshot, name = checked(snapshot), snapshot.info.name
         known = self._snapshots.get(name)
         if known is None or known.sent_s <= snapshot.sent_s:
             self._snapshots[name] = snapshot

@@ -99,9 +99,19 @@ class HeliosOperator:
         self._resize = resize
         self._place_of = place_of
         self._seen: dict[str, _ExitsSeen] = {}
+        self._told: dict[str, int] = {}  # ingress → its reports so far
         self._decisions: deque[dict[str, Any]] = deque(maxlen=SHOWN_DECISIONS)
 
     # Events
+
+    def untold(self, ingress_id: str, first: int, reports: list[AutoReport]) -> list[AutoReport]:
+        """Of an ingress's reports, numbered from `first`, those that it tells for the first time.
+
+        What was told without an answer is told again, and perhaps with more.
+        """
+        told = self._told.get(ingress_id, 0)
+        self._told[ingress_id] = max(told, first + len(reports))
+        return reports[max(0, told - first) :]
 
     def report(self, report: AutoReport) -> None:
         """Take an ingress's report of a request whose model was chosen for it."""

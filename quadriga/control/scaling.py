@@ -49,10 +49,7 @@ class Scaling:
         self.num_orders = 0
 
     def decide(self, target: DepthClass, snapshots: list[ReplicaSnapshot]) -> list[HandOver]:
-        """Add and remove places as the policy wants for the class that serves.
-
-        Raises: ConfigError.
-        """
+        """Add and remove places as the policy wants for the class that serves."""
         now_s = self._clock.now_s()
         serving = self._pools.serving()
         empty_s = self._pools.empty_since_s([k for k, replica in serving.items() if not replica])

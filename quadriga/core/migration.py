@@ -56,6 +56,7 @@ class MigrationReport:
         bytes_sent: KV and what goes with it.
         stall_s: How long the sequence stood still at the source: its cutover.
         took_s: From the order to the end.
+        at_fault: Replica that shall take part in no move for a while; empty: neither.
     """
 
     sequence_id: str
@@ -65,3 +66,4 @@ class MigrationReport:
     bytes_sent: int = 0
     stall_s: float = 0.0
     took_s: float = 0.0
+    at_fault: str = ""

@@ -99,11 +99,7 @@ class ScalingPolicy:
         self._memories: dict[DepthClass, _Memory] = {}
 
     def decide(self, classes: Sequence[ClassLoad], *, now_s: float) -> list[ScalingOrder]:
-        """Return what shall be started, retired or given up, in this order of classes.
-
-        Raises:
-            ConfigError: A forecast is malformed.
-        """
+        """Return what shall be started, retired or given up, in this order of classes."""
         known = {load.depth_class for load in classes}
         for gone in set(self._memories) - known:
             del self._memories[gone]

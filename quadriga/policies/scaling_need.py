@@ -13,13 +13,7 @@ import numpy as np
 
 from quadriga.config.scheduling import ScalingConfig
 from quadriga.core.replica import DepthClass, ReplicaSnapshot
-from quadriga.policies.ares.forecast import (
-    NUM_COLUMNS,
-    REMAINING,
-    SHARE,
-    TOKENS,
-    check_forecast,
-)
+from quadriga.policies.ares.forecast import NUM_COLUMNS, REMAINING, SHARE, TOKENS
 
 _WIRE = np.dtype("<f4")
 
@@ -156,7 +150,6 @@ def _look(snapshot: ReplicaSnapshot, horizon_s: float) -> _DemandSeen:
     forecast = snapshot.forecast
     if forecast is None:
         return _DemandSeen((float(snapshot.used_tokens),), (0.0,), 0.0, count)
-    check_forecast(forecast)
     points = sum(at_s <= horizon_s for at_s in forecast.grid_s) if forecast.has_predictions else 1
     points = max(1, points)
     tokens = np.frombuffer(forecast.tokens, dtype=_WIRE)[:points]

@@ -7,7 +7,6 @@ from collections import Counter
 from quadriga.core.replica import DepthClass
 from quadriga.core.request import SequenceState
 from quadriga.core.routing import AutoReport
-from quadriga.errors import QuadrigaError
 from serve_app.request.cluster_client import ClusterClient
 from serve_app.request.sequence_request import SequenceRequest
 
@@ -19,10 +18,12 @@ MAX_WAITING = 4096
 
 
 class AutoReports:
-    """The reports of one ingress."""
+    """The reports of one ingress, numbered in order: the controller counts each once."""
 
-    def __init__(self, cluster: ClusterClient) -> None:
+    def __init__(self, cluster: ClusterClient, ingress_id: str) -> None:
         self._cluster = cluster
+        self._ingress_id = ingress_id
+        self._first = 0  # number of the first that waits
         self._waiting: list[AutoReport] = []
         self._num_greedy = 0
 
@@ -84,14 +85,15 @@ class AutoReports:
 
     async def send(self) -> None:
         """Send new reports to the controller; those that cannot be sent now are sent later."""
-        if not self._waiting:
-            return
-        reports, self._waiting = self._waiting[-MAX_WAITING:], []
-        try:
-            await self._cluster.auto_reports(reports)
-        except QuadrigaError:
-            self._waiting = reports + self._waiting
-            raise
+        self._forget(max(0, len(self._waiting) - MAX_WAITING))
+        reports = list(self._waiting)
+        if reports:
+            await self._cluster.auto_reports(self._ingress_id, self._first, reports)
+            self._forget(len(reports))
+
+    def _forget(self, count: int) -> None:
+        del self._waiting[:count]
+        self._first += count
 
     def _lost(self, sequence: SequenceRequest) -> None:
         if sequence.profile is not None:

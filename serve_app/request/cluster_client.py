@@ -153,8 +153,8 @@ class ClusterClient:
     async def push_metrics(self, source: str, families: bytes) -> None:
         await self._call(self._controller, "push_metrics", source, families)
 
-    async def auto_reports(self, reports: Sequence[AutoReport]) -> None:
-        await self._call(self._controller, "auto_reports", list(reports))
+    async def auto_reports(self, ingress_id: str, first: int, reports: list[AutoReport]) -> None:
+        await self._call(self._controller, "auto_reports", ingress_id, first, reports)
 
     async def history(self) -> dict[str, Any] | None:
         found: dict[str, Any] | None = await self._call(self._controller, "history")

@@ -94,7 +94,7 @@ class EngineClient:
         self._cluster_state = ClusterStateCache(
             cluster, self.clock, max_age_s=2 * config.scheduler.snapshot_max_age_s
         )
-        self._reports = AutoReports(cluster) if config.helios.enabled else None
+        self._reports = AutoReports(cluster, ingress_id) if config.helios.enabled else None
         self._request_manager = RequestManager(
             config,
             cluster,

@@ -24,7 +24,6 @@ from quadriga.policies.ares.forecast import (
     NUM_COLUMNS,
     NUM_LOADS,
     StepCosts,
-    check_forecast,
     load_rows,
     shares,
     sizes,
@@ -131,9 +130,6 @@ def unpack(
 
     Returns:
         None where fewer than two replicas can be compared.
-
-    Raises:
-        ConfigError: A forecast is malformed.
     """
     grid = common_grid(snapshots)
     able = [s for s in snapshots if s.forecast is not None and s.forecast.grid_s == grid]
@@ -141,8 +137,6 @@ def unpack(
         return None
     able.sort(key=lambda s: s.info.name)
     forecasts = [s.forecast for s in able if s.forecast is not None]
-    for forecast in forecasts:
-        check_forecast(forecast)
     forecasts = with_usual_lengths(forecasts, [s.step_time_s for s in able])
     free = [0 if s.draining else s.info.num_slots - s.num_running - s.num_waiting for s in able]
     depth = np.array([s.info.depth_class.depth for s in able], dtype=np.int64)

@@ -20,6 +20,7 @@ tokens, and memory is forecast apart from load, over seconds."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,8 +28,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from quadriga.core.forecast import LengthPrediction, LoadForecast
+from quadriga.core.replica import ReplicaSnapshot
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.settings import NUM_POINTS, TOKENS_AHEAD
+
+logger = logging.getLogger(__name__)
 
 NUM_LOADS = NUM_POINTS + 1
 (
@@ -286,6 +290,17 @@ def check_forecast(forecast: LoadForecast) -> None:
         raise ConfigError(f"forecast: {found} bytes where {wanted} belong to {num_rows} rows")
     if not 0.0 < forecast.front_share <= 1.0:
         raise ConfigError(f"forecast: front_share {forecast.front_share} must lie in 0..1")
+
+
+def checked(snapshot: ReplicaSnapshot) -> ReplicaSnapshot:
+    """A snapshot from another process, without its forecast where that is malformed."""
+    try:
+        if snapshot.forecast is not None:
+            check_forecast(snapshot.forecast)
+    except ConfigError as exc:  # a replica of another version, perhaps: the others' stay
+        logger.warning("the forecast of %s is left out: %s", snapshot.info.name, exc)
+        return replace(snapshot, forecast=None)
+    return snapshot
 
 
 @dataclass(frozen=True, slots=True)

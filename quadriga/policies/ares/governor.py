@@ -193,9 +193,6 @@ class Governor:
 
         Args:
             snapshots: All that is known; those too old are left out.
-
-        Raises:
-            ConfigError: A forecast is malformed.
         """
         started_s = time.perf_counter()
         busy, fixed = self.moves.busy(now_s), self.moves.fixed(now_s)

@@ -133,7 +133,8 @@ class MoveTracker:
             count = self._strikes.get(order.sequence_id, (0, 0.0))[0] + 1
             pause_s = self.backoff_s * min(2.0 ** (count - 1), MAX_BACKOFF_FACTOR)
             self._strikes[order.sequence_id] = count, now_s + pause_s
-            self._resting[order.destination] = now_s + self.backoff_s
+            if report.at_fault:
+                self._resting[report.at_fault] = now_s + self.backoff_s
             while len(self._strikes) > MAX_REMEMBERED:
                 del self._strikes[next(iter(self._strikes))]
 

@@ -189,9 +189,6 @@ class Rescheduler:
             load_only: Predictions are not to be believed now; see `DriftMonitor`.
             overload: What the overload of the one class there is calls for, instead of balance.
             pools: What was decided of the depth pools of each class.
-
-        Raises:
-            ConfigError: A forecast is malformed.
         """
         orders: list[MigrationOrder] = []
         for _, of_model in sorted(by_model(snapshots).items()):

@@ -42,9 +42,7 @@ class Ended(MigrationFailed):
 class Destination(Protocol):
     """What the copying asks of a transfer; see `OutgoingTransfer`."""
 
-    async def send(
-        self, first_layer: int, start: int, kv: Any, *, deadline_s: float | None = None
-    ) -> None:
+    async def send(self, first_layer: int, start: int, kv: Any, *, deadline_s: float) -> None:
         """Copy KV to the destination. Raises: KVTransportError."""
 
     def carry(self, first_layer: int, start: int, kv: Any) -> None:
@@ -109,8 +107,11 @@ class Copy:
         self._sending_s = 0.0
         self._cell_bytes = 0.0
 
-    async def until_cutover(self) -> SequenceRemainder:
+    async def until_cutover(self, end_s: float) -> SequenceRemainder:
         """Send what there is, in pieces whose reading costs other sequences little time.
+
+        Args:
+            end_s: By the clock, when all of it must be there.
 
         Raises:
             Ended: The sequence is over.
@@ -132,29 +133,30 @@ class Copy:
                     num_holds += 1
                     continue
                 piece = found
-            await self.send(piece.reading)
+            await self._send(piece.reading, end_s)
             if piece.took_s > 0.0:
                 budget_s = max(MIN_READ_S, READ_SHARE * piece.step_s)
                 fitting = int(piece.reading.num_cells * budget_s / piece.took_s)
                 cells = min(MAX_READ_CELLS, fitting)
 
-    async def send(self, reading: SequenceReading, *, deadline_s: float | None = None) -> None:
+    async def _send(self, reading: SequenceReading, end_s: float) -> None:
         """Send a reading's parts, in order. Raises: KVTransportError."""
         began_s = self._clock.now_s()
         for span, kv in reading.parts:
-            await self._transfer.send(span.first_layer, span.start, kv, deadline_s=deadline_s)
+            left_s = end_s - self._clock.now_s()
+            await self._transfer.send(span.first_layer, span.start, kv, deadline_s=left_s)
             self.bytes_sent += kv.nbytes
         self._sending_s = self._clock.now_s() - began_s
         if reading.parts:
             self._cell_bytes = sum(kv.nbytes for _, kv in reading.parts) / reading.num_cells
 
-    async def send_last(self, reading: SequenceReading, *, deadline_s: float) -> None:
+    async def send_last(self, reading: SequenceReading, end_s: float) -> None:
         """Have the commit carry the remainder; send it, where it is too large for that.
 
         Raises: KVTransportError.
         """
         if sum(kv.nbytes for _, kv in reading.parts) > MAX_CARRIED_BYTES:
-            await self.send(reading, deadline_s=deadline_s)
+            await self._send(reading, end_s)
             return
         for span, kv in reading.parts:
             self._transfer.carry(span.first_layer, span.start, kv)

@@ -75,6 +75,7 @@ class Stand:
         self.fleet = ReplicaManager("app", self.clock, lambda: None, lambda: 0.0)
         self.config = config(**changes)
         self.control = self.again()
+        self.num_told = 0
 
     def again(self) -> HeliosController:
         """A control as the next controller process makes it."""
@@ -119,12 +120,16 @@ class Stand:
             self.clock.advance(1.0)
             await self.tick()
 
+    def report(self, reports: list[AutoReport]) -> None:
+        self.control.report("i", self.num_told, reports)
+        self.num_told += len(reports)
+
     async def serve(self, at: DepthClass) -> None:
         """Have a class chosen, and everybody hold it."""
         self.add_all()
         await self.tick()
         exits = {"e2": 1, "e4": 1, "e8": 98} if at == S8 else {"e2": 30, "e4": 60, "e8": 10}
-        self.control.report([finished("decode:1", S8, **exits)] * 2)
+        self.report([finished("decode:1", S8, **exits)] * 2)
         await self.ticks(4)
         assert self.control.view()["target"] == str(at)
 
@@ -202,8 +207,8 @@ async def test_profile_choose_resize_and_serve(make_stand: MakeStand) -> None:
     route = stand.of("set_route")[-1][2]
     assert (route.profile, route.profile_decode, route.places) == (S8, "decode:1", 2)
     assert route.scouts == {"prefill:1", "decode:1"} and route.serve == (S8,)
-    control.report([AutoReport("started", "decode:1")] * 2)
-    control.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
+    stand.report([AutoReport("started", "decode:1")] * 2)
+    stand.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
     await stand.ticks(6)
     target = control.view()["target"]
     assert target == "quadriga-s@4", control.view()["decisions"]
@@ -212,6 +217,16 @@ async def test_profile_choose_resize_and_serve(make_stand: MakeStand) -> None:
     assert stand.of("set_route")[-1][2].serve == (S4,)
     assert control.view()["counters"]["resizes"] == 2
     assert any(row["depth"] == 8 for row in control.view()["rows"])
+
+
+async def test_reports_that_are_told_again_count_once(make_stand: MakeStand) -> None:
+    stand = make_stand(**{"helios.models": ["quadriga-s"]})
+    stand.add_all()
+    await stand.tick()
+    for count in (1, 1, 2):
+        stand.num_told = 0  # the answer to those before was lost
+        stand.report([AutoReport("started", "decode:1")] * count)
+        assert stand.control.operator.route().places == 2 - count
 
 
 async def test_breaches_load_the_rest(make_stand: MakeStand) -> None:
@@ -235,10 +250,10 @@ async def test_a_report_of_a_replica_that_is_gone_counts_for_its_place(
         stand.add(key, S8)
     stand.add(SCOUT_D, S8, "app:decode:1:old")
     await stand.tick()
-    stand.control.report([AutoReport("started", "app:decode:1:old")] * 2)
+    stand.report([AutoReport("started", "app:decode:1:old")] * 2)
     assert stand.control.operator.route().places == 0
     del stand.fleet.replicas["app:decode:1:old"]
-    stand.control.report([AutoReport("lost", "app:decode:1:old")] * 2)
+    stand.report([AutoReport("lost", "app:decode:1:old")] * 2)
     stand.add(SCOUT_D, S8, "app:decode:1:new")
     await stand.tick()
     assert stand.control.operator.route().places == 2
@@ -299,7 +314,7 @@ async def test_a_load_that_fails_leaves_the_old_layers(make_stand: MakeStand) ->
     stand.answers["resize"] = died
     stand.add_all()
     await stand.tick()
-    stand.control.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
+    stand.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
     await stand.ticks(4)
     view = stand.control.view()
     assert view["counters"]["failures"] >= 1 and view["places"]["decode:0"]["holds"] == str(S8)
@@ -332,7 +347,7 @@ async def test_a_switch_is_done_when_the_new_process_is_ready(make_stand: MakeSt
     stand.add_all()
     control = stand.control
     await stand.tick()
-    control.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
+    stand.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
     await stand.tick()  # the next candidate is the larger model: the scouts change to it
     changing = [k for k in (SCOUT_P, SCOUT_D) if control.pools.specs()[k].engine.depth_class == L12]
     assert len(changing) == 1, "one order at a time"
@@ -388,7 +403,7 @@ async def test_prefill_loads_what_strict_sequences_wait_for(make_stand: MakeStan
     stand = make_stand(**{"helios.models": ["quadriga-s"], "helios.scout": False})
     prefill, decode = stand.add(PREFILL, S8), stand.add(DECODE, S8)
     await stand.tick()
-    stand.control.report([finished("decode:0", S8, e2=30, e4=60, e8=10)] * 2)
+    stand.report([finished("decode:0", S8, e2=30, e4=60, e8=10)] * 2)
     await stand.ticks(4)
     assert {m.depth_class for m in (prefill, decode)} == {S4}
     load_of(prefill).strict_depth = 8
@@ -447,7 +462,7 @@ async def test_the_history_outlives_the_process(make_stand: MakeStand) -> None:
     stand = make_stand(**{"helios.models": ["quadriga-s"]})
     stand.add_all()
     await stand.tick()
-    stand.control.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
+    stand.report([finished("decode:1", S8, e2=30, e4=60, e8=10)] * 2)
     await stand.tick()
     await stand.control.keep()
     assert len(unpack_table(stand.saved["history"])) >= 1
@@ -633,7 +648,7 @@ async def test_a_replica_at_another_depth_carries_its_share(make_stand: MakeStan
     for key in (*PLACES, (Role.DECODE, 2)):  # of which the last is the scout
         stand.add(key, S8)
     await stand.tick()
-    stand.control.report([finished("decode:2", S8, e2=30, e4=60, e8=10)] * 2)
+    stand.report([finished("decode:2", S8, e2=30, e4=60, e8=10)] * 2)
     stand.running = {"decode:0": 6, "decode:1": 5}
     await stand.ticks(30)
     assert stand.fleet.replicas["decode:1"].depth_class == S8, "its order fails again and again"

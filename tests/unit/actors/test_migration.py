@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from actors.kv_transfer.migration import MAX_OUTGOING, Migration, Migrations
+from actors.kv_transfer.migration import MAX_OUTGOING, REST_DEADLINE_S, Migration, Migrations
 from actors.replica.replica import Replica as ReplicaActor
 from actors.rpc.lifecycle import scheduler_name
 from actors.rpc.rpc_batcher import Caller, RpcBatcher
@@ -70,6 +70,7 @@ class Transfer:
         fails: Errors by call: "send", "commit"; and "settle", one for each try.
         end: What the destination says in the end.
         sent: Positions per layer.
+        left_s: The deadline of each part.
         carried: Those that went with the commit.
         committed: What came with the commit.
     """
@@ -80,6 +81,7 @@ class Transfer:
     end: LeaseState
     on: Callable[[str], Any]
     sent: list[tuple[int, int, int]] = field(default_factory=list)
+    left_s: list[float] = field(default_factory=list)
     carried: list[tuple[int, int, int]] = field(default_factory=list)
     committed: tuple[SequenceState, ResumePoint] | None = None
     num_aborts: int = 0
@@ -91,9 +93,10 @@ class Transfer:
             raise self.fails[name].pop(0)
 
     async def send(
-        self, first_layer: int, start: int, kv: torch.Tensor, *, deadline_s: float | None = None
+        self, first_layer: int, start: int, kv: torch.Tensor, *, deadline_s: float
     ) -> None:
-        self._fail("rest" if deadline_s is not None else "send")
+        self.left_s.append(deadline_s)
+        self._fail("rest" if deadline_s <= REST_DEADLINE_S else "send")
         self.sent.append((first_layer, start, kv.shape[3]))
 
     def carry(self, first_layer: int, start: int, kv: torch.Tensor) -> None:
@@ -311,7 +314,7 @@ async def test_a_sequence_moves() -> None:
 async def test_orders_that_cannot_be_followed(changes: dict[str, Any], reason: str) -> None:
     replica = running()
     report = await replica.migrate(**changes)
-    assert report.outcome == "refused"
+    assert (report.outcome, report.at_fault) == ("refused", "")
     assert report.reason.startswith(f"{reason}:")
     assert replica.told == []
     assert replica.metrics.counted == [report]
@@ -437,6 +440,7 @@ async def test_a_source_that_changes_its_depth_keeps_the_sequence() -> None:
     replica.on = change
     report = await replica.migrate()
     assert (report.outcome, report.reason.split(":")[0]) == ("failed", "depth_changed")
+    assert not report.at_fault
     assert replica.goes_on()
 
 
@@ -444,7 +448,7 @@ async def test_a_sequence_refused_at_the_destination_stays() -> None:
     replica = running(reserve=[KVCacheExhausted("full"), ReplicaDied("gone")])
     for code in ("kv_cache_exhausted", "replica_died"):
         report = await replica.migrate()
-        assert report.outcome == "refused"
+        assert (report.outcome, report.at_fault) == ("refused", "destination")
         assert report.reason.startswith(f"{code}:")
     assert replica.told == []
     assert replica.goes_on()
@@ -482,7 +486,7 @@ async def test_a_failure_before_the_commit_leaves_the_sequence_at_its_source(
     # It decodes on before it rests, so that something is left to be sent then.
     replica.on = lambda name: replica.loop.step() if name == "phase" else None
     report = await replica.migrate()
-    assert report.outcome == "failed"
+    assert (report.outcome, report.at_fault) == ("failed", "destination")
     assert report.reason.startswith("refused:")
     assert replica.moves == ["begun", "failed"]
     assert state.epoch == 0
@@ -495,14 +499,20 @@ async def test_a_failure_before_the_commit_leaves_the_sequence_at_its_source(
 async def test_copying_that_takes_too_long_leaves_the_sequence_at_its_source(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """One deadline from the order on: what came before is taken off."""
     replica = running()
-    replica.config.transport.deadline_s = 0.05
+    replica.config.transport.deadline_s = 60.0
+    took_s = {"reserve": 59.75, "rest": 0.125}
+    replica.on = lambda name: replica.clock.advance(took_s.get(name, 0.0))
 
     async def hang(_: Transfer) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Transfer, "step_phase", hang)
-    report = await replica.migrate()
+    monkeypatch.setattr(migration_copy, "FIRST_READ_CELLS", 200)
+    async with asyncio.timeout(5.0):
+        report = await replica.migrate()
+    assert replica.transfers[0].left_s == [0.25, 0.125]
     assert report.reason.startswith("timeout:")
     assert replica.goes_on()
 

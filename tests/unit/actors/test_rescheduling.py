@@ -93,6 +93,7 @@ async def test_a_source_that_does_not_answer_costs_one_order(
     assert decision.report is not None
     assert (decision.report.outcome, decision.report.reason.split(":")[0]) == (outcome, reason)
     assert order.sequence_id in made.governor.moves.fixed(0.0)
+    assert decision.report.at_fault == order.source
     assert made.governor.moves.under_way == []
 
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -18,13 +19,14 @@ from quadriga.checkpoint.exits import MAX_LAYERS
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
 from quadriga.control.model_routing import Route
-from quadriga.core.migration import MigrationOrder
+from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import AdmitRequest, ClusterView, PlaceRequest
 from quadriga.errors import Overloaded, Unavailable, UnknownModel
 from quadriga.scheduling.prefixes.affinity import prefix_marks
 from quadriga.scheduling.transfer.placement_turns import PlacementTurns
+from tests.unit.policies.test_ares_governor import uneven
 
 
 def plain(**settings: Any) -> dict[str, Any]:
@@ -201,6 +203,22 @@ async def test_without_a_route_any_depth_of_the_model_will_do() -> None:
     await scheduler.report(snapshot("d1", Role.DECODE, FULL))
     assert await scheduler.place_now(PREFILLED) == "d1", "the prefill's own class comes first"
     assert await scheduler.place_now(replace(PREFILLED, exclude=("d1",))) == "d0"
+
+
+async def test_a_malformed_forecast_is_left_out_and_all_else_goes_on() -> None:
+    config = plain(**{"scheduler.placement": "ares", "scheduler.ares.mode": "ares"})
+    scheduler = Scheduler(config)
+    for one in uneven(num_idle=3):
+        assert one.forecast is not None
+        if one.info.name == "idle0":
+            one = replace(one, forecast=replace(one.forecast, rows=b"cut"))
+        await scheduler.report(replace(one, taken_unix_s=time.time()))
+    assert {s.info.name for s in await scheduler.loads() if s.forecast is None} == {"idle0"}
+    scheduler._rescheduling._send = AsyncMock(return_value=MigrationReport("", "finished"))
+    (order,) = scheduler._rescheduling.tick()
+    assert (order.source, order.destination) == ("busy", "idle1")
+    asked = replace(PREFILLED, depth_class=order.depth_class)
+    assert (await scheduler.place_now(asked)).startswith("idle")
 
 
 async def test_no_room_is_kept_for_a_sequence_that_was_given_up_while_it_waited() -> None:

@@ -100,14 +100,19 @@ def test_what_failed_is_left_alone_for_longer_each_time(outcome: str) -> None:
     assert rests == [4.0, 8.0, 16.0]
 
 
-def test_another_sequence_goes_when_one_was_refused() -> None:
+@pytest.mark.parametrize("to_blame", ["destination", "source", ""])
+def test_another_sequence_goes_when_one_was_refused(to_blame: str) -> None:
+    """The replica to blame rests, and no other."""
     made, ticks = governor(backoff_s=4.0)
     snapshots = uneven(num_idle=2)
     (first,) = tick(made, snapshots, 0.0)
-    made.ended(first, report(first, "refused", reason="leaving: already"), now_s=0.0)
-    (second,) = tick(made, snapshots, 0.1)
-    assert second.sequence_id != first.sequence_id
-    assert second.destination != first.destination, "it has no room, perhaps"
+    at_fault = getattr(first, to_blame) if to_blame else ""
+    made.ended(first, report(first, "refused", at_fault=at_fault), now_s=0.0)
+    assert made.moves.busy(0.1) == ({at_fault} if at_fault else set())
+    for second in tick(made, snapshots, 0.1):
+        assert second.sequence_id != first.sequence_id
+        assert (second.destination == first.destination) == (not to_blame)
+    assert bool(made.moves.under_way) == (to_blame != "source")
     assert replay(ticks) == []
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from quadriga.core.output import EngineOutput
 from quadriga.core.replica import DepthClass
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState, TokenLogprob
 from quadriga.core.routing import AutoReport
+from quadriga.errors import ReplicaError
 from quadriga.text import StopMatcher
 from serve_app.grpc.messages import usage_message
 from serve_app.openai.models import ModelDirectory
 from serve_app.openai.rendering import usage
+from serve_app.ops import auto_reports
 from serve_app.ops.auto_reports import AutoReports
 from serve_app.request.request import Request
 from serve_app.request.sequence_request import SequenceRequest
@@ -69,7 +73,7 @@ async def sent(reports: AutoReports, cluster: FakeCluster) -> list[AutoReport]:
 
 async def test_a_finished_request() -> None:
     cluster = FakeCluster("quadriga-s", [1])
-    reports, made = AutoReports(cluster), served()
+    reports, made = AutoReports(cluster, "i"), served()
     made.profile = "scout"
     reports.ended(made, 10.0)
     (report,) = await sent(reports, cluster)
@@ -84,11 +88,33 @@ async def test_a_finished_request() -> None:
 
 async def test_what_was_served_at_two_depths_is_no_row_of_either() -> None:
     cluster = FakeCluster("quadriga-s", [1])
-    reports, made = AutoReports(cluster), served(depths=(4, 8))
+    reports, made = AutoReports(cluster, "i"), served(depths=(4, 8))
     reports.admitted(made, "scout")
     reports.ended(made, 10.0)
     kinds = [(r.kind, r.replica) for r in await sent(reports, cluster)]
     assert kinds == [("started", "scout"), ("lost", "scout")]
+
+
+async def test_reports_without_an_answer_are_told_again_under_their_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster, told = FakeCluster("quadriga-s", [1]), []
+
+    async def no_answer(*said: Any) -> None:
+        told.append(said)
+        raise ReplicaError("no answer", code="timeout")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster, "auto_reports", no_answer)
+        patch.setattr(auto_reports, "MAX_WAITING", 2)
+        reports = AutoReports(cluster, "i")
+        for replica in "abc":
+            reports.admitted(sequence(), replica)
+            with pytest.raises(ReplicaError):
+                await reports.send()
+    a, b, c = (AutoReport("started", replica) for replica in "abc")
+    assert told == [("i", 0, [a]), ("i", 0, [a, b]), ("i", 1, [b, c])]
+    assert [await sent(reports, cluster) for _ in range(2)] == [[b, c]] * 2
 
 
 def request_of(sequence: SequenceRequest) -> Request:
