@@ -121,9 +121,10 @@ def locate(model: str, *, cache_dir: str | Path | None = None) -> Path:
     try:
         fetch = partial(snapshot_download, ignore_patterns=HUB_IGNORED)
         return Path(fetch(model, allow_patterns=HUB_PATTERNS))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as exc:
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as exc:
         raise ConfigError(
-            f"model: {model!r} could not be fetched from the hub: {exc}", param="model"
+            f"model: {model!r} is nothing here, and could not be fetched from the hub: {exc}",
+            param="model",
         ) from exc
 
 
