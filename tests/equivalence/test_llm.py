@@ -248,6 +248,7 @@ def test_the_bar_is_shown_where_it_is_wanted(llm: LLM, capsys: pytest.CaptureFix
         ([5], {"sampling": replace(GREEDY, min_tokens=25)}, r"min_tokens \(25\)"),
         ([5], {"stop": "ab"}, "stop: must be strings"),
         ([5], {"stop": [""]}, "stop: must be strings"),
+        ([5], {"stop": [7]}, "stop: must be strings"),
         ([5], {"exits": ExitParams(0.9, "bounded", 1)}, r"max_depth: 1 must be in 2\.\.8"),
         ([5], {"exits": ExitParams(0.9, "strict", 4)}, "ends at 4 of 8 layers"),
     ],
