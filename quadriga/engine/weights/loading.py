@@ -275,9 +275,8 @@ def read_final_head(
         weight = files.matrix("lm_head.weight", c.vocab_size, c.embed_size)
     if c.family != "opt":
         return Head(Norm(files.read("model.norm.weight", c.hidden_size)), weight)
-    final = Head(
-        _layer_norm(files, f"{_OPT}.final_layer_norm", c) if c.final_norm else None, weight
-    )
+    norm = _layer_norm(files, f"{_OPT}.final_layer_norm", c) if c.final_norm else None
+    final = Head(norm, weight)
     if c.embed_size != c.hidden_size:
         final.project = files.matrix(f"{_OPT}.project_out.weight", c.embed_size, c.hidden_size)
     return final
