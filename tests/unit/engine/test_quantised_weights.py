@@ -140,6 +140,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[int, int], Any]]] = {
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
         lambda r, c: gptq(r, c, one=0),
     ),
+    "gptq_v2 by the newer name of the field": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "format": "gptq_v2"},
+        lambda r, c: gptq(r, c, one=0),
+    ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
     "compressed-tensors, 4 bits": (
         groups_of(num_bits=4, type="int", strategy="group", group_size=GROUP) | PACKED,
