@@ -61,7 +61,8 @@ class InputProcessor:
                 f"sampling: {len(given)} for {len(asked)} prompts; give one, or one for each",
                 param="sampling",
             )
-        if isinstance(stop, str) or not all(stop) or (stop and self._tokenizer is None):
+        is_text = not isinstance(stop, str) and all(isinstance(s, str) and s for s in stop)
+        if not is_text or (stop and self._tokenizer is None):
             raise InvalidRequest(
                 f"stop: must be strings that are not empty, of an LLM with text; got {stop!r:.80}",
                 param="stop",

@@ -70,6 +70,7 @@ class LLM:
         replicas = deployment.replicas
         chunk_tokens = next(r.engine.pass_tokens for r in replicas if r.role.does(Role.PREFILL))
         decoding = next(r.engine for r in replicas if r.role.does(Role.DECODE))
+        text = load_tokenizer(decoding.checkpoint.path, decoding.checkpoint.id)  # before gigabytes
         runner = load_runner(replace(decoding, pass_tokens=chunk_tokens))
         spec, pace, clock, counters = runner.spec, config.decode.pace, SystemClock(), ExitCounters()
         passes = runner if pace is None else PacedRunner(runner, find_profile(pace))
@@ -90,7 +91,6 @@ class LLM:
             is_partial=spec.depth < spec.checkpoint.num_layers,
             prefix_caching=config.prefill.prefix_caching,
         )
-        text = load_tokenizer(spec.checkpoint.path, spec.checkpoint.id)
         self._open(runner, loop, text, deterministic=config.deterministic)
 
     @classmethod

@@ -31,6 +31,7 @@ _TENSOR = re.compile(
     r"base_model\.model\.(?:model\.)?(?:decoder\.)?layers\.(\d{1,4})\."
     r"(?:(?:self_attn|mlp)\.)?(\w+)\.lora_([AB])\.weight"
 )
+_INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # others change the base as well
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("use_dora", (None, False), "DoRA scales the weights themselves"),
     ("bias", (None, "none"), "biases stay the model's"),
@@ -42,6 +43,8 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("trainable_token_indices", (None, []), "the embedding stays the model's"),
     ("layer_replication", (None, []), "layers are not repeated"),
     ("use_qalora", (None, False), "only plain LoRA is served"),
+    ("alora_invocation_tokens", (None, []), "an adapter acts on every token"),
+    ("init_lora_weights", _INITS, "it is for a base of other weights; save it converted to LoRA"),
 )
 """Fields of `adapter_config.json`, the values that are served, and why no other is."""
 

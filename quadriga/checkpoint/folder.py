@@ -116,14 +116,14 @@ def locate(model: str, *, cache_dir: str | Path | None = None) -> Path:
             param="model",
         )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         fetch = partial(snapshot_download, ignore_patterns=HUB_IGNORED)
         return Path(fetch(model, allow_patterns=HUB_PATTERNS))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as exc:
+    except Exception as exc:  # its own, and those of the libraries below it
         raise ConfigError(
-            f"model: {model!r} could not be fetched from the hub: {exc}", param="model"
+            f"model: {model!r} is nothing here, and could not be fetched from the hub: {exc}",
+            param="model",
         ) from exc
 
 

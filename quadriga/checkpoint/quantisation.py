@@ -82,7 +82,7 @@ def quantisation_of(config: Mapping[str, Any], name: str) -> Quantisation | None
             if version != "gemm":
                 raise _unread(name, "version", version, "gemm")
             return Quantisation("awq", bits, _group(group))
-        stored_as = str(raw.get("checkpoint_format", "gptq"))
+        stored_as = str(raw.get("checkpoint_format") or raw.get("format") or "gptq")
         if stored_as not in ("gptq", "gptq_v2"):
             raise _unread(name, "checkpoint_format", stored_as, "gptq, gptq_v2")
         return Quantisation("gptq", bits, _group(group), adds_one=stored_as == "gptq")

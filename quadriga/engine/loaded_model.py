@@ -469,12 +469,6 @@ def _deepened(spec: EngineSpec, eager: Decoder, is_over: Callable[[], bool]) -> 
     at = [k for k in exits.layers if k <= spec.depth]
     missing = [k for k in at if k not in heads]
     heads |= read_exit_heads(source, config, exits, missing, base)
-    maps = kv_maps_of(
-        source,
-        config,
-        layers,
-        at,
-        fitted=spec.skipped_kv == "linear",
-        known=weights.kv_maps,
-    )
+    fitted, known_maps = spec.skipped_kv == "linear", weights.kv_maps
+    maps = kv_maps_of(source, config, layers, at, fitted=fitted, known=known_maps)
     return replace(weights, layers=layers, heads=heads, kv_maps=maps)

@@ -220,7 +220,9 @@ def load_tokenizer(path: Path, model_id: str) -> TextTokenizer:
             backend = GPT2Tokenizer.from_pretrained(path)
         else:
             raise ConfigError(f"model: {path} has no tokenizer.json; {remedy}", param="model")
-    except (OSError, ValueError, KeyError) as exc:
+    except ConfigError:
+        raise
+    except Exception as exc:  # the library has no better one for what it cannot read
         raise ConfigError(
             f"model: the tokenizer in {path} cannot be loaded ({exc}); {remedy}", param="model"
         ) from exc

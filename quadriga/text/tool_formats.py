@@ -143,7 +143,7 @@ class ToolFormat:
 
     def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message without fields that a template which knows no tools would leave out."""
-        content = message["content"]
+        content = message.get("content") or ""
         if message["role"] == "tool":
             return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
         calls = [call["function"] for call in message.get("tool_calls") or ()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from quadriga.tasks import sample_examples
-from tests.equivalence.models import begin, kernel_cache
+from tests.equivalence.models import begin, build, kernel_cache, save
 from tests.random_drafter import RandomDrafter
 
 S = "quadriga-s"
@@ -234,6 +235,14 @@ def test_the_bar_is_shown_where_it_is_wanted(llm: LLM, capsys: pytest.CaptureFix
     assert "3/3" in capsys.readouterr().err
 
 
+def test_nothing_is_loaded_where_the_tokenizer_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quadriga.llm.load_runner", lambda spec: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        LLM(str(save(build("llama"), tmp_path)))
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
@@ -248,6 +257,7 @@ def test_the_bar_is_shown_where_it_is_wanted(llm: LLM, capsys: pytest.CaptureFix
         ([5], {"sampling": replace(GREEDY, min_tokens=25)}, r"min_tokens \(25\)"),
         ([5], {"stop": "ab"}, "stop: must be strings"),
         ([5], {"stop": [""]}, "stop: must be strings"),
+        ([5], {"stop": [7]}, "stop: must be strings"),
         ([5], {"exits": ExitParams(0.9, "bounded", 1)}, r"max_depth: 1 must be in 2\.\.8"),
         ([5], {"exits": ExitParams(0.9, "strict", 4)}, "ends at 4 of 8 layers"),
     ],

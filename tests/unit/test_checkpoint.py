@@ -88,3 +88,18 @@ def test_another_training_has_another_fingerprint(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(bytes(1 << 17) + bytes([value]) * (1 << 17))
         found.add(read(tmp_path, None).fingerprint)
     assert len(found) == 2
+
+
+@pytest.mark.parametrize("model", ["models/llama/7b", "org/na me"])
+def test_a_path_that_is_not_here_and_no_hub_id_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="is nothing here, and could not be fetched"):
+        read_checkpoint(model)
+
+
+def test_a_download_that_breaks_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*_: object, **__: object) -> None:
+        raise RuntimeError("the connection was lost")  # as hf_xet does; proxies raise others
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lose)
+    with pytest.raises(ConfigError, match="the connection was lost"):
+        read_checkpoint("org/name")

@@ -111,13 +111,7 @@ def load_weights(
     at = [k for k in exits.layers if k <= depth] if exits is not None else []
     weights.heads[depth] = final
     if exits is not None and at:
-        weights.kv_maps = kv_maps_of(
-            source,
-            config,
-            weights.layers,
-            at,
-            fitted=fitted_maps,
-        )
+        weights.kv_maps = kv_maps_of(source, config, weights.layers, at, fitted=fitted_maps)
         weights.heads.update(read_exit_heads(source, config, exits, at, final))
     return weights
 
@@ -242,17 +236,19 @@ def _exit_norm(files: TensorFiles, config: ModelConfig, name: str) -> Norm:
 def _read_ends(files: TensorFiles, config: ModelConfig, num_positions: int) -> ModelWeights:
     """What lies before the first layer."""
     c = config
+    weights = _model(files, files.matrix(_embedding(c), c.vocab_size, c.embed_size))
     if c.family != "opt":
-        name = "model.embed_tokens.weight"
-        return _model(files, files.matrix(name, c.vocab_size, c.hidden_size))
-    embed = files.matrix(f"{_OPT}.embed_tokens.weight", c.vocab_size, c.embed_size)
+        return weights
     # OPT's position table starts with two rows that belong to padding.
     table = files.read(f"{_OPT}.embed_positions.weight", c.max_positions + 2, c.hidden_size)
-    weights = _model(files, embed)
     weights.positions = table[2 : 2 + num_positions].clone()
     if c.embed_size != c.hidden_size:
         weights.project_in = files.matrix(f"{_OPT}.project_in.weight", c.hidden_size, c.embed_size)
     return weights
+
+
+def _embedding(config: ModelConfig) -> str:
+    return f"{_OPT if config.family == 'opt' else 'model'}.embed_tokens.weight"
 
 
 def _model(files: TensorFiles, embed: Matrix) -> ModelWeights:
@@ -272,15 +268,15 @@ def read_final_head(
         weight: Its largest part, where that is loaded already.
     """
     c = config
-    if weight is None:
-        weight = (
-            embed if c.tied_head else files.matrix("lm_head.weight", c.vocab_size, c.embed_size)
-        )
+    if weight is None and c.tied_head:
+        files.check_tied("lm_head.weight", _embedding(c))
+        weight = embed
+    elif weight is None:
+        weight = files.matrix("lm_head.weight", c.vocab_size, c.embed_size)
     if c.family != "opt":
         return Head(Norm(files.read("model.norm.weight", c.hidden_size)), weight)
-    final = Head(
-        _layer_norm(files, f"{_OPT}.final_layer_norm", c) if c.final_norm else None, weight
-    )
+    norm = _layer_norm(files, f"{_OPT}.final_layer_norm", c) if c.final_norm else None
+    final = Head(norm, weight)
     if c.embed_size != c.hidden_size:
         final.project = files.matrix(f"{_OPT}.project_out.weight", c.embed_size, c.hidden_size)
     return final

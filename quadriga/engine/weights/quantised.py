@@ -132,15 +132,15 @@ class QuantisedTensors:
             return (counts - zeros.reshape(1, 1)) * scales.reshape(1, 1)
         if scales.shape == (rows,):
             scales, zeros = scales[:, None], zeros[:, None]
-        if scales.shape[0] != rows:
-            high, wide = self._how.block
-            if list(scales.shape) != [-(-rows // high), -(-columns // wide)]:
-                raise ValueError(
-                    f"scales {list(scales.shape)} for {rows} × {columns} weights in blocks of "
-                    f"{high} × {wide}"
-                )
+        high, wide = self._how.block
+        if list(scales.shape) == [-(-rows // high), -(-columns // wide)]:
             each = scales.repeat_interleave(high, 0)[:rows]
             return counts * each.repeat_interleave(wide, 1)[:, :columns]
+        if scales.shape[0] != rows:
+            raise ValueError(
+                f"scales {list(scales.shape)} for {rows} × {columns} weights in blocks of "
+                f"{high} × {wide}"
+            )
         groups = self._groups(columns, scales.shape[1], f"{base}.weight_g_idx")
         return _scaled(counts, scales, zeros, groups)
 

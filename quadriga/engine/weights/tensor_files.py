@@ -202,6 +202,15 @@ class TensorFiles:
                 self._numbers_into(name, part)
         return target
 
+    def check_tied(self, head: str, embedding: str) -> None:
+        """Raises: ConfigError: There is a head, and it is not the embedding."""
+        if head in self and not torch.equal(self._stored(head), self._stored(embedding)):
+            raise ConfigError(
+                f"model: {self._path / 'config.json'} has tie_word_embeddings true, and {head} "
+                f"differs from {embedding}; set it to false there to compute with both",
+                param="model",
+            )
+
     def matrix(self, name: str, num_rows: int, columns: int, *, parts: int = 0) -> Matrix:
         """Return a copy of a matrix. Raises: ConfigError as `read`.
 

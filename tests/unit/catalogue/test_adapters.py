@@ -51,6 +51,8 @@ def test_what_is_read(folder: Path) -> None:
         ({"bias": "all"}, "bias is 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"r": 0}, "r is 0; it must be a whole number in 1..512"),
         ({"r": "8"}, "r is '8'"),
         ({"r": 10**9}, "in 1..512"),

@@ -110,13 +110,13 @@ def int8(rows: int, columns: int, *, shape: str) -> Any:
     return {"weight": counts, "weight_scale": scales}, counts.float() * scales
 
 
-def fp8(rows: int, columns: int, *, name: str, blocks: bool) -> Any:
+def fp8(rows: int, columns: int, *, name: str, blocks: bool, high: int = 24) -> Any:
     stored = torch.randn(rows, columns).to(torch.float8_e4m3fn)
     if not blocks:
         scales = torch.rand(rows, 1) / 10
         return {"weight": stored, name: scales}, stored.float() * scales
-    scales = torch.rand(-(-rows // 24), -(-columns // 40))
-    each = [[scales[r // 24, c // 40] for c in range(columns)] for r in range(rows)]
+    scales = torch.rand(-(-rows // high), -(-columns // 40))
+    each = [[scales[r // high, c // 40] for c in range(columns)] for r in range(rows)]
     return {"weight": stored, name: scales}, stored.float() * torch.tensor(each)
 
 
@@ -138,6 +138,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[int, int], Any]]] = {
     ),
     "gptq_v2": (
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
+        lambda r, c: gptq(r, c, one=0),
+    ),
+    "gptq_v2 by the newer name of the field": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "format": "gptq_v2"},
         lambda r, c: gptq(r, c, one=0),
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
@@ -169,6 +173,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[int, int], Any]]] = {
     "FP8 by block": (
         {"quant_method": "fp8", "weight_block_size": [24, 40]},
         lambda r, c: fp8(r, c, name="weight_scale_inv", blocks=True),
+    ),
+    "FP8 by block of one row": (
+        {"quant_method": "fp8", "weight_block_size": [1, 40]},
+        lambda r, c: fp8(r, c, name="weight_scale_inv", blocks=True, high=1),
     ),
 }
 

@@ -167,6 +167,19 @@ def test_integer_weights(checkpoint: Path) -> None:
         load(checkpoint)
 
 
+@pytest.mark.parametrize("variant", ["qwen2-tied", "opt-pre-norm"])
+def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path: Path, variant: str) -> None:
+    whole = load(save(build(variant), tmp_path))
+    embedding = whole.embed.rows.clone()
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": embedding}))
+    weights = load(tmp_path)  # a copy is no other head
+    assert weights.heads[3].weight is weights.embed
+    embedding[5, 7] += 1
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": embedding}))
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings true, and lm_head\.weight"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize(
     "index", ["[]", '{"weight_map": 3}', "not json", '{"weight_map": {"a": "../../etc/passwd"}}']
 )

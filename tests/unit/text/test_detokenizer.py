@@ -109,6 +109,13 @@ def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(tmp_path, "x")
 
 
+@pytest.mark.parametrize("content", ["[]", '{"added_tokens": [], "model": {"type": "New"}}'])
+def test_a_tokenizer_that_the_library_cannot_read(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_tokenizer(tmp_path, "x")
+
+
 def test_tokens_without_text_are_not_decoded_for_ever() -> None:
     """A model that goes on after its end token says it again and again."""
     decoded: list[int] = []

@@ -279,6 +279,7 @@ TOLD = [{"type": "function", "function": TOOLS[0]}]
 
 def test_a_template_that_knows_no_tools_is_told_in_words() -> None:
     messages = LISTED.messages(CHAT, TOLD)
+    assert LISTED.messages([*CHAT[:2], CHAT[2] | {"content": None}, *CHAT[3:]], TOLD) == messages
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user"]
     assert messages[0]["content"].startswith("Be short.\n\n")
     assert '"get_weather"' in messages[0]["content"]
