@@ -385,9 +385,7 @@ class Controller:
             if replica.key in places or replica.fingerprint is None:
                 continue
             if is_relieved(replica, there, now_s=now_s):
-                # What scaling takes away it empties itself.
-                moves = self._helios is None
-                self._manager.retire(replica, "the configuration asks for fewer", moves=moves)
+                self._manager.retire(replica, "fewer are wanted", moves=True)
 
     async def _keep_the_busiest(
         self, desired: Desired, places: Mapping[PlaceKey, ReplicaSpec]

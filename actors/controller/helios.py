@@ -13,7 +13,6 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors.controller import controller_store
-from actors.controller.drain import hand_over
 from actors.controller.full_depth_rescorer import FullDepthRescorer
 from actors.controller.placement_groups import cluster_hardware
 from actors.controller.replica_manager import ReplicaManager
@@ -28,7 +27,7 @@ from quadriga.control.helios_operator import HeliosOperator
 from quadriga.control.helios_setup import HeliosSetup, set_up
 from quadriga.control.replica_names import parse_replica_name
 from quadriga.control.replica_record import ReplicaRecord
-from quadriga.control.scaling import HandOver, Scaling
+from quadriga.control.scaling import Scaling
 from quadriga.core.replica import DepthClass, ReplicaSnapshot, ResizeReport
 from quadriga.core.routing import AutoReport
 from quadriga.errors import ConfigError, QuadrigaError
@@ -131,20 +130,11 @@ class HeliosController:
             snapshots: list[ReplicaSnapshot] = await call(
                 scheduler_name(self._app), "loads", timeout_s=CALL_TIMEOUT_S
             )
-            for move in scaling.decide(target, snapshots):
-                background(self._hand_over(move))
+            scaling.decide(target, snapshots)
         except QuadrigaError as exc:
             logger.info("no scaling now: %s", exc)
         finally:
             self._is_scaling = False
-
-    async def _hand_over(self, move: HandOver) -> None:
-        """Move what a retiring replica holds; it drains meanwhile, so what fails ends there."""
-        timeout_s = self._config.lifecycle.drain_timeout_s
-        try:
-            await hand_over(call, move.replica, move.next_owners, timeout_s=timeout_s)
-        except QuadrigaError as exc:
-            logger.info("%s hands nothing more over: %s", move.replica, exc)
 
     async def _send_route(self) -> None:
         route = self.operator.route()

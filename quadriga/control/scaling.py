@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from quadriga.clock import Clock
@@ -17,21 +17,12 @@ from quadriga.config.scheduling import ScalingConfig
 from quadriga.control.helios_pools import HeliosPools
 from quadriga.control.replica_record import place_name
 from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
-from quadriga.policies.load import decode_pressure
 from quadriga.policies.scaling import AddReplicas, RetireReplica, ScalingOrder, ScalingPolicy
 from quadriga.policies.scaling_need import ClassLoad, remaining_work
 
 logger = logging.getLogger(__name__)
 
 SHOWN_DECISIONS = 50
-
-
-@dataclass(frozen=True, slots=True)
-class HandOver:
-    """A retiring replica's sequences are to be moved; the destination with most room first."""
-
-    replica: str
-    next_owners: list[str]
 
 
 class Scaling:
@@ -48,7 +39,7 @@ class Scaling:
         self._decisions: deque[dict[str, Any]] = deque(maxlen=SHOWN_DECISIONS)
         self.num_orders = 0
 
-    def decide(self, target: DepthClass, snapshots: list[ReplicaSnapshot]) -> list[HandOver]:
+    def decide(self, target: DepthClass, snapshots: list[ReplicaSnapshot]) -> None:
         """Add and remove places as the policy wants for the class that serves."""
         now_s = self._clock.now_s()
         serving = self._pools.serving()
@@ -70,26 +61,22 @@ class Scaling:
             waiting=waiting,
             waiting_tokens=waiting_tokens,
         )
-        moves: list[HandOver] = []
         for order in self._policy.decide([load], now_s=now_s):
             if isinstance(order, AddReplicas):
                 self._note(order)
                 for _ in range(order.count):
                     self._pools.add_place(order.depth_class)
             elif isinstance(order, RetireReplica):
-                moves += self._retire(order, mine)
+                self._retire(order, mine)
             elif order.replica not in replicas and self._pools.remove_place(order.replica):
                 self._note(order)
-        return moves
 
-    def _retire(self, order: RetireReplica, of_class: list[ReplicaSnapshot]) -> list[HandOver]:
-        others = [s for s in of_class if s.info.name != order.replica and not s.draining]
-        if not others or not self._pools.remove_place(order.replica):
-            return []
-        others.sort(key=lambda s: (decode_pressure(s), s.info.name))
-        work = {s.info.name: round(remaining_work(s)) for s in of_class if not s.draining}
-        self._note(order, work_tokens=work)
-        return [HandOver(order.replica, [s.info.name for s in others])]
+    def _retire(self, order: RetireReplica, of_class: list[ReplicaSnapshot]) -> None:
+        staying = [s for s in of_class if not s.draining]
+        others = [s for s in staying if s.info.name != order.replica]
+        if others and self._pools.remove_place(order.replica):
+            work = {s.info.name: round(remaining_work(s)) for s in staying}
+            self._note(order, work_tokens=work)
 
     def _note(self, order: ScalingOrder, **facts: Any) -> None:
         """Write an order down for operators."""
