@@ -7,7 +7,8 @@ import json
 import pytest
 
 from loadgen.__main__ import main
-from loadgen.bench.prefix import is_same
+from loadgen.bench import prefix
+from loadgen.bench.prefix import Round, is_same
 from quadriga.core.output import RequestOutput
 from quadriga.core.request import TokenLogprob
 
@@ -28,3 +29,16 @@ def test_the_command_ends_in_its_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert line["headline"]["ttft_ratio_shared_200"] > 0
     assert line["headline"]["overhead_no_hits"] > 0
     assert line["computed_tokens_of_choices"] == 200 + 3 * 8
+
+
+def test_a_first_round_that_differs_is_a_difference(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*args: int) -> Round:
+        return Round(1.0, 1.0, 1.0, 0.1, 0.1, 200, is_identical=args[-1] > 0)
+
+    monkeypatch.setattr(prefix, "measure", measure)
+    monkeypatch.setattr(prefix, "tokens_of_equal_prompts", lambda *_: 0)
+    assert main(["bench", "prefix", "--model", "quadriga-s", "--tokens", "64"]) == 1
+    line = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert line["headline"]["identical"] is False

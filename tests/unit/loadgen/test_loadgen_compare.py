@@ -256,6 +256,9 @@ def test_tails_of_few_requests_are_not_judged(tmp_path: Path) -> None:
     assert rows["TTFT P50"]["verdict"] == "worse"
     assert rows["TTFT P99"]["verdict"] == "too few to say"
     assert rows["TTFT P99"]["low"] is None
+    assert rows["output tokens"]["verdict"] == "within noise"
+    few = [write(tmp_path / f"few-{i}", make_records(290, rng_seed=i)[::10]) for i in (1, 2)]
+    assert compare(tmp_path, few[0], few[1])[1]["output tokens"]["verdict"] == "too few to say"
 
 
 @pytest.mark.parametrize(
