@@ -6,7 +6,8 @@ import argparse
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,17 +82,15 @@ class Load:
         return None if self.dialogues is None else self.dialogues.follow
 
     def cycled(self) -> Iterator[RequestSpec]:
-        """Yield the first requests over and over, each as a request of its own."""
+        """Yield the first requests over and over, each as one of its own, cached apart."""
         for cycle in itertools.count():
-            first = cycle * self.num_requests
-            for spec in self.specs:
+            first, first_session = cycle * self.num_requests, cycle * len(self.specs)
+            for spec in cached_apart(self.specs):
                 yield replace(
                     spec,
                     index=spec.index + first,
                     seed=None if spec.seed is None else spec.seed + first,
-                    session=None
-                    if spec.session is None
-                    else spec.session + cycle * len(self.specs),
+                    session=None if spec.session is None else spec.session + first_session,
                 )
 
     def fingerprint(self) -> str:
@@ -103,6 +102,12 @@ class Load:
         for part in parts:
             digest.update(json.dumps(asdict(part), sort_keys=True).encode())
         return digest.hexdigest()
+
+
+def cached_apart(specs: Sequence[RequestSpec]) -> list[RequestSpec]:
+    """Return them with a new `cache_salt`: no prefix that was sent before is cached for them."""
+    salt = {"cache_salt": uuid.uuid4().hex}
+    return [replace(spec, extra=spec.extra | salt) for spec in specs]
 
 
 def choose_load(args: argparse.Namespace, model: str) -> None:

@@ -235,6 +235,9 @@ def test_sessions_can_be_used_again_as_others() -> None:
     assert load.num_requests == 5
     assert [record.spec.index for record in result.records] == list(range(12))
     assert [r.spec.session for r in result.records] == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 4, 4]
+    # A conversation finds its own turns in the cache, and nobody those of the time before.
+    salts = [record.spec.extra.get("cache_salt") for record in result.records]
+    assert salts == [salts[0]] * 5 + [salts[5]] * 5 + [salts[10]] * 2 and len(set(salts)) == 3
     assert all(record.verdict.outcome is Outcome.OK for record in result.records)
 
 
