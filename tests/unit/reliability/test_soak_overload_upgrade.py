@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import math
 import os
@@ -13,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from loadgen.bench.cluster.service import ServiceUnderLoad
 from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
 from loadgen.checker import Outcome, Verdict
 from loadgen.checker.judge import Judgement
@@ -37,6 +40,7 @@ from tests.reliability.cluster.process_resources import (
 )
 from tests.reliability.load.mixed_load import Silence, SlowHttpClient, Tally, silences_of
 from tests.reliability.load.streams import StreamAnswer, make_streams
+from tests.reliability.overload import Overload
 from tests.reliability.overload_report import Found, Phase, Returns, recovered_after_s
 from tests.reliability.rescheduling_turns import ratios_of
 from tests.unit.loadgen.conftest import make_spec
@@ -305,6 +309,32 @@ def test_recovery_begins_where_nobody_waits_any_more() -> None:
     phase = Phase("recovery", 5.0, 2.0, [*slow, *refused, *well])
     assert recovered_after_s(calm, phase, ended_s=0.0) == pytest.approx(0.6)
     assert recovered_after_s(calm, Phase("r", 5.0, 2.0, [*slow, *well[:5]]), 0.0) is None
+
+
+def overload_run(url: str) -> Overload:
+    args = argparse.Namespace(model=MODEL, seed=0)
+    return Overload(args, ServiceUnderLoad(url, "", None, pid=1), Console(quiet=True))
+
+
+async def test_the_peak_counts_what_came_of_answers_that_end_after_it() -> None:
+    """All of them are under way when the time is over."""
+    async with FakeServer(FakeOptions(step_s=0.005)) as server:
+        found = await overload_run(server.url)._closed("capacity", 0.25)
+    assert len(found.records) == 12 and all(r.ended_s - r.sent_s > 0.25 for r in found.records)
+    written = [w.time_s for r in found.records for w in r.verdict.choices[0].writes]
+    assert 0 < found.goodput * 0.75 * 0.25 < len(written)
+
+
+async def test_who_came_back_in_vain_was_not_let_in_at_the_first_return() -> None:
+    returns = Returns([1], [1.0], [1.0])
+    async with FakeServer(FakeOptions(fault="refuse")) as server:
+        run = overload_run(server.url)
+        spec, at_s = make_spec(extra={"priority": 0}), now_s()
+        tried = await run._insist(spec, at_s, returns, at_s + 1.9)
+    assert returns.kept == 0.5
+    assert (returns.in_vain, returns.failed, tried.attempts) == (1, 0, 2)
+    phase = Phase("overload", 1.0, 1.0, [record(0, Outcome.OK), tried])
+    assert phase.lag_p99_s == 0.0, "it was told to come back: the generator was not late"
 
 
 # Upgrade
