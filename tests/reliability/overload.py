@@ -164,9 +164,8 @@ class Overload:
         found.capacity_rps = capacity.goodput / mean_tokens(capacity)
         await self._open(found, "calm", CALM * found.capacity_rps, calm_s)
         await self._burst(found)
-        await self._open(
-            found, "overload", OVER * found.capacity_rps, seconds, returns=found.overload_returns
-        )
+        rate, returns = OVER * found.capacity_rps, found.overload_returns
+        await self._open(found, "overload", rate, seconds, returns)
         ended_s = now_s()
         recovery = await self._open(found, "recovery", CALM * found.capacity_rps, calm_s)
         found.recovery_s = recovered_after_s(found.phases["calm"], recovery, ended_s)
@@ -186,13 +185,7 @@ class Overload:
         return phase
 
     async def _open(
-        self,
-        found: Found,
-        name: str,
-        rate: float,
-        seconds: float,
-        *,
-        returns: Returns | None = None,
+        self, found: Found, name: str, rate: float, seconds: float, returns: Returns | None = None
     ) -> Phase:
         """Send at Poisson times, whatever comes back; with `returns` some are patient."""
         times: list[float] = []
@@ -256,15 +249,9 @@ class Overload:
             capture = await self._client.prepare(spec, self._target.model, request_id)()
             verdict = self._judge(capture, spec, request_id)
             record = Record(
-                spec,
-                request_id,
-                at_s,
-                capture.sent_s,
-                capture.ended_s,
-                attempt + 1,
-                capture.num_bytes,
-                verdict,
-            )
+                spec, request_id, at_s, capture.sent_s, capture.ended_s,
+                attempt + 1, capture.num_bytes, verdict,
+            )  # fmt: skip
             if verdict.outcome is not Outcome.REFUSED:
                 returns.failed += verdict.outcome is Outcome.FAILED
                 if attempt:

@@ -10,12 +10,14 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from loadgen.__main__ import main
 from loadgen.bench.cluster.service import ServiceUnderLoad
 from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
 from loadgen.checker import Outcome, Verdict
@@ -27,7 +29,7 @@ from loadgen.runner import Record, now_s
 from loadgen.target import Target
 from loadgen.wire.capture import Capture, Transport
 from loadgen.wire.client_http import parse_url
-from tests.reliability import all_on
+from tests.reliability import all_on, soak
 from tests.reliability import overload_report as overload
 from tests.reliability import upgrade_report as upgrade
 from tests.reliability.cluster.agent_client import AgentError
@@ -403,19 +405,49 @@ async def test_turns_are_counted_in_pairs_and_taken_again_where_the_scheduler_di
             looks += len(orders) == 3
             return {8 if looks else 7: kind}
 
-    turns, tokens = all_on.ReschedulingTurns(), iter(range(0, 10_000, 7))
-    assert turns.ratio is None
-    running = asyncio.create_task(
-        turns.run(Control(), lambda: next(tokens), 0.01)  # type: ignore[arg-type]
-    )
+    turns = all_on.ReschedulingTurns()
+    assert turns.ratio(lambda *_: 7) is None
+    running = asyncio.create_task(turns.run(Control(), 0.01))  # type: ignore[arg-type]
     while len(turns.pairs) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert orders[:6] == [True, False, False, False, False, True]
     assert orders[-1] is True
-    assert turns.ratio is not None and turns.ratio.num_pairs >= 2
-    assert all(on > 0.0 and off > 0.0 for on, off in turns.pairs)
+    ratio = turns.ratio(lambda *_: 7)
+    assert ratio is not None and ratio.num_pairs >= 2
+    assert all(end_s - begin_s > 0.0 for pair in turns.pairs for begin_s, end_s in pair)
+
+
+def test_a_turn_has_the_tokens_that_came_in_it_and_not_those_of_answers_that_ended_in_it() -> None:
+    tally, given = Tally(), answer()
+    given.verdict.choices[0].writes = [Write(t / 4, 1) for t in range(40)]
+    tally.note(given, None)
+    turns = all_on.ReschedulingTurns([((0.0, 5.0), (5.0, 10.0)), ((5.0, 7.0), (0.0, 4.0))])
+    ratio = turns.ratio(tally.tokens_between)
+    assert ratio is not None and ratio.ratio == pytest.approx(1.0) and tally.came.total() == 40
+
+
+def soak_of(*pairs: tuple[float, float]) -> soak.Soak:
+    found = soak.Soak(argparse.Namespace(all_on=True), None, Console())  # type: ignore[arg-type]
+    found._ratio = paired_ratio(pairs)
+    return found
+
+
+def test_a_soak_without_two_pairs_of_turns_has_not_shown_what_rescheduling_costs() -> None:
+    said = "fewer than 2 pairs of turns"
+    assert any(said in one for one in soak_of().failures())
+    assert any(said in one for one in soak_of((5.0, 10.0)).failures())
+    costs = soak_of((9.0, 10.0), (9.01, 10.0)).failures()
+    assert not any(said in one for one in costs) and any("below 0.98" in one for one in costs)
+
+
+def test_a_soak_of_everything_takes_no_other_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(soak, "started_service", None)  # nothing may be started
+    assert main(["soak", "--all-on", "--model", "quadriga-l", "--out", str(tmp_path)]) == 2
+    assert "--model: quadriga-l: --all-on serves two models of its own" in capsys.readouterr().err
 
 
 def test_the_ratio_of_turns_has_an_interval_over_their_pairs() -> None:
