@@ -40,14 +40,9 @@ def finding(
     a: Values, b: Values, seed: int = 0, *, paired: bool = False, **changes: Any
 ) -> Finding:
     options: dict[str, Any] = {
-        "statistic": percentile(50),
-        "is_paired": paired,
-        "min_values": 30,
-        "margin_share": 0.0,
-        "confidence": 0.95,
-        "num_draws": 300,
-        "seed": seed,
-    }
+        "statistic": percentile(50), "is_paired": paired, "min_values": 30, "margin_share": 0.0,
+        "confidence": 0.95, "num_draws": 300, "seed": seed,
+    }  # fmt: skip
     return difference(a, b, **{**options, **changes}).finding
 
 

@@ -191,14 +191,9 @@ def test_made_up_conversations_follow_the_seed_and_the_ranges() -> None:
 
     def make(seed: int, endpoint: str = "both") -> list[Conversation]:
         return make_sessions(
-            40,
-            parse_arrivals("poisson:10"),
-            shape,
-            forms=forms(endpoint, "both"),
-            token_ids=range(300, 400),
-            words=["red", "blue"],
-            seed=seed,
-        )
+            40, parse_arrivals("poisson:10"), shape, forms=forms(endpoint, "both"),
+            token_ids=range(300, 400), words=["red", "blue"], seed=seed,
+        )  # fmt: skip
 
     first = make(1)
     assert first == make(1) != make(2)

@@ -401,16 +401,13 @@ def test_what_was_left_out_is_said(
     monkeypatch.setattr(ares, "_run_all", lambda *_: ([], []))
     assert main(["paper", "ares", "--quick", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr()
-    assert last_line(printed.out)["left_out"] == ["traces"]
-    assert "left out: traces, of which --trace names none" in printed.err
+    assert last_line(printed.out)["left_out"] == ["traces"] and "left out: traces" in printed.err
 
 
 def test_as_many_loads_are_run_as_asked_for_whatever_the_size() -> None:
-    points = points_of("--part", "sizes", "overload", "--seeds", "4", "--policy", "ares")
-    runs: dict[tuple[str, float | str], list[int]] = {}
-    for p in points:
-        runs.setdefault((p.part, p.x), []).append(p.config.seed)
-    assert set(map(tuple, runs.values())) == {(0, 1, 2, 3)}
+    points = points_of("--part", "sizes", "overload", "--seeds", "2", "--policy", "ares")
+    runs = {(p.part, p.x, p.config.seed) for p in points}
+    assert runs == {(part, x, seed) for part, x, _ in runs for seed in (0, 1)}
 
 
 @pytest.mark.parametrize(
@@ -547,17 +544,11 @@ def test_overload_is_stated_over_the_best_static_placement_and_over_one_where_no
         ]
     )
     assert found == {
-        "below_ratio": 0.99,
-        "overload_3": 3.0,
-        "overload_3_at_most": 4.0,
-        "overload_3_vs_shedding": 1.5,
-        "overload_12": 2.0,
-        "overload_12_at_most": 2.5,
-        "overload_12_vs_shedding": 1.6,
-        "overload_reasoning_3": 100.0,
-        "overload_reasoning_3_at_most": None,
-        "overload_longest_wait_s": 50.0,
-    }
+        "below_ratio": 0.99, "overload_3": 3.0, "overload_3_at_most": 4.0,
+        "overload_3_vs_shedding": 1.5, "overload_12": 2.0, "overload_12_at_most": 2.5,
+        "overload_12_vs_shedding": 1.6, "overload_reasoning_3": 100.0,
+        "overload_reasoning_3_at_most": None, "overload_longest_wait_s": 50.0,
+    }  # fmt: skip
 
 
 def test_the_engines_are_stated_over_current_load_and_over_the_best_static_placement(

@@ -64,10 +64,8 @@ def test_no_exits_at_equal_bytes_are_run_in_every_round_and_lacking_slots_are_sa
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Twice the bytes would pay for 16 slots; there are 9 rows."""
-    checkpoint = SimpleNamespace(id="m")
-    native: Any = SimpleNamespace(
-        num_rows=9, num_layers=4, spec=SimpleNamespace(checkpoint=checkpoint)
-    )
+    spec = SimpleNamespace(checkpoint=SimpleNamespace(id="m"))
+    native: Any = SimpleNamespace(num_rows=9, num_layers=4, spec=spec)
     suite: Any = SimpleNamespace(prompts=[None] * 48, right=lambda outputs: [True])
     ran: list[tuple[str, int]] = []
 
@@ -76,8 +74,7 @@ def test_no_exits_at_equal_bytes_are_run_in_every_round_and_lacking_slots_are_sa
         held = 200 if policy == "drex" else 100
         return ClosedLoopRun(slots, 1.0, gaps_s=[0.1], request_s=[1.0], peak_bytes=held)
 
-    clock = ManualClock()
-    bench = DrexBench(native, suite, batch=8, max_tokens=9, clock=clock, say=lambda _: None)
+    bench = DrexBench(native, suite, batch=8, max_tokens=9, clock=ManualClock(), say=str)
     monkeypatch.setattr(bench, "_run", run)
     for name in ("_fresh_costs", "_ceiling", "_judge"):
         monkeypatch.setattr(bench, name, lambda *_: None)

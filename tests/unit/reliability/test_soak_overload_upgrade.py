@@ -10,14 +10,12 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from loadgen.__main__ import main
 from loadgen.bench.cluster.service import ServiceUnderLoad
 from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
 from loadgen.checker import Outcome, Verdict
@@ -29,6 +27,7 @@ from loadgen.runner import Record, now_s
 from loadgen.target import Target
 from loadgen.wire.capture import Capture, Transport
 from loadgen.wire.client_http import parse_url
+from quadriga.errors import ConfigError
 from tests.reliability import all_on, soak
 from tests.reliability import overload_report as overload
 from tests.reliability import upgrade_report as upgrade
@@ -248,36 +247,8 @@ def starved(run: Found) -> None:
     run.phases["overload"].records[2:60:3] = [record(i, Outcome.REFUSED) for i in range(2, 60, 3)]
 
 
-def failed(run: Found) -> None:
-    run.phases["overload"].records.append(record(300, Outcome.FAILED))
-
-
-def silent(run: Found) -> None:
-    run.phases["overload"].records[70].verdict.retry_after_s = None
-
-
-def collapsed(run: Found) -> None:
-    run.phases["overload"].goodput = 80.0
-
-
-def not_over(run: Found) -> None:
-    run.phases["overload"].records = run.phases["calm"].records
-
-
-def told_wrong(run: Found) -> None:
-    run.returns.tries = [1, 2, 3]
-
-
-def told_wrong_later(run: Found) -> None:
-    run.overload_returns.tries = [1, 2, 3]
-
-
-def told_too_little(run: Found) -> None:
-    run.overload_returns.needed_s = [1.0, 1.0, 2.0]
-
-
-def never_well(run: Found) -> None:
-    run.recovery_s = None
+def over(run: Found) -> Phase:
+    return run.phases["overload"]
 
 
 @pytest.mark.parametrize(
@@ -287,14 +258,23 @@ def never_well(run: Found) -> None:
         (slow_rest, "P99 tpot is"),
         (slow_humble, "P99 ttft of priority 2"),
         (starved, "priority 2: 0.0% let in"),
-        (failed, "requests failed"),
-        (silent, "when to come back"),
-        (collapsed, "goodput 80 of 100"),
-        (not_over, "no overload"),
-        (told_wrong, "burst: Retry-After held for 33%"),
-        (told_wrong_later, "overload: Retry-After held for 33%"),
-        (told_too_little, "overload: it took 1.33 times as long"),
-        (never_well, "did not recover"),
+        (lambda run: over(run).records.append(record(300, Outcome.FAILED)), "requests failed"),
+        (
+            lambda run: setattr(over(run).records[70].verdict, "retry_after_s", None),
+            "when to come back",
+        ),
+        (lambda run: setattr(over(run), "goodput", 80.0), "goodput 80 of 100"),
+        (lambda run: setattr(over(run), "records", run.phases["calm"].records), "no overload"),
+        (lambda run: setattr(run.returns, "tries", [1, 2, 3]), "burst: Retry-After held"),
+        (
+            lambda run: setattr(run.overload_returns, "tries", [1, 2, 3]),
+            "overload: Retry-After held",
+        ),
+        (
+            lambda run: setattr(run.overload_returns, "needed_s", [1.0, 1.0, 2.0]),
+            "it took 1.33 times",
+        ),
+        (lambda run: setattr(run, "recovery_s", None), "did not recover"),
     ],
 )
 def test_each_promise_can_be_broken(harm: Callable[[Found], None], said: str) -> None:
@@ -313,26 +293,27 @@ def test_recovery_begins_where_nobody_waits_any_more() -> None:
     assert recovered_after_s(calm, Phase("r", 5.0, 2.0, [*slow, *well[:5]]), 0.0) is None
 
 
-def overload_run(url: str) -> Overload:
-    args = argparse.Namespace(model=MODEL, seed=0)
-    return Overload(args, ServiceUnderLoad(url, "", None, pid=1), Console(quiet=True))
+def overload_run(server: FakeServer) -> Overload:
+    service = ServiceUnderLoad(server.url, "", None, pid=1)
+    return Overload(argparse.Namespace(model=MODEL, seed=0), service, Console(quiet=True))
 
 
 async def test_the_peak_counts_what_came_of_answers_that_end_after_it() -> None:
-    """All of them are under way when the time is over."""
     async with FakeServer(FakeOptions(step_s=0.005)) as server:
-        found = await overload_run(server.url)._closed("capacity", 0.25)
+        found = await overload_run(server)._closed("capacity", 0.25)
     assert len(found.records) == 12 and all(r.ended_s - r.sent_s > 0.25 for r in found.records)
-    written = [w.time_s for r in found.records for w in r.verdict.choices[0].writes]
-    assert 0 < found.goodput * 0.75 * 0.25 < len(written)
+    assert (
+        0
+        < found.goodput * 0.75 * 0.25
+        < sum(r.verdict.choices[0].num_tokens for r in found.records)
+    )
 
 
 async def test_who_came_back_in_vain_was_not_let_in_at_the_first_return() -> None:
     returns = Returns([1], [1.0], [1.0])
     async with FakeServer(FakeOptions(fault="refuse")) as server:
-        run = overload_run(server.url)
-        spec, at_s = make_spec(extra={"priority": 0}), now_s()
-        tried = await run._insist(spec, at_s, returns, at_s + 1.9)
+        until_s = now_s() + 1.9
+        tried = await overload_run(server)._insist(make_spec(), now_s(), returns, until_s)
     assert returns.kept == 0.5
     assert (returns.in_vain, returns.failed, tried.attempts) == (1, 0, 2)
     phase = Phase("overload", 1.0, 1.0, [record(0, Outcome.OK), tried])
@@ -428,26 +409,19 @@ def test_a_turn_has_the_tokens_that_came_in_it_and_not_those_of_answers_that_end
     assert ratio is not None and ratio.ratio == pytest.approx(1.0) and tally.came.total() == 40
 
 
-def soak_of(*pairs: tuple[float, float]) -> soak.Soak:
-    found = soak.Soak(argparse.Namespace(all_on=True), None, Console())  # type: ignore[arg-type]
-    found._ratio = paired_ratio(pairs)
-    return found
-
-
 def test_a_soak_without_two_pairs_of_turns_has_not_shown_what_rescheduling_costs() -> None:
-    said = "fewer than 2 pairs of turns"
-    assert any(said in one for one in soak_of().failures())
-    assert any(said in one for one in soak_of((5.0, 10.0)).failures())
-    costs = soak_of((9.0, 10.0), (9.01, 10.0)).failures()
-    assert not any(said in one for one in costs) and any("below 0.98" in one for one in costs)
+    run = soak.Soak(argparse.Namespace(all_on=True), None, Console())  # type: ignore[arg-type]
+    for pairs, said in ((0, "fewer than 2"), (1, "fewer than 2"), (2, "over without is 0.900")):
+        run._ratio = paired_ratio([(9.0, 10.0)] * pairs)
+        (failure,) = (one for one in run.failures() if "rescheduling" in one)
+        assert said in failure
 
 
-def test_a_soak_of_everything_takes_no_other_model(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_soak_of_everything_takes_no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "started_service", None)  # nothing may be started
-    assert main(["soak", "--all-on", "--model", "quadriga-l", "--out", str(tmp_path)]) == 2
-    assert "--model: quadriga-l: --all-on serves two models of its own" in capsys.readouterr().err
+    args = argparse.Namespace(all_on=True, model="quadriga-l", set=[], out=None)
+    with pytest.raises(ConfigError, match="--model: quadriga-l: --all-on serves two models"):
+        soak.run(args)
 
 
 def test_the_ratio_of_turns_has_an_interval_over_their_pairs() -> None:
