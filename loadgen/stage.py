@@ -17,6 +17,7 @@ from loadgen.load.arrivals import Arrivals
 from loadgen.load.scenario import (
     Load,
     build_load,
+    cached_apart,
     check_load,
     choose_load,
     config_of,
@@ -110,7 +111,7 @@ async def _warm_up(stage: Stage) -> None:
     Raises:
         ConfigError: One failed: there is no point in measuring.
     """
-    specs = stage.load.specs[: stage.args.warmup]
+    specs = cached_apart(stage.load.specs[: stage.args.warmup])
     if not specs:
         return
     specs = [replace(spec, index=index, arrival_s=0.0) for index, spec in enumerate(specs)]

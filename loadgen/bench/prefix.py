@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
             "identical": lambda r: r.is_identical,
         },
     )
-    is_identical = all(r.is_identical for r in rounds)
+    is_identical = all(r.is_identical for r in (first, *rounds))
     print_line(
         "prefix",
         headline={

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from loadgen.runner import Record
 
 MIN_FOR_MEDIAN = 30
 MIN_FOR_P99 = 300  # three requests lie beyond; with fewer the bootstrap of a tail misleads
-MIN_FOR_SHARE = 30
+MIN_FOR_MEAN = 30
 NUM_SLICES = 40  # of a run's duration, for figures per second
 MIN_PAIRED_SHARE = 0.9
 
@@ -175,7 +175,7 @@ def _figures(slo: LoadSlo) -> list[Figure]:
         ]
 
     def share(name: str, value: Callable[[Record], float | None], *, in_blocks: bool) -> Figure:
-        return Figure(name, "%", value, mean, MIN_FOR_SHARE, 100.0, False, True, in_blocks)
+        return Figure(name, "%", value, mean, MIN_FOR_MEAN, 100.0, False, True, in_blocks)
 
     figures.append(
         share("passed", lambda record: record.verdict.outcome is Outcome.OK, in_blocks=False)
@@ -206,17 +206,12 @@ def _of_requests(
         return None
     a, b = (_array(figure, values) for values in (of_a, of_b))
     return difference(
-        a,
-        b,
-        figure.statistic,
-        is_paired=is_paired,
-        in_blocks=figure.in_blocks,
-        min_values=figure.min_values,
+        a, b, figure.statistic,
+        is_paired=is_paired, in_blocks=figure.in_blocks, min_values=figure.min_values,
         margin_share=0.0 if figure.is_of_all else method.margin_share,
-        confidence=method.confidence,
-        num_draws=method.num_draws,
+        confidence=method.confidence, num_draws=method.num_draws,
         seed=_seed(method, group + figure.name),
-    )
+    )  # fmt: skip
 
 
 def _of_runs(
@@ -265,23 +260,16 @@ def _tokens_per_s(
     seed = _seed(method, "tokens")
     if len(left) > 1:
         return difference_of_runs(
-            np.array([one.mean() for one in a]),
-            np.array([one.mean() for one in b]),
-            margin_share=method.margin_share,
-            confidence=method.confidence,
-            seed=seed,
-        )
-    return difference(
-        a[0],
-        b[0],
-        mean,
-        is_paired=False,
-        min_values=NUM_SLICES,
-        margin_share=method.margin_share,
-        confidence=method.confidence,
-        num_draws=method.num_draws,
-        seed=seed,
-    )
+            np.array([one.mean() for one in a]), np.array([one.mean() for one in b]),
+            margin_share=method.margin_share, confidence=method.confidence, seed=seed,
+        )  # fmt: skip
+    found = difference(
+        a[0], b[0], mean, is_paired=False, min_values=NUM_SLICES, seed=seed,
+        margin_share=method.margin_share, confidence=method.confidence, num_draws=method.num_draws,
+    )  # fmt: skip
+    # There are as many slices of few requests.
+    passed = (sum(r.verdict.outcome is Outcome.OK for r in side[0]) for side in (left, right))
+    return found if min(passed) >= MIN_FOR_MEAN else replace(found, low=None, high=None)
 
 
 def _slices(records: Sequence[Record]) -> Values | None:

@@ -90,7 +90,7 @@ class Dialogues:
             self.unsent[reason] += len(turns) - turn - 1
             return None
         self._request_log[number] = told
-        return request
+        return replace(request, extra=record.spec.extra)  # its cached prefix is its own turns
 
     def _answer(self, record: Record) -> str | list[int]:
         """Return what the conversation goes on from: of several choices the first.

@@ -6,7 +6,8 @@ import argparse
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,17 +82,15 @@ class Load:
         return None if self.dialogues is None else self.dialogues.follow
 
     def cycled(self) -> Iterator[RequestSpec]:
-        """Yield the first requests over and over, each as a request of its own."""
+        """Yield the first requests over and over, each as one of its own, cached apart."""
         for cycle in itertools.count():
-            first = cycle * self.num_requests
-            for spec in self.specs:
+            first, first_session = cycle * self.num_requests, cycle * len(self.specs)
+            for spec in cached_apart(self.specs):
                 yield replace(
                     spec,
                     index=spec.index + first,
                     seed=None if spec.seed is None else spec.seed + first,
-                    session=None
-                    if spec.session is None
-                    else spec.session + cycle * len(self.specs),
+                    session=None if spec.session is None else spec.session + first_session,
                 )
 
     def fingerprint(self) -> str:
@@ -103,6 +102,12 @@ class Load:
         for part in parts:
             digest.update(json.dumps(asdict(part), sort_keys=True).encode())
         return digest.hexdigest()
+
+
+def cached_apart(specs: Sequence[RequestSpec]) -> list[RequestSpec]:
+    """Return them with a new `cache_salt`: no prefix that was sent before is cached for them."""
+    salt = {"cache_salt": uuid.uuid4().hex}
+    return [replace(spec, extra=spec.extra | salt) for spec in specs]
 
 
 def choose_load(args: argparse.Namespace, model: str) -> None:
@@ -162,21 +167,15 @@ async def build_load(
         specs = await _from_trace(args, arrivals, client, target)
     elif args.tasks is not None:
         specs = workload.from_tasks(
-            args.tasks,
-            arrivals,
-            seed=args.seed,
+            args.tasks, arrivals, seed=args.seed, tasks=args.task_names,
             max_tokens=args.max_tokens or TASK_MAX_TOKENS,
-            tasks=args.task_names,
-        )
+        )  # fmt: skip
         specs = [_leave_room(spec, target) for spec in specs]
     else:
         specs = workload.from_prompt_file(
-            args.prompts,
-            arrivals,
-            limit=args.limit,
+            args.prompts, arrivals, limit=args.limit, seed=args.seed,
             max_tokens=args.max_tokens or PROMPT_MAX_TOKENS,
-            seed=args.seed,
-        )
+        )  # fmt: skip
     if args.fit_prompts:
         specs = await fit_prompts(client, target, specs)
     specs = workload.shape(
@@ -241,14 +240,10 @@ async def _dialogues(
     forms = workload.forms(endpoint_of(args), args.stream)
     if isinstance(args.sessions, Path):
         sessions = read_sessions(
-            args.sessions,
-            arrivals,
-            limit=args.limit,
+            args.sessions, arrivals, limit=args.limit, think_s=args.think_s, seed=args.seed,
             max_tokens=args.max_tokens or PROMPT_MAX_TOKENS,
-            think_s=args.think_s,
             streams=[stream for stream, _ in forms],
-            seed=args.seed,
-        )
+        )  # fmt: skip
     else:
         shape = SessionShape(args.turns, args.turn_tokens, args.answer_tokens, args.think_s)
         sessions = make_sessions(
@@ -261,15 +256,9 @@ async def _dialogues(
             seed=args.seed,
         )
     template = RequestSpec(
-        index=0,
-        arrival_s=0.0,
-        prompt="",
-        max_tokens=1,
-        temperature=args.temperature,
-        seed=args.seed,
-        num_choices=args.choices,
-        extra=extra,
-    )
+        index=0, arrival_s=0.0, prompt="", max_tokens=1, temperature=args.temperature,
+        seed=args.seed, num_choices=args.choices, extra=extra,
+    )  # fmt: skip
     return Dialogues(sessions, template, target, client)
 
 

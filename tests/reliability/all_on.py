@@ -123,53 +123,55 @@ def free_streams(
     ]
 
 
+Span = tuple[float, float]
+
+
 @dataclass(slots=True)
 class ReschedulingTurns:
-    """ARES on and off in turns, and the tokens/s of each.
+    """ARES on and off in turns.
 
     A turn in which the scheduler dies is taken again: its successor is as configured.
 
     Attributes:
-        pairs: Tokens/s with it and without it, of turns side by side.
+        pairs: A turn with it and one without it, side by side: when each began and ended.
     """
 
-    pairs: list[tuple[float, float]] = field(default_factory=list)
+    pairs: list[tuple[Span, Span]] = field(default_factory=list)
 
-    async def run(
-        self, control: ClusterControl, num_tokens: Callable[[], int], turn_s: float
-    ) -> None:
+    async def run(self, control: ClusterControl, turn_s: float) -> None:
         """Take turns, for ever, each way first in every second pair; afterwards it is on."""
         is_first = True
         try:
             while True:
-                rates = {}
+                spans = {}
                 for is_on in (is_first, not is_first):
-                    rates[is_on] = await self._turn(control, is_on, num_tokens, turn_s)
-                self.pairs.append((rates[True], rates[False]))
+                    spans[is_on] = await self._turn(control, is_on, turn_s)
+                self.pairs.append((spans[True], spans[False]))
                 is_first = not is_first
         finally:
             await _switched(control, True)
 
-    async def _turn(
-        self, control: ClusterControl, is_on: bool, num_tokens: Callable[[], int], turn_s: float
-    ) -> float:
-        """Tokens/s of a turn that one scheduler lived through."""
+    async def _turn(self, control: ClusterControl, is_on: bool, turn_s: float) -> Span:
+        """A turn that one scheduler lived through."""
         while True:
             scheduler = control.pids("scheduler")
             if await _switched(control, is_on):
-                before, began_s = num_tokens(), now_s()
+                began_s = now_s()
                 while (took_s := now_s() - began_s) < turn_s:
                     await asyncio.sleep(min(LOOK_EVERY_S, turn_s - took_s))
                     if control.pids("scheduler") != scheduler:
                         break
                 else:
-                    return (num_tokens() - before) / took_s
+                    return began_s, began_s + took_s
             await asyncio.sleep(min(LOOK_EVERY_S, turn_s))
 
-    @property
-    def ratio(self) -> PairedRatio | None:
-        """Tokens/s with ARES over those without it; None before the first pair."""
-        return paired_ratio(self.pairs)
+    def ratio(self, tokens_between: Callable[[float, float], int]) -> PairedRatio | None:
+        """Tokens/s with ARES over those without it, counted when they came; None: no pair."""
+
+        def rate(span: Span) -> float:
+            return tokens_between(*span) / (span[1] - span[0])
+
+        return paired_ratio([(rate(on), rate(off)) for on, off in self.pairs])
 
 
 async def take_turns(

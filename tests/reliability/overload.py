@@ -164,9 +164,8 @@ class Overload:
         found.capacity_rps = capacity.goodput / mean_tokens(capacity)
         await self._open(found, "calm", CALM * found.capacity_rps, calm_s)
         await self._burst(found)
-        await self._open(
-            found, "overload", OVER * found.capacity_rps, seconds, returns=found.overload_returns
-        )
+        rate, returns = OVER * found.capacity_rps, found.overload_returns
+        await self._open(found, "overload", rate, seconds, returns)
         ended_s = now_s()
         recovery = await self._open(found, "recovery", CALM * found.capacity_rps, calm_s)
         found.recovery_s = recovered_after_s(found.phases["calm"], recovery, ended_s)
@@ -176,28 +175,17 @@ class Overload:
         """Keep every slot busy; goodput is of the time after the ramp."""
         places = SLOTS * REPLICAS
         specs = self._specs(round(4 * places * max(1.0, seconds)))
-        start_s = now_s()
-        options = LoadOptions(concurrency=places)
-        sending = asyncio.create_task(self._send(specs, options, keeps_partial=True))
-        await asyncio.wait([sending], timeout=seconds)
-        end_s = now_s()
-        sending.cancel()  # what is under way is given up, and not part of the figures
-        result = await sending
-        began_s = start_s + RAMP_SHARE * seconds
+        stop = asyncio.Event()  # what is under way then goes on to its end, and counts until then
+        asyncio.get_running_loop().call_later(seconds, stop.set)
+        result = await self._send(specs, LoadOptions(concurrency=places), stop)
+        began_s, end_s = (result.start_s + share * seconds for share in (RAMP_SHARE, 1.0))
         phase = Phase(name, None, end_s - began_s, result.records)
         phase.goodput = tokens_between(result.records, began_s, end_s) / (end_s - began_s)
         self._say(phase)
-        await asyncio.sleep(2.0)  # until what was given up is gone
         return phase
 
     async def _open(
-        self,
-        found: Found,
-        name: str,
-        rate: float,
-        seconds: float,
-        *,
-        returns: Returns | None = None,
+        self, found: Found, name: str, rate: float, seconds: float, returns: Returns | None = None
     ) -> Phase:
         """Send at Poisson times, whatever comes back; with `returns` some are patient."""
         times: list[float] = []
@@ -261,15 +249,9 @@ class Overload:
             capture = await self._client.prepare(spec, self._target.model, request_id)()
             verdict = self._judge(capture, spec, request_id)
             record = Record(
-                spec,
-                request_id,
-                at_s,
-                capture.sent_s,
-                capture.ended_s,
-                attempt + 1,
-                capture.num_bytes,
-                verdict,
-            )
+                spec, request_id, at_s, capture.sent_s, capture.ended_s,
+                attempt + 1, capture.num_bytes, verdict,
+            )  # fmt: skip
             if verdict.outcome is not Outcome.REFUSED:
                 returns.failed += verdict.outcome is Outcome.FAILED
                 if attempt:
@@ -281,18 +263,19 @@ class Overload:
             if attempt == 0:
                 first_s, told_s = capture.ended_s, wait_s
             if now_s() + wait_s > until_s:
-                return record
+                break
             await asyncio.sleep(wait_s)
-        returns.failed += 1
+        else:
+            returns.failed += 1
+        if attempt:
+            returns.tries.append(math.inf)
         return record
 
     async def _send(
-        self, specs: Sequence[RequestSpec], options: LoadOptions, *, keeps_partial: bool = False
+        self, specs: Sequence[RequestSpec], options: LoadOptions, stop: asyncio.Event | None = None
     ) -> RunResult:
         client, model, judge = self._client, self._target.model, self._judge
-        return await run_load(
-            specs, client, model, judge, options, Live(), keeps_partial=keeps_partial
-        )
+        return await run_load(specs, client, model, judge, options, Live(), stop=stop)
 
     def _specs(self, count: int) -> list[RequestSpec]:
         """Requests of random lengths, each priority in turn."""
@@ -311,8 +294,8 @@ class Overload:
     def _say_returns(self, name: str, returns: Returns) -> None:
         self._console.print(
             f"{name}: {len(returns.tries)} were refused and came back, {returns.kept:.0%} of them "
-            f"were let in at their first return; told {mean(returns.told_s) or 0:.1f} s, needed "
-            f"{mean(returns.needed_s) or 0:.1f} s on average",
+            f"were let in at their first return, {returns.in_vain} never; on average told "
+            f"{mean(returns.told_s) or 0:.1f} s, and needed {mean(returns.needed_s) or 0:.1f} s",
             style="dim",
         )
 

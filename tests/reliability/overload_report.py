@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,8 +61,8 @@ class Phase:
 
     @property
     def lag_p99_s(self) -> float | None:
-        """How late the generator sent."""
-        return Distribution.of(r.lag_s for r in self.records).p99
+        """How late the generator sent; who came back when told is not late by that."""
+        return Distribution.of(r.lag_s for r in self.records if r.attempts == 1).p99
 
     def _of(self, priority: int | None) -> list[Record]:
         return [r for r in self.records if priority in (None, r.spec.extra["priority"])]
@@ -72,12 +73,12 @@ class Returns:
     """Refused callers that came back when told.
 
     Attributes:
-        tries: How often each had to come back until it was let in.
-        told_s: What the first refusal said.
+        tries: How often each had to come back until it was let in; infinite: it never was.
+        told_s: What the first refusal said to those that were.
         needed_s: From the first refusal until the one was let in.
     """
 
-    tries: list[int] = field(default_factory=list)
+    tries: list[float] = field(default_factory=list)
     told_s: list[float] = field(default_factory=list)
     needed_s: list[float] = field(default_factory=list)
     failed: int = 0
@@ -86,6 +87,10 @@ class Returns:
     def kept(self) -> float:
         """Share let in at the first return."""
         return sum(t == 1 for t in self.tries) / max(1, len(self.tries))
+
+    @property
+    def in_vain(self) -> int:
+        return self.tries.count(math.inf)
 
     @property
     def longer(self) -> float:
@@ -169,7 +174,7 @@ def judge(found: Found) -> list[str]:
             failures.append(f"{returns.failed} requests of the {name} failed")
         if returns.tries and returns.kept < MIN_KEPT:
             failures.append(f"{name}: Retry-After held for {returns.kept:.0%} only")
-        if returns.tries and returns.longer > MAX_LONGER:
+        if returns.longer > MAX_LONGER:
             failures.append(f"{name}: it took {returns.longer:.2f} times as long as was told")
     if found.recovery_s is None:
         failures.append("it did not recover")
@@ -209,6 +214,7 @@ def _request_log(returns: Returns) -> dict[str, Any]:
     return {
         "refused": len(returns.tries),
         "let_in_at_first_return": round(returns.kept, 3),
+        "never_let_in": returns.in_vain,
         "mean_told_s": mean(returns.told_s),
         "mean_needed_s": mean(returns.needed_s),
     }

@@ -26,12 +26,13 @@ from rich.console import Console
 from rich.table import Table
 
 from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
-from loadgen.comparison.pairs import LEAST_RATIO
+from loadgen.comparison.pairs import LEAST_RATIO, PairedRatio
 from loadgen.options import add_setting_argument, check_service, number, whole
 from loadgen.report.experiment import drawn, print_line, table_of
 from loadgen.report.output import add_out_argument
 from loadgen.runner import now_s
 from loadgen.target import find_target
+from quadriga.errors import ConfigError
 from tests.reliability import all_on
 from tests.reliability.cluster.baseline import ResourceBaseline, take, trouble_with
 from tests.reliability.cluster.control import ClusterControl, cluster_control
@@ -66,9 +67,7 @@ MIB = 1 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `soak`."""
-    parser.add_argument(
-        "--model", default="quadriga-s", help="bundled id, folder, GGUF file, or hub id"
-    )
+    parser.add_argument("--model", help="bundled id, folder, GGUF or hub id; default: quadriga-s")
     parser.add_argument("--minutes", type=number(0), default=60.0, help="of load and harm")
     parser.add_argument(
         "--warm-up-s", type=number(0), default=30.0, help="load before the base line"
@@ -92,7 +91,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run it; 0 when every answer was right and everything is back at its base line."""
-    check_service(args.model, args.set)
+    if args.all_on and args.model:
+        text = (
+            f"--model: {args.model}: --all-on serves two models of its own; leave one of both out"
+        )
+        raise ConfigError(text, param="model")
+    check_service(model := args.model or "quadriga-s", args.set)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="quadriga-soak-") as folder:
@@ -101,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             pools.write_text(all_on.POOLS, encoding="utf-8")
             settings = ["--config", str(pools), *all_on.SETTINGS, *args.set]
         else:
-            settings = [f"model={args.model}", *SETTINGS, *args.set]
+            settings = [f"model={model}", *SETTINGS, *args.set]
         args.out.mkdir(parents=True, exist_ok=True)
         with started_service(settings, log=args.out / "service.log") as service:
             soak = Soak(args, service, console)
@@ -132,6 +136,7 @@ class Soak:
         self._free: MixedLoad | None = None
         self._harm: RandomFaults | None = None
         self._turns = all_on.ReschedulingTurns()
+        self._ratio: PairedRatio | None = None
         self._counted: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -211,13 +216,8 @@ class Soak:
         if self._free is None:
             await self._drive(load, seconds)
             return
-        loads = (load, self._free)
-
-        def num_tokens() -> int:
-            return sum(one.tally.tokens for one in loads)
-
-        args = self._args
-        turns = asyncio.create_task(self._turns.run(control, num_tokens, args.turn_s))
+        loads, args = (load, self._free), self._args
+        turns = asyncio.create_task(self._turns.run(control, args.turn_s))
         easy, hard = (
             all_on.free_streams(
                 NUM_SPECS, max_tokens=args.max_tokens, seed=args.seed, threshold=threshold
@@ -231,6 +231,8 @@ class Soak:
             turns.cancel()
             asking.cancel()
             await asyncio.gather(turns, asking, return_exceptions=True)
+        tallies = [one.tally for one in loads]
+        self._ratio = self._turns.ratio(lambda a, b: sum(t.tokens_between(a, b) for t in tallies))
 
     async def _warm_up(self, control: ClusterControl, loads: Sequence[MixedLoad]) -> None:
         """Load and moves, so that what is made once is there: kernels, buffers, channels."""
@@ -292,7 +294,9 @@ class Soak:
             found.append("answers failed" if self._load is not None else "the run did not begin")
         if self._free is not None and not self._free.tally.is_ok:
             found.append(f"answers of {all_on.FREE_MODEL} failed")
-        ratio = self._turns.ratio
+        ratio = self._ratio
+        if self._args.all_on and (ratio is None or ratio.high is None):
+            found.append("rescheduling: fewer than 2 pairs of turns; raise --minutes")
         if ratio is not None and ratio.is_surely_below(LEAST_RATIO):
             found.append(f"tokens/s with rescheduling over without is {ratio}, below {LEAST_RATIO}")
         if self._harm is not None:
@@ -357,7 +361,7 @@ class Soak:
             "hung_up": tally.hung_up,
             "refused": tally.refused,
             "rebuilt": tally.rebuilt,
-            "tokens": tally.tokens,
+            "tokens": tally.came.total(),
             "worst_silence_s": round(tally.worst_silence_s, 2),
             "faults": tally.faults[:5] + (self._free.tally.faults[:5] if self._free else []),
             "harms": dict(self._harm.done) if self._harm else {},
@@ -382,7 +386,7 @@ class Soak:
     def _summary_of_all(self, exact: Tally) -> dict[str, Any]:
         """What is asked of every soak first."""
         tallies = [exact] + ([self._free.tally] if self._free is not None else [])
-        counted, ratio = self._counted, self._turns.ratio
+        counted, ratio = self._counted, self._ratio
         return {
             "failed": sum(tally.failed for tally in tallies),
             "differing": exact.differing,

@@ -69,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run every point; prints tables and one JSON line, writes plots and raw figures."""
     started_s = time.perf_counter()
-    if "traces" in args.part and not args.trace and args.part != list(PARTS):
+    left_out = ["traces"] if "traces" in args.part and not args.trace else []
+    if left_out and args.part != list(PARTS):
         raise ConfigError("--part traces: give the files in --trace", param="trace")
     points = [p for part in args.part for p in POINTS[part](args)]
     shortest_s = min((p.duration_s for p in points), default=math.inf)
@@ -81,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     with (args.out / RESULTS_FILE).open("w", encoding="utf-8") as stream:
         outcomes, faults = _run_all(points, args.workers, console, stream)
     report.print_tables(outcomes, console)
+    if left_out:
+        say("left out: traces, of which --trace names none")
     for point, fault in faults:
         where = f"{point.part}, {point.x}, {point.policy}, seed {point.config.seed}"
         say(f"{where}: the simulation failed\n{fault}")
@@ -89,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         headline=report.headline(outcomes),
         points=len(outcomes),
         failed_points=len(faults),
+        left_out=left_out,
         slo={"ttft_s": 5.0, "tpot_steps": 1.5},
         profile=args.profile,
         wall_s=round(time.perf_counter() - started_s, 1),

@@ -71,7 +71,7 @@ QUICK_S = {"vllm": 2000.0, "own": 2000.0, "lockstep": 2000.0, "overload": 1500.0
 run shows nothing."""
 SHORT_S = 1000.0
 LARGE = 64
-"""Decode replicas, from which one load is as good as several of fewer."""
+"""Decode replicas, from which one load is as good as several of fewer: `--seeds` asks for more."""
 LENGTHS = ("sharegpt", "reasoning", "translation")
 """The paper's, and two of one hump. Seed 0 of `reasoning` was looked at while the rules of overload
 were chosen, its others and `translation` were not."""
@@ -173,8 +173,8 @@ def _duration_s(args: argparse.Namespace, part: str) -> float:
     return float(args.duration_s or usual_s)
 
 
-def _seeds(args: argparse.Namespace) -> int:
-    return args.seeds or (1 if args.quick else 3)
+def _seeds(args: argparse.Namespace, num_decode: int = 0) -> range:
+    return range(args.seeds or (1 if args.quick or num_decode >= LARGE else 3))
 
 
 def _point(args: argparse.Namespace, part: str, x: float | str, **fields: Any) -> SimPoint:
@@ -203,7 +203,7 @@ def _vllm(args: argparse.Namespace) -> list[SimPoint]:
         )
         for part, memory in kinds.items()
         for rate in SATURATED_RATES
-        for seed in range(_seeds(args))
+        for seed in _seeds(args)
         for policy in _unrefusing(args)
     ]  # fmt: skip
 
@@ -216,7 +216,7 @@ def _own(args: argparse.Namespace) -> list[SimPoint]:
             config=replace(_base(args), seed=seed, memory=PAUSE),
         )
         for rate in OWN_RATES
-        for seed in range(_seeds(args))
+        for seed in _seeds(args)
         for policy in _unrefusing(args)
     ]  # fmt: skip
 
@@ -233,7 +233,7 @@ def _lock_step(args: argparse.Namespace) -> list[SimPoint]:
             config=replace(config, seed=seed),
         )
         for rate in LOCK_STEP_RATES
-        for seed in range(_seeds(args))
+        for seed in _seeds(args)
         for policy in _unrefusing(args)
     ]  # fmt: skip
 
@@ -287,7 +287,7 @@ def _loaded(
             rate=load * fitting_rate(config, *lengths, share=1.0),
             config=replace(config, seed=seed),
         )
-        for seed in range(_seeds(args) if size < LARGE else 1)
+        for seed in _seeds(args, size)
         for policy in policies
     ]  # fmt: skip
 
@@ -303,7 +303,7 @@ def _rates(args: argparse.Namespace) -> list[SimPoint]:
         )
         for workload, rates in (("sharegpt", SHAREGPT_RATES), ("alpaca", ALPACA_RATES))
         for rate in rates
-        for seed in range(_seeds(args))
+        for seed in _seeds(args)
         for policy in _unrefusing(args)
     ]  # fmt: skip
 
@@ -320,7 +320,7 @@ def _bandwidth(args: argparse.Namespace) -> list[SimPoint]:
         for gbit in BANDWIDTHS_GBIT
         for precopy in (True, False)
         for policy in policies
-        for seed in range(_seeds(args))
+        for seed in _seeds(args)
     ]  # fmt: skip
 
 
@@ -328,9 +328,10 @@ def _sizes(args: argparse.Namespace) -> list[SimPoint]:
     return [
         _point(
             args, "sizes", size, rate=SIZE_RATE * size, policy=policy,
-            config=replace(_base(args), num_decode=3 * size // 4, num_prefill=size // 4),
+            config=replace(_base(args), seed=seed, num_decode=3 * size // 4, num_prefill=size // 4),
         )
         for size in SIZES
+        for seed in _seeds(args, 3 * size // 4)
         for policy in _unrefusing(args)
     ]  # fmt: skip
 
@@ -346,7 +347,7 @@ def _settings(args: argparse.Namespace) -> list[SimPoint]:
         )
         for theta in thetas
         for decay in decays
-        for seed in range(_seeds(args))
+        for seed in _seeds(args)
     ]  # fmt: skip
 
 
@@ -357,17 +358,17 @@ def _traces(args: argparse.Namespace) -> list[SimPoint]:
     for path in args.trace:
         trace = read_trace(path)
         rate = fitting_rate(_base(args), trace.input_tokens, trace.output_tokens, share=1.0)
-        pausing = replace(_base(args), memory=PAUSE)
-        for part, x, load, policies in (
-            ("traces", trace.name, 2 / 3, args.policy),
-            (f"below, 3, {trace.name}", BELOW[3][-1], BELOW[3][-1], (*STATIC, "ares")),
-            (f"overload, {trace.name}", 3, OVERLOAD, (*STATIC, "shedding", "ares")),
+        for part, x, load, memory, policies in (
+            ("traces", trace.name, 2 / 3, RECOMPUTE, args.policy),
+            (f"below, 3, {trace.name}", BELOW[3][-1], BELOW[3][-1], PAUSE, (*STATIC, "ares")),
+            (f"overload, {trace.name}", 3, OVERLOAD, PAUSE, (*STATIC, "shedding", "ares")),
         ):
             points += [
                 _point(
                     args, part, x, rate=load * rate, policy=policy, trace=path,
-                    workload=trace.name, config=_base(args) if part == "traces" else pausing,
+                    workload=trace.name, config=replace(_base(args), seed=seed, memory=memory),
                 )
+                for seed in _seeds(args)
                 for policy in args.policy
                 if policy in policies
             ]  # fmt: skip

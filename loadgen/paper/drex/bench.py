@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 
 from loadgen.load.task_suite import TaskSuite
 from loadgen.paper.drex.closed_loop import PROMPTS_A_SLOT, ClosedLoopRun, run_closed_loop
@@ -65,6 +65,12 @@ WEIGHT_BOUND = DeviceModel(
 )
 
 
+Setting = tuple[str, float, int]
+"""Policy, threshold, slots."""
+Outcomes = dict[Setting, list[ClosedLoopRun]]
+"""One of each round."""
+
+
 @dataclass(frozen=True, slots=True)
 class DrexSetting:
     """One row of the table, before it is measured.
@@ -86,6 +92,7 @@ class DrexRow:
 
     Attributes:
         slots: More than `batch` where no exits got them for equal bytes.
+        wanted_slots: Of no exits: that equal bytes would pay for, though rows or prompts lack.
         ceiling: Of the throughput, over no exits.
     """
 
@@ -102,6 +109,7 @@ class DrexRow:
     peak_bytes: int
     ceiling: float | None = None
     decisions: Decisions | None = None
+    wanted_slots: int = 0
 
 
 class DrexBench:
@@ -155,26 +163,29 @@ class DrexBench:
         self, policies: Sequence[str], thresholds: Sequence[float], rounds: int
     ) -> list[DrexRow]:
         """Every policy at every threshold, in interleaved rounds; no exits know no threshold."""
-        settings = [(p, t) for t in thresholds for p in policies if p != NO_EXITS]
+        batch, full = self._batch, (NO_EXITS, thresholds[0], self._batch)
+        settings = [(p, t, batch) for t in thresholds for p in policies if p != NO_EXITS]
         if NO_EXITS in policies:
-            settings.insert(0, (NO_EXITS, thresholds[0]))
-        outcomes: dict[tuple[str, float], list[ClosedLoopRun]] = {s: [] for s in settings}
+            settings.insert(0, full)
+        outcomes: Outcomes = {}
         for round_ in range(rounds):
-            for policy, threshold in settings:
-                outcome = self._run(policy, threshold)
-                outcomes[policy, threshold].append(outcome)
-                self._report(policy, threshold, f"round {round_ + 1}", outcome)
+            # Of each round the last: what equal bytes are is known when the first has run.
+            for setting in chain(settings, self._at_equal_bytes(outcomes, full, thresholds)):
+                outcome = self._run(*setting)
+                outcomes.setdefault(setting, []).append(outcome)
+                self._report(*setting[:2], f"round {round_ + 1}, {setting[2]} slots", outcome)
         costs = self._fresh_costs()
         rows = []
         for threshold in thresholds:
-            drex = outcomes.get(("drex", threshold))
             for policy in policies:
-                ran, slots = outcomes[policy, threshold if policy != NO_EXITS else thresholds[0]], 0
-                if policy == NO_EXITS and drex is not None:
-                    ran, slots = self._at_equal_bytes(ran, drex)
-                row = self._row(policy, threshold, CPU, ran, slots or self._batch)
+                key, wanted = (policy, threshold, batch), 0
+                if policy == NO_EXITS:
+                    wanted, slots = self._equal_slots(outcomes, full, threshold)
+                    key = (*full[:2], slots)
+                row = self._row(policy, threshold, CPU, outcomes[key], key[2])
+                row.wanted_slots = wanted
                 if policy == "drex":
-                    row.ceiling = self._ceiling(costs, ran[0].at_exit)
+                    row.ceiling = self._ceiling(costs, outcomes[key][0].at_exit)
                     row.decisions = self._judge(threshold)
                 rows.append(row)
         return rows
@@ -196,8 +207,8 @@ class DrexBench:
             rows.append(row)
         return rows
 
-    def _run(self, policy: str, threshold: float, slots: int = 0) -> ClosedLoopRun:
-        costs = calibrate(self._native, self._clock, max_rows=slots or self._batch)
+    def _run(self, policy: str, threshold: float, slots: int) -> ClosedLoopRun:
+        costs = calibrate(self._native, self._clock, max_rows=slots)
         return self._loop(policy, threshold, self._native, self._clock, costs, slots)
 
     def _loop(
@@ -224,17 +235,19 @@ class DrexBench:
         )
 
     def _at_equal_bytes(
-        self, ran: list[ClosedLoopRun], drex: Sequence[ClosedLoopRun]
-    ) -> tuple[list[ClosedLoopRun], int]:
-        """No exits with the slots that DREX's bytes would pay for, where they pay for more."""
-        ours, theirs = max(o.peak_bytes for o in drex), max(o.peak_bytes for o in ran)
+        self, outcomes: Outcomes, full: Setting, thresholds: Sequence[float]
+    ) -> Iterator[Setting]:
+        """Yield no exits with the slots that DREX's bytes pay for, where these are more."""
+        if full in outcomes:
+            slots = {self._equal_slots(outcomes, full, threshold)[1] for threshold in thresholds}
+            yield from ((*full[:2], more) for more in sorted(slots - {self._batch}))
+
+    def _equal_slots(self, outcomes: Outcomes, full: Setting, threshold: float) -> tuple[int, int]:
+        """Slots that DREX's bytes would pay for without exits, and as many of them as there are."""
+        batch, drex = self._batch, outcomes.get(("drex", threshold, self._batch), outcomes[full])
+        wanted = max(batch, int(batch * drex[0].peak_bytes / outcomes[full][0].peak_bytes))
         most = min(self._native.num_rows, len(self._suite.prompts) // PROMPTS_A_SLOT)
-        slots = min(int(self._batch * ours / theirs), most)
-        if slots <= self._batch:
-            return ran, self._batch
-        more = [self._run(NO_EXITS, 1.0, slots) for _ in ran]
-        self._report(NO_EXITS, 1.0, f"with {slots} slots for equal bytes", more[0])
-        return more, slots
+        return wanted, max(batch, min(wanted, most))
 
     def _judge(self, threshold: float) -> Decisions:
         """Run DREX once more, with both branches of its decisions; its throughput is not used."""

@@ -56,6 +56,7 @@ def print_table(rows: Sequence[DrexRow]) -> None:
             "model": lambda r: r.setting.model,
             "time": lambda r: r.setting.device,
             "batch": lambda r: r.setting.batch,
+            "slots": lambda r: f"{r.slots} of {r.wanted_slots}" if r.wanted_slots else r.slots,
             "τ": lambda r: f"{r.setting.threshold:g}",
             "policy": lambda r: r.setting.policy,
             "tokens/s": lambda r: f"{r.tokens_per_s:,.0f}",

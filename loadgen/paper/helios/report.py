@@ -63,6 +63,7 @@ class HeliosRow:
             threshold.
         breach_share: Of these tokens: left the deepest loaded exit below it.
         shadow: Of the first round.
+        rounds: Each figure that a ratio is taken of, by round.
     """
 
     setting: HeliosSetting
@@ -88,7 +89,7 @@ class HeliosRow:
     trips: float
     profiles: float
     shadow: Shadow | None = None
-    rounds: list[float] = field(default_factory=list)
+    rounds: dict[str, list[float]] = field(default_factory=dict)
     log: list[tuple[float, str]] = field(default_factory=list)
 
 
@@ -125,9 +126,9 @@ def summarise(
     breaches = sum(run.breaches for run in runs)
     requests = [q for run in runs for q in run.requests]
     scored = sum(q.num_scored for q in requests)
-    medians: dict[str, Any] = {
-        name: statistics.median(map(figure, runs)) for name, figure in MEDIANS.items()
-    }
+    rounds = {name: list(map(figure, runs)) for name, figure in MEDIANS.items()}
+    medians: dict[str, Any] = {name: statistics.median(rounds[name]) for name in rounds}
+    rounds["peak_running"] = [run.peak_running for run in runs]
     return HeliosRow(
         setting=setting,
         perplexity=math.exp(sum(q.nll for q in requests) / scored) if scored else None,
@@ -137,7 +138,7 @@ def summarise(
         breach_share=breaches / total,
         peak_running=max(run.peak_running for run in runs),
         energy_source=runs[0].energy_source,
-        rounds=[run.tokens_per_s for run in runs],
+        rounds=rounds,
         log=runs[0].log,
         **medians,
     )
@@ -156,7 +157,8 @@ def best_of(rows: Sequence[HeliosRow], part: str, contestant: str) -> HeliosRow 
 def headline(rows: Sequence[HeliosRow], slo: str = "throughput") -> dict[str, Any]:
     """The figures that the experiment stands for, one request at a time unless they say otherwise.
 
-    Ratios over 1, and positive savings, are in favour of HELIOS.
+    Ratios over 1, and positive savings, are in favour of HELIOS. They are medians of the ratios of
+    rounds, in each of which all had the same stream and took turns.
     """
     ours, s, large = (best_of(rows, ALONE, c) for c in (HELIOS + slo, "only-s", "only-l"))
     tight, *tight_single = (best_of(rows, FIXED, c) for c in (HELIOS + slo, "only-s", "only-l"))
@@ -198,7 +200,8 @@ def headline(rows: Sequence[HeliosRow], slo: str = "throughput") -> dict[str, An
 def _ratio(above: HeliosRow | None, below: HeliosRow | None, figure: str) -> float | None:
     if above is None or below is None:
         return None
-    return rounded(getattr(above, figure) / getattr(below, figure))
+    rounds = zip(above.rounds[figure], below.rounds[figure], strict=True)
+    return rounded(statistics.median(a / b for a, b in rounds))
 
 
 def _saving(ours: HeliosRow | None, other: HeliosRow | None, figure: str) -> float | None:

@@ -99,6 +99,7 @@ class Tally:
         differing: Said something else than the undisturbed run.
         duplicated: Answers in which tokens came twice.
         faults: The first few in words.
+        came: Tokens, by the time at which they came, to a tenth of a second.
         silences: Of every stream, the longest.
     """
 
@@ -110,7 +111,7 @@ class Tally:
     differing: int = 0
     duplicated: int = 0
     rebuilt: int = 0
-    tokens: int = 0
+    came: Counter[float] = field(default_factory=Counter)
     silences: list[Silence] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -122,6 +123,10 @@ class Tally:
     def worst_silence_s(self) -> float:
         """Of any stream."""
         return max((silence.seconds for silence in self.silences), default=0.0)
+
+    def tokens_between(self, begin_s: float, end_s: float) -> int:
+        """Tokens that came in that time, of answers that passed."""
+        return sum(n for at_s, n in self.came.items() if begin_s <= at_s < end_s)
 
     def note(self, answer: StreamAnswer, wanted: list[int] | None) -> None:
         """Count an answer; `wanted` None where it need not equal the undisturbed run's."""
@@ -140,7 +145,8 @@ class Tally:
             return
         self.ok += 1
         self.rebuilt += answer.num_rebuilds > 0
-        self.tokens += len(answer.token_ids)
+        for write in verdict.choices[0].writes:
+            self.came[round(write.time_s, 1)] += write.num_tokens
         if answer.spec.stream:
             self.silences += silences_of(answer)
         if wanted is not None and answer.token_ids != wanted:

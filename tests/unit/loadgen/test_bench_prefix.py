@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from loadgen.__main__ import main
-from loadgen.bench.prefix import is_same
+from loadgen.bench import prefix
+from loadgen.bench.prefix import Round, is_same
 from quadriga.core.output import RequestOutput
 from quadriga.core.request import TokenLogprob
 
@@ -19,12 +22,22 @@ def test_answers_are_compared_to_the_bit() -> None:
     assert not is_same(one, RequestOutput(0, token_ids=[4], logprobs=[TokenLogprob(4, -0.5)]))
 
 
-def test_the_command_ends_in_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_in_its_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers of its first round, too, must be those without the cache."""
+    measure, found = prefix.measure, list[Round]()
+
+    def measured(*args: Any) -> Round:
+        found.append(measure(*args))
+        return replace(found[-1], is_identical=len(found) > 1)
+
+    monkeypatch.setattr(prefix, "measure", measured)
     words = ["bench", "prefix", "--model", "quadriga-s", "--tokens", "200", "--rounds", "2"]
-    assert main(words) == 0
+    assert main(words) == 1
     line = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert line["experiment"] == "prefix"
-    assert line["headline"]["identical"] is True
+    assert line["experiment"] == "prefix" and line["headline"]["identical"] is False
+    assert all(one.is_identical for one in found)
     assert line["headline"]["ttft_ratio_shared_200"] > 0
     assert line["headline"]["overhead_no_hits"] > 0
     assert line["computed_tokens_of_choices"] == 200 + 3 * 8

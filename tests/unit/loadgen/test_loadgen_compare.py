@@ -40,14 +40,9 @@ def finding(
     a: Values, b: Values, seed: int = 0, *, paired: bool = False, **changes: Any
 ) -> Finding:
     options: dict[str, Any] = {
-        "statistic": percentile(50),
-        "is_paired": paired,
-        "min_values": 30,
-        "margin_share": 0.0,
-        "confidence": 0.95,
-        "num_draws": 300,
-        "seed": seed,
-    }
+        "statistic": percentile(50), "is_paired": paired, "min_values": 30, "margin_share": 0.0,
+        "confidence": 0.95, "num_draws": 300, "seed": seed,
+    }  # fmt: skip
     return difference(a, b, **{**options, **changes}).finding
 
 
@@ -256,6 +251,9 @@ def test_tails_of_few_requests_are_not_judged(tmp_path: Path) -> None:
     assert rows["TTFT P50"]["verdict"] == "worse"
     assert rows["TTFT P99"]["verdict"] == "too few to say"
     assert rows["TTFT P99"]["low"] is None
+    assert rows["output tokens"]["verdict"] == "within noise"
+    few = [write(tmp_path / f"few-{i}", make_records(290, rng_seed=i)[::10]) for i in (1, 2)]
+    assert compare(tmp_path, few[0], few[1])[1]["output tokens"]["verdict"] == "too few to say"
 
 
 @pytest.mark.parametrize(

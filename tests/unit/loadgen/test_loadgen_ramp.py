@@ -272,6 +272,9 @@ def test_a_ramp_stops_where_the_slo_breaks(service: Service, tmp_path: Path) -> 
 
 
 def test_a_closed_ramp_opens_its_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its five tasks come again and again, and none meets the cached prefix of one before it."""
+    sent: list[Any] = []
+
     async def run() -> tuple[int, int]:
         async with FakeServer(FakeOptions(step_s=0.002)) as server:
             begun_s = now_s()
@@ -285,16 +288,20 @@ def test_a_closed_ramp_opens_its_places(tmp_path: Path, monkeypatch: pytest.Monk
             words = ["ramp", "--url", server.url, "--tasks", "5", "--max-tokens", "5"]
             words += ["--concurrency", "1-3", "--steps", "2", "--step-s", "0.5", "--no-plots"]
             words += ["--settle-s", "0", "--slo-ttft-s", "9", "--slo-tpot-s", "9"]
-            words += ["--output", str(tmp_path / "out")]
+            words += ["--output", str(tmp_path / "out"), "--warmup", "2"]
+            sent.append(server.bodies)
             return await asyncio.to_thread(main, words), server.max_in_flight
 
     assert asyncio.run(run()) == (0, 3)
+    prompts = [(body["prompt"], body.get("cache_salt")) for body in sent[0] if "max_tokens" in body]
+    assert len(set(prompts)) == len(prompts) > 7 > len({prompt for prompt, _ in prompts})
     text = (tmp_path / "out" / "run.jsonl").read_text()
     requests = of_kind([json.loads(line) for line in text.splitlines()], "request")
     first = [r for r in requests if r["sent_s"] < 0.45]  # timers may be a little early
     for before, after in itertools.pairwise(first):
         assert after["sent_s"] >= before["ended_s"]  # one at a time
     assert max(r["sent_s"] for r in requests) < 10.0  # and it ended, though tasks never do
+    assert all(r["score"] is not None for r in requests)
 
 
 def test_a_service_that_refuses_all_is_not_flooded(service: Service, tmp_path: Path) -> None:

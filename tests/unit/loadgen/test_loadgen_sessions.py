@@ -191,14 +191,9 @@ def test_made_up_conversations_follow_the_seed_and_the_ranges() -> None:
 
     def make(seed: int, endpoint: str = "both") -> list[Conversation]:
         return make_sessions(
-            40,
-            parse_arrivals("poisson:10"),
-            shape,
-            forms=forms(endpoint, "both"),
-            token_ids=range(300, 400),
-            words=["red", "blue"],
-            seed=seed,
-        )
+            40, parse_arrivals("poisson:10"), shape, forms=forms(endpoint, "both"),
+            token_ids=range(300, 400), words=["red", "blue"], seed=seed,
+        )  # fmt: skip
 
     first = make(1)
     assert first == make(1) != make(2)
@@ -235,6 +230,9 @@ def test_sessions_can_be_used_again_as_others() -> None:
     assert load.num_requests == 5
     assert [record.spec.index for record in result.records] == list(range(12))
     assert [r.spec.session for r in result.records] == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 4, 4]
+    # A conversation finds its own turns in the cache, and nobody those of the time before.
+    salts = [record.spec.extra.get("cache_salt") for record in result.records]
+    assert salts == [salts[0]] * 5 + [salts[5]] * 5 + [salts[10]] * 2 and len(set(salts)) == 3
     assert all(record.verdict.outcome is Outcome.OK for record in result.records)
 
 

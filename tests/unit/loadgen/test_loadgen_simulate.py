@@ -384,14 +384,30 @@ def test_a_point_that_fails_leaves_the_others_results(
     bad.write_text("arrival_s,input_tokens,output_tokens\n5,10,10\n5,10,10\n")
     words = ["paper", "ares", "--part", "traces", "--duration-s", "30", "--warm-up-s", "0"]
     words += ["--workers", "1", "--policy", "current_load", "oracle", "--out", str(tmp_path)]
-    assert main([*words, "--trace", str(good), str(bad)]) == 1
+    assert main([*words, "--seeds", "2", "--trace", str(good), str(bad)]) == 1
     printed = capsys.readouterr()
     line = last_line(printed.out)
-    assert (line["points"], line["failed_points"]) == (4, 4)
+    assert (line["points"], line["failed_points"], line["left_out"]) == (8, 8, [])
     assert "bad" in printed.err and "all rows arrive at once" in printed.err
     assert "nan" not in printed.out
     lines = [json.loads(text) for text in (tmp_path / "ares.jsonl").read_text().splitlines()]
-    assert sum("fault" in one for one in lines) == 4 and len(lines) == 8
+    assert sum("fault" in one for one in lines) == 8 and len(lines) == 16
+    assert {one["seed"] for one in lines} == {0, 1}
+
+
+def test_what_was_left_out_is_said(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ares, "_run_all", lambda *_: ([], []))
+    assert main(["paper", "ares", "--quick", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert last_line(printed.out)["left_out"] == ["traces"] and "left out: traces" in printed.err
+
+
+def test_as_many_loads_are_run_as_asked_for_whatever_the_size() -> None:
+    points = points_of("--part", "sizes", "overload", "--seeds", "2", "--policy", "ares")
+    runs = {(p.part, p.x, p.config.seed) for p in points}
+    assert runs == {(part, x, seed) for part, x, _ in runs for seed in (0, 1)}
 
 
 @pytest.mark.parametrize(
@@ -528,17 +544,11 @@ def test_overload_is_stated_over_the_best_static_placement_and_over_one_where_no
         ]
     )
     assert found == {
-        "below_ratio": 0.99,
-        "overload_3": 3.0,
-        "overload_3_at_most": 4.0,
-        "overload_3_vs_shedding": 1.5,
-        "overload_12": 2.0,
-        "overload_12_at_most": 2.5,
-        "overload_12_vs_shedding": 1.6,
-        "overload_reasoning_3": 100.0,
-        "overload_reasoning_3_at_most": None,
-        "overload_longest_wait_s": 50.0,
-    }
+        "below_ratio": 0.99, "overload_3": 3.0, "overload_3_at_most": 4.0,
+        "overload_3_vs_shedding": 1.5, "overload_12": 2.0, "overload_12_at_most": 2.5,
+        "overload_12_vs_shedding": 1.6, "overload_reasoning_3": 100.0,
+        "overload_reasoning_3_at_most": None, "overload_longest_wait_s": 50.0,
+    }  # fmt: skip
 
 
 def test_the_engines_are_stated_over_current_load_and_over_the_best_static_placement(
@@ -593,7 +603,7 @@ def test_the_largest_rate_is_the_last_before_the_first_at_which_too_few_are_good
 
 def test_a_trace_is_run_at_a_rate_that_fills_the_memory(trace: Path) -> None:
     words = ["--part", "traces", "--trace", str(trace), "--duration-s", "30", "--warm-up-s", "0"]
-    points = points_of(*words)
+    points = points_of(*words, "--seeds", "1")
     parts: dict[str, list[ares_points.SimPoint]] = {}
     for point in points:
         parts.setdefault(point.part, []).append(point)

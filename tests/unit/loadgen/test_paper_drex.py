@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from loadgen.paper.drex.bench import CPU, DrexRow, DrexSetting
+from loadgen.paper.drex.bench import CPU, DrexBench, DrexRow, DrexSetting
 from loadgen.paper.drex.closed_loop import ClosedLoopRun
 from loadgen.paper.drex.judged import Decisions
 from loadgen.paper.drex.quality import Quality, _parted_at, choose
 from loadgen.paper.drex.report import headline, plain, print_table, read_rows
+from quadriga.clock import ManualClock
 
 HEADLINE = {
     "vs_best_grouped", "share_of_ceiling", "vs_no_exit_equal_memory", "worst_vs_no_exit",
@@ -56,6 +58,31 @@ def test_the_headline_and_the_rows_on_disk(tmp_path: Path) -> None:
     (tmp_path / "drex.json").write_text(json.dumps({"rows": shown}))
     assert read_rows(tmp_path / "drex.json") == rows
     assert read_rows(tmp_path / "absent.json") == []
+
+
+def test_no_exits_at_equal_bytes_are_run_in_every_round_and_lacking_slots_are_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twice the bytes would pay for 16 slots; there are 9 rows."""
+    spec = SimpleNamespace(checkpoint=SimpleNamespace(id="m"))
+    native: Any = SimpleNamespace(num_rows=9, num_layers=4, spec=spec)
+    suite: Any = SimpleNamespace(prompts=[None] * 48, right=lambda outputs: [True])
+    ran: list[tuple[str, int]] = []
+
+    def run(policy: str, threshold: float, slots: int = 8) -> ClosedLoopRun:
+        ran.append((policy, slots))
+        held = 200 if policy == "drex" else 100
+        return ClosedLoopRun(slots, 1.0, gaps_s=[0.1], request_s=[1.0], peak_bytes=held)
+
+    bench = DrexBench(native, suite, batch=8, max_tokens=9, clock=ManualClock(), say=str)
+    monkeypatch.setattr(bench, "_run", run)
+    for name in ("_fresh_costs", "_ceiling", "_judge"):
+        monkeypatch.setattr(bench, name, lambda *_: None)
+    rows = bench.measure(["drex", "off"], [0.9], rounds=2)
+    assert ran == [("off", 8), ("drex", 8), ("off", 9)] * 2
+    assert [(r.slots, r.wanted_slots, r.tokens_per_s) for r in rows] == [(8, 0, 8.0), (9, 16, 9.0)]
+    print_table(rows)
+    assert "9 of 16" in capsys.readouterr().out
 
 
 def test_where_no_decision_was_judged_none_is_said_to_be_right(

@@ -147,6 +147,8 @@ def row_of(
     )
     for name, value in fields.items():
         setattr(row, name, value)
+        if name in row.rounds:
+            row.rounds[name] = [value]
     return row
 
 
@@ -154,7 +156,7 @@ def test_a_row_holds_medians_and_shares() -> None:
     runs = [run_of(1.0), run_of(3.0), run_of(2.0)]
     setting = HeliosSetting(ALONE, "helios-throughput", None, 150, 1)
     row = summarise(setting, runs, LAYERS)
-    assert row.tokens_per_s == pytest.approx(3.0) and row.rounds == pytest.approx([6.0, 2.0, 3.0])
+    assert row.tokens_per_s == pytest.approx(3.0) and row.rounds["tokens_per_s"] == [6.0, 2.0, 3.0]
     assert row.ttft_s == pytest.approx(0.5) and row.tpot_s == pytest.approx(0.5)
     assert row.exact_match == 0.5
     assert row.perplexity == pytest.approx(math.exp(0.1))
@@ -163,6 +165,15 @@ def test_a_row_holds_medians_and_shares() -> None:
     assert row.breach_share == pytest.approx(0.25)
     assert row.early_share == pytest.approx(0.5)  # three left early, one of them a breach
     assert row.weight_bytes == pytest.approx(150.0) and row.joules_per_token == pytest.approx(1.0)
+
+
+def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
+    ours, other = (
+        summarise(HeliosSetting(ALONE, name, None, 150, 1), [run_of(s) for s in seconds], LAYERS)
+        for name, seconds in (("helios-throughput", (2.0, 0.5, 1.6)), ("only-s", (4.0, 1.0, 2.0)))
+    )
+    found = headline([ours, other])["throughput_ratio_vs_s"]
+    assert found == pytest.approx(2.0), "of the medians it is 1.25"
 
 
 def test_the_headline_compares_with_the_faster_form_of_each_model(tmp_path: Path) -> None:
@@ -212,24 +223,11 @@ def test_parts_that_were_not_run_leave_the_headline_open() -> None:
 
 def test_the_plan_gives_all_contestants_the_same_terms() -> None:
     plan = HeliosPlan(
-        pair=("s", "l"),
-        catalogue=None,
-        parts=(ALONE, FIXED, INTERVALS, LIMITS),
-        slos=("throughput", "energy"),
-        requests=10,
-        rounds=1,
-        interval=7,
-        profile_requests=5,
-        thresholds=(0.5,),
-        intervals=(3, 4),
-        batch=8,
-        rows=16,
-        memory_bytes=None,
-        shadows=1,
-        threads=1,
-        seed=1,
-        limits=(1.0, 0.01),
-    )
+        pair=("s", "l"), catalogue=None, parts=(ALONE, FIXED, INTERVALS, LIMITS),
+        slos=("throughput", "energy"), requests=10, rounds=1, interval=7, profile_requests=5,
+        thresholds=(0.5,), intervals=(3, 4), batch=8, rows=16, memory_bytes=None, shadows=1,
+        threads=1, seed=1, limits=(1.0, 0.01),
+    )  # fmt: skip
     settings = plan.settings(999)
     assert len(set(settings)) == len(settings)
     alone = [s for s in settings if s.part == ALONE]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import math
 import os
@@ -13,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from loadgen.bench.cluster.service import ServiceUnderLoad
 from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
 from loadgen.checker import Outcome, Verdict
 from loadgen.checker.judge import Judgement
@@ -24,7 +27,8 @@ from loadgen.runner import Record, now_s
 from loadgen.target import Target
 from loadgen.wire.capture import Capture, Transport
 from loadgen.wire.client_http import parse_url
-from tests.reliability import all_on
+from quadriga.errors import ConfigError
+from tests.reliability import all_on, soak
 from tests.reliability import overload_report as overload
 from tests.reliability import upgrade_report as upgrade
 from tests.reliability.cluster.agent_client import AgentError
@@ -37,6 +41,7 @@ from tests.reliability.cluster.process_resources import (
 )
 from tests.reliability.load.mixed_load import Silence, SlowHttpClient, Tally, silences_of
 from tests.reliability.load.streams import StreamAnswer, make_streams
+from tests.reliability.overload import Overload
 from tests.reliability.overload_report import Found, Phase, Returns, recovered_after_s
 from tests.reliability.rescheduling_turns import ratios_of
 from tests.unit.loadgen.conftest import make_spec
@@ -242,36 +247,8 @@ def starved(run: Found) -> None:
     run.phases["overload"].records[2:60:3] = [record(i, Outcome.REFUSED) for i in range(2, 60, 3)]
 
 
-def failed(run: Found) -> None:
-    run.phases["overload"].records.append(record(300, Outcome.FAILED))
-
-
-def silent(run: Found) -> None:
-    run.phases["overload"].records[70].verdict.retry_after_s = None
-
-
-def collapsed(run: Found) -> None:
-    run.phases["overload"].goodput = 80.0
-
-
-def not_over(run: Found) -> None:
-    run.phases["overload"].records = run.phases["calm"].records
-
-
-def told_wrong(run: Found) -> None:
-    run.returns.tries = [1, 2, 3]
-
-
-def told_wrong_later(run: Found) -> None:
-    run.overload_returns.tries = [1, 2, 3]
-
-
-def told_too_little(run: Found) -> None:
-    run.overload_returns.needed_s = [1.0, 1.0, 2.0]
-
-
-def never_well(run: Found) -> None:
-    run.recovery_s = None
+def over(run: Found) -> Phase:
+    return run.phases["overload"]
 
 
 @pytest.mark.parametrize(
@@ -281,14 +258,23 @@ def never_well(run: Found) -> None:
         (slow_rest, "P99 tpot is"),
         (slow_humble, "P99 ttft of priority 2"),
         (starved, "priority 2: 0.0% let in"),
-        (failed, "requests failed"),
-        (silent, "when to come back"),
-        (collapsed, "goodput 80 of 100"),
-        (not_over, "no overload"),
-        (told_wrong, "burst: Retry-After held for 33%"),
-        (told_wrong_later, "overload: Retry-After held for 33%"),
-        (told_too_little, "overload: it took 1.33 times as long"),
-        (never_well, "did not recover"),
+        (lambda run: over(run).records.append(record(300, Outcome.FAILED)), "requests failed"),
+        (
+            lambda run: setattr(over(run).records[70].verdict, "retry_after_s", None),
+            "when to come back",
+        ),
+        (lambda run: setattr(over(run), "goodput", 80.0), "goodput 80 of 100"),
+        (lambda run: setattr(over(run), "records", run.phases["calm"].records), "no overload"),
+        (lambda run: setattr(run.returns, "tries", [1, 2, 3]), "burst: Retry-After held"),
+        (
+            lambda run: setattr(run.overload_returns, "tries", [1, 2, 3]),
+            "overload: Retry-After held",
+        ),
+        (
+            lambda run: setattr(run.overload_returns, "needed_s", [1.0, 1.0, 2.0]),
+            "it took 1.33 times",
+        ),
+        (lambda run: setattr(run, "recovery_s", None), "did not recover"),
     ],
 )
 def test_each_promise_can_be_broken(harm: Callable[[Found], None], said: str) -> None:
@@ -305,6 +291,33 @@ def test_recovery_begins_where_nobody_waits_any_more() -> None:
     phase = Phase("recovery", 5.0, 2.0, [*slow, *refused, *well])
     assert recovered_after_s(calm, phase, ended_s=0.0) == pytest.approx(0.6)
     assert recovered_after_s(calm, Phase("r", 5.0, 2.0, [*slow, *well[:5]]), 0.0) is None
+
+
+def overload_run(server: FakeServer) -> Overload:
+    service = ServiceUnderLoad(server.url, "", None, pid=1)
+    return Overload(argparse.Namespace(model=MODEL, seed=0), service, Console(quiet=True))
+
+
+async def test_the_peak_counts_what_came_of_answers_that_end_after_it() -> None:
+    async with FakeServer(FakeOptions(step_s=0.005)) as server:
+        found = await overload_run(server)._closed("capacity", 0.25)
+    assert len(found.records) == 12 and all(r.ended_s - r.sent_s > 0.25 for r in found.records)
+    assert (
+        0
+        < found.goodput * 0.75 * 0.25
+        < sum(r.verdict.choices[0].num_tokens for r in found.records)
+    )
+
+
+async def test_who_came_back_in_vain_was_not_let_in_at_the_first_return() -> None:
+    returns = Returns([1], [1.0], [1.0])
+    async with FakeServer(FakeOptions(fault="refuse")) as server:
+        until_s = now_s() + 1.9
+        tried = await overload_run(server)._insist(make_spec(), now_s(), returns, until_s)
+    assert returns.kept == 0.5
+    assert (returns.in_vain, returns.failed, tried.attempts) == (1, 0, 2)
+    phase = Phase("overload", 1.0, 1.0, [record(0, Outcome.OK), tried])
+    assert phase.lag_p99_s == 0.0, "it was told to come back: the generator was not late"
 
 
 # Upgrade
@@ -373,19 +386,42 @@ async def test_turns_are_counted_in_pairs_and_taken_again_where_the_scheduler_di
             looks += len(orders) == 3
             return {8 if looks else 7: kind}
 
-    turns, tokens = all_on.ReschedulingTurns(), iter(range(0, 10_000, 7))
-    assert turns.ratio is None
-    running = asyncio.create_task(
-        turns.run(Control(), lambda: next(tokens), 0.01)  # type: ignore[arg-type]
-    )
+    turns = all_on.ReschedulingTurns()
+    assert turns.ratio(lambda *_: 7) is None
+    running = asyncio.create_task(turns.run(Control(), 0.01))  # type: ignore[arg-type]
     while len(turns.pairs) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert orders[:6] == [True, False, False, False, False, True]
     assert orders[-1] is True
-    assert turns.ratio is not None and turns.ratio.num_pairs >= 2
-    assert all(on > 0.0 and off > 0.0 for on, off in turns.pairs)
+    ratio = turns.ratio(lambda *_: 7)
+    assert ratio is not None and ratio.num_pairs >= 2
+    assert all(end_s - begin_s > 0.0 for pair in turns.pairs for begin_s, end_s in pair)
+
+
+def test_a_turn_has_the_tokens_that_came_in_it_and_not_those_of_answers_that_ended_in_it() -> None:
+    tally, given = Tally(), answer()
+    given.verdict.choices[0].writes = [Write(t / 4, 1) for t in range(40)]
+    tally.note(given, None)
+    turns = all_on.ReschedulingTurns([((0.0, 5.0), (5.0, 10.0)), ((5.0, 7.0), (0.0, 4.0))])
+    ratio = turns.ratio(tally.tokens_between)
+    assert ratio is not None and ratio.ratio == pytest.approx(1.0) and tally.came.total() == 40
+
+
+def test_a_soak_without_two_pairs_of_turns_has_not_shown_what_rescheduling_costs() -> None:
+    run = soak.Soak(argparse.Namespace(all_on=True), None, Console())  # type: ignore[arg-type]
+    for pairs, said in ((0, "fewer than 2"), (1, "fewer than 2"), (2, "over without is 0.900")):
+        run._ratio = paired_ratio([(9.0, 10.0)] * pairs)
+        (failure,) = (one for one in run.failures() if "rescheduling" in one)
+        assert said in failure
+
+
+def test_a_soak_of_everything_takes_no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "started_service", None)  # nothing may be started
+    args = argparse.Namespace(all_on=True, model="quadriga-l", set=[], out=None)
+    with pytest.raises(ConfigError, match="--model: quadriga-l: --all-on serves two models"):
+        soak.run(args)
 
 
 def test_the_ratio_of_turns_has_an_interval_over_their_pairs() -> None:
