@@ -20,9 +20,9 @@ BOUNDS = {
     "service_lines": Bound(47_420, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
     "product_lines": Bound(103_600, 58_000),
-    "test_lines": Bound(81_050, 38_000),
+    "test_lines": Bound(81_320, 38_000),
     "reliability_lines": Bound(5_245, 4_000),
-    "actors_lines": Bound(6_500, 6_500),
+    "actors_lines": Bound(6_485, 6_485),
     "llm_lines": Bound(250, 250),
     "readme_words": Bound(900, 900),
     "architecture_words": Bound(2_500, 2_500),
