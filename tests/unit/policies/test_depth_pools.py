@@ -12,8 +12,10 @@ from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.migration import MigrationCause
 from quadriga.core.routing import PlaceRequest
+from quadriga.errors import ConfigError
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.depth_pools import PLAN_EVERY_S, DepthPools, is_due
+from quadriga.policies.ares.forecast import check_forecast
 from quadriga.policies.ares.governor import Governor
 from quadriga.policies.ares.placement import best_replica
 from quadriga.policies.ares.recording import RecordedTick, parse_ticks, replay, write_tick
@@ -122,13 +124,10 @@ def test_a_plan_lasts_a_minute_or_until_replicas_come_or_go() -> None:
 
 
 def test_a_forecast_with_an_impossible_share_before_the_first_exit_is_refused() -> None:
-    from quadriga.errors import ConfigError
-
-    wrong = snapshot("a", rows("a", [1.0]))
-    assert wrong.forecast is not None
-    wrong = replace(wrong, forecast=replace(wrong.forecast, front_share=0.0))
+    wrong = snapshot("a", rows("a", [1.0])).forecast
+    assert wrong is not None
     with pytest.raises(ConfigError, match="front_share"):
-        unpacked([wrong, snapshot("b", rows("b", [1.0]))])
+        check_forecast(replace(wrong, front_share=0.0))
 
 
 def test_replicas_are_not_split_while_memory_is_short() -> None:

@@ -135,7 +135,7 @@ def test_budgets_are_spent_where_memory_is_short_and_make_answers_end_earlier() 
     without, with_budget = run(0.0), run(0.3)
     assert all(one.num_lowered == 0.0 for one in without)
     assert sum(one.num_lowered for one in with_budget) > 0.0
-    assert sum(o.end_s for o in with_budget) < 0.97 * sum(o.end_s for o in without)
+    assert sum(o.end_s for o in with_budget) < 0.98 * sum(o.end_s for o in without)
     assert all(one.num_lowered == 0.0 for one in run(0.3, capacity=200_000))
     with pytest.raises(ConfigError, match="quality_budget"):
         SimExits(0.3, quality_budget=1.5)
