@@ -20,7 +20,7 @@ BOUNDS = {
     "service_lines": Bound(47_420, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
     "product_lines": Bound(103_600, 58_000),
-    "test_lines": Bound(81_320, 38_000),
+    "test_lines": Bound(81_330, 38_000),
     "reliability_lines": Bound(5_245, 4_000),
     "actors_lines": Bound(6_485, 6_485),
     "llm_lines": Bound(250, 250),

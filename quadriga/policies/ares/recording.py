@@ -26,6 +26,7 @@ from quadriga.policies.ares.forecast import (
     REMAINING_LOWER,
     REMAINING_UPPER,
     TOKENS,
+    check_forecast,
     packed_anew,
     rows_of,
 )
@@ -165,7 +166,7 @@ def parse_ticks(lines: Iterable[str], source: str) -> Iterator[RecordedTick]:
             if line["version"] != VERSION:
                 raise ValueError(f"version {line['version']}, this is {VERSION}")
             yield _tick(line)
-        except (ValueError, KeyError, TypeError) as exc:
+        except (ValueError, KeyError, TypeError, ConfigError) as exc:
             raise ConfigError(f"{source}, line {number}: not a recorded tick ({exc})") from exc
 
 
@@ -263,9 +264,9 @@ def _snapshot(line: dict[str, Any]) -> ReplicaSnapshot:
             forecast[name] = base64.b64decode(forecast[name], validate=True)
         forecast["grid_s"] = tuple(forecast["grid_s"])
         forecast["sequence_ids"] = tuple(forecast["sequence_ids"])
-    fields = {**line, "info": ReplicaInfo(**info)}
-    fields["forecast"] = None if forecast is None else LoadForecast(**forecast)
-    return ReplicaSnapshot(**fields)
+        forecast = LoadForecast(**forecast)
+        check_forecast(forecast)
+    return ReplicaSnapshot(**{**line, "info": ReplicaInfo(**info), "forecast": forecast})
 
 
 def _plan_line(plan: OverloadPlan) -> dict[str, Any]:

@@ -248,6 +248,14 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
         list(read_ticks(path))
 
 
+def test_a_recording_with_a_malformed_forecast_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ticks.jsonl"
+    recorded(path, random_cluster(np.random.default_rng(0)))
+    path.write_text(path.read_text().replace('"front_share": 1.0', '"front_share": 2.0'))
+    with pytest.raises(ConfigError, match=r"line 1: .*front_share"):
+        list(read_ticks(path))
+
+
 def test_ticks_are_one_line_each() -> None:
     stream = io.StringIO()
     tick = RecordedTick(
