@@ -49,6 +49,6 @@ def test_contestants_do_the_same_prompts_each_in_its_own_way() -> None:
     for name in (DRAFTS, LOSSLESS, ASKED):
         counters = runs[name].counters
         assert 0 <= counters.accepted <= counters.drafted
-    assert runs[DRAFTS].counters.accepted > 0
+    drafts = runs[DRAFTS]  # how long they are follows what passes take
+    assert drafts.counters.accepted > 0 and drafts.counters.verified < drafts.tokens
     assert runs[BOUNDED].early_share(8) > runs[OFF].early_share(8) == 0.0
-    assert runs[DRAFTS].steps < runs[OFF].steps, "a round gives several tokens in two steps"
