@@ -38,8 +38,10 @@ EmbedInputs = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
-    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_time_ms", 150_000),
 ]
+"""A server that is pinged more often than every 5 minutes counts it, and ends all calls in the
+end: at 30 s a silent call broke after 241 s; at 150 s one of 595 s came through."""
 _FINISH = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
