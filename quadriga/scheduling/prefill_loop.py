@@ -20,19 +20,9 @@ from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.scheduling.meters import Ewma, RateMeter, StepMeter
 from quadriga.scheduling.prefill_queue import PrefillQueue
 from quadriga.scheduling.prefixes.cache import PrefixCache
-from quadriga.scheduling.sequence import (
-    NO_ROW,
-    RunningSequence,
-    SequenceStatus,
-    append_token,
-)
+from quadriga.scheduling.sequence import NO_ROW, RunningSequence, SequenceStatus, append_token
 from quadriga.scheduling.slots import Slot, SlotTable
-from quadriga.scheduling.transfer.rebuild import (
-    Replays,
-    check_record,
-    chunk_of,
-    num_prefill_tokens,
-)
+from quadriga.scheduling.transfer.rebuild import Replays, check_record, chunk_of, num_prefill_tokens
 
 HELD_AFTER_S = 1.0  # without a decode replica; before, a sequence is just on its way to one
 RATE_WINDOW_S = 10.0
@@ -396,8 +386,7 @@ class PrefillLoop:
             state.logprobs += logprobs or ()
             state.prompt_logprobs = token.prompt_logprobs
         sequence.set_end(
-            eos_token_ids=self._eos_token_ids,
-            row_capacity_tokens=self._runner.row_capacity_tokens,
+            eos_token_ids=self._eos_token_ids, row_capacity_tokens=self._runner.row_capacity_tokens
         )
         finish = sequence.finish_reason()
         if finish is not None:
