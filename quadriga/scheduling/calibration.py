@@ -7,13 +7,7 @@ from statistics import median
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.clock import Clock
 from quadriga.core.request import SamplingParams, SequenceState
-from quadriga.interfaces import (
-    MAX_DRAFTED,
-    DraftingRunner,
-    DraftPlan,
-    ModelRunner,
-    PrefillChunk,
-)
+from quadriga.interfaces import MAX_DRAFTED, DraftingRunner, DraftPlan, ModelRunner, PrefillChunk
 from quadriga.policies.drex.costs import SegmentCosts
 from quadriga.scheduling.forecasts import StepShape
 

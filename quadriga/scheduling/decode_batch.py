@@ -178,8 +178,7 @@ class DecodeBatch:
         state, now_s = sequence.state, self.clock.now_s()
         exits = state.exits
         sequence.set_end(
-            eos_token_ids=self._eos_token_ids,
-            row_capacity_tokens=self.runner.row_capacity_tokens,
+            eos_token_ids=self._eos_token_ids, row_capacity_tokens=self.runner.row_capacity_tokens
         )
         sequence.threshold = exits.threshold
         sequence.min_confidence = sequence.leaves_from = self._min_confidence(exits)
@@ -211,12 +210,7 @@ class DecodeBatch:
         sequence.deadline_s = now_s + gap_s
 
     def wait(
-        self,
-        sequence: RunningSequence,
-        next_segment: int,
-        now_s: float,
-        *,
-        is_parked: bool = False,
+        self, sequence: RunningSequence, next_segment: int, now_s: float, *, is_parked: bool = False
     ) -> None:
         """Let a sequence's token wait at the exit before a segment, not 0."""
         self.num_parked += is_parked - sequence.is_parked

@@ -19,14 +19,7 @@ from quadriga.core.kv import TransferOffer
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import FinishReason, SequenceState, remaining_of
 from quadriga.policies.ares.expected_depth import ExpectedDepth
-from quadriga.policies.ares.forecast import (
-    FIXED,
-    PAUSED,
-    RUNS,
-    StepCosts,
-    forecast_rows,
-    pack,
-)
+from quadriga.policies.ares.forecast import FIXED, PAUSED, RUNS, StepCosts, forecast_rows, pack
 
 
 @dataclass(slots=True)
