@@ -35,7 +35,8 @@ _SERVICE_METRICS = (
         for name in ("cluster_metrics", "exits_view", "load_history", "metric_table", "metrics")
     ),
 )
-_GPU_ONLY = tuple(f"quadriga.engine.cuda.triton_{name}" for name in ("attention", "operations"))
+_KERNELS = ("attention", "operations", "products")
+_GPU_ONLY = tuple(f"quadriga.engine.cuda.triton_{name}" for name in _KERNELS)
 OF_EXTRA: dict[str, tuple[str, ...]] = {
     "client": _SDK,
     "loadgen": ("loadgen",),
@@ -53,8 +54,7 @@ GUARDED = {
     # Behind a check that names the extra, or `find_spec`; without them the feature is off.
     "quadriga.observability.tracing": {"opentelemetry"},
     "quadriga.catalogue.energy": {"pynvml"},
-    "quadriga.engine.cuda.triton_attention": {"triton"},
-    "quadriga.engine.cuda.triton_operations": {"triton"},
+    **{name: {"triton"} for name in _GPU_ONLY},
     "quadriga.kv_transport.nccl_library": {"cupy"},
     "quadriga.tune.report": {"matplotlib"},
     "loadgen.event_loop": {"uvloop"},
