@@ -10,6 +10,9 @@ from quadriga.control.helios_setup import HeliosSetup
 from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord, place_name
 from quadriga.core.replica import DepthClass, Role
 
+ANSWER_S = 5.0
+"""For the first answer of a replica that another controller started."""
+
 
 class HeliosPools:
     """What shall run where; the controller's loop makes it so.
@@ -120,13 +123,29 @@ class HeliosPools:
         return dict(self._empty_s)
 
     def _wanted(self, key: PlaceKey) -> DepthClass:
-        if key not in self.held:
-            found = self._ready_at(key)
-            known = [m.depth_class for m in found if (key[0], m.depth_class) in self._specs]
-            if not known and self._at(key):
-                return self.base[key]  # it has not answered yet
-            self.held[key] = known[0] if known else self.base[key]
-        return self.held[key]
+        """What a place shall hold; at first what is found there.
+
+        An earlier controller may have ended in the middle of a switch: of two models at one place
+        stays the one that the other role has too, and either role decides alike where it has both.
+        Nothing is settled before all that were found have answered, or had time to.
+        """
+        if key in self.held:
+            return self.held[key]
+        partners = {
+            m.depth_class.model
+            for m in self._replicas.values()
+            if m.is_ready
+            and m.key[0] is not key[0]
+            and m.key not in self.fixed
+            and (m.key in self.scouts) is (key in self.scouts)
+        }
+        known = [c for m in self._ready_at(key) if (key[0], c := m.depth_class) in self._specs]
+        best = min(known, key=lambda c: (c.model not in partners, str(c)), default=self.base[key])
+        latest_s = self._clock.now_s() - ANSWER_S
+        unheard = (m for m in self._replicas.values() if m.fingerprint is None)
+        if (known or not self._at(key)) and all(m.since_s < latest_s for m in unheard):
+            self.held[key] = best
+        return best
 
     def may_go(self, replica: ReplicaRecord) -> bool:
         """Whether a replaced replica may be retired without leaving sequences without their model.

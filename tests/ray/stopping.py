@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import time
 from typing import Any
 
 import ray
 
 from actors.rpc.lookup import get_actor
+from quadriga.core.request import SequenceState
 
 SOURCE_POINTS = ("offer", "send", "committing", "acknowledged")
 DESTINATION_POINTS = ("reserve", "store", "commit", "committed")
+KNOWN_S = 20.0
+"""Until an ingress has fetched word of a move, at most."""
 
 
 def arm(replica: str, point: str, signal_number: int) -> None:
@@ -19,8 +24,9 @@ def arm(replica: str, point: str, signal_number: int) -> None:
 
     Args:
         point: At the source, before it offers the sequence, sends its first KV, commits, or lets
-            it go once the commit is acknowledged. At the destination, before it reserves, stores
-            its first KV, takes the sequence over, or says that it has.
+            it go once the commit is acknowledged and the ingress knows of the move: of one that it
+            never heard of the sequence dies with the source. At the destination, before it
+            reserves, stores its first KV, takes the sequence over, or says that it has.
     """
     ray.get(get_actor(replica).__ray_call__.remote(_arm, point, signal_number), timeout=10)
 
@@ -36,10 +42,12 @@ def _arm(replica: Any, point: str, signal_number: int) -> None:
         if is_due.pop() if is_due else False:
             os.kill(os.getpid(), signal_number)
 
-    def before(owner: Any, name: str) -> None:
+    def before(owner: Any, name: str, wait: Any = None) -> None:
         original = getattr(owner, name)
 
         async def struck(*args: Any, **options: Any) -> Any:
+            if wait is not None:
+                await wait(replica, args[1])
             strike()
             return await original(*args, **options)
 
@@ -62,7 +70,7 @@ def _arm(replica: Any, point: str, signal_number: int) -> None:
     elif point == "committing":
         before(Migration, "_commit")
     elif point == "acknowledged":
-        before(Migration, "_let_go")
+        before(Migration, "_let_go", _is_known)
     elif point == "reserve":
         before(replica, "reserve")
     elif point == "commit":
@@ -79,6 +87,16 @@ def _arm(replica: Any, point: str, signal_number: int) -> None:
         replica.write_kv = struck_write
     else:
         raise AssertionError(point)
+
+
+async def _is_known(replica: Any, state: SequenceState) -> None:
+    """Wait until the ingress has fetched the word that a sequence is on its way."""
+    give_up_s = time.monotonic() + KNOWN_S
+    while time.monotonic() < give_up_s:
+        pending = replica.mail.collect(state.ingress_id, 0).emissions
+        if not any(e.move == "begun" and e.sequence_id == state.sequence_id for e in pending):
+            return
+        await asyncio.sleep(0.005)
 
 
 def go_on(pid: int) -> None:

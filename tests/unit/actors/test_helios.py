@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ HARDWARE = Hardware(8)
 PREFILL, SCOUT_P = (Role.PREFILL, 0), (Role.PREFILL, 1)
 DECODE, SCOUT_D = (Role.DECODE, 0), (Role.DECODE, 1)
 PLACES = (PREFILL, DECODE, SCOUT_P, SCOUT_D)
+PENDING = ReplicaPhase.PENDING
 SCALING = {
     "helios.models": ["quadriga-s"],
     "helios.scaling.enabled": True,
@@ -679,6 +680,40 @@ async def test_the_next_controller_keeps_what_scaling_added(make_stand: MakeStan
     leaving.phase = ReplicaPhase.RETIRING
     stand.again()
     assert stand.decode_places == {0, 2}, "one that drains is no place to fill"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "stays"),
+    [
+        ((L3, S8), (S8,), "quadriga-s"),
+        ((S8, L3), (L3,), "quadriga-l"),
+        ((L3,), (S8, L3), "quadriga-l"),
+        ((L3, S8), (S8, L3), "quadriga-l"),
+    ],
+    ids=["begun", "nearly done", "done but for one", "both models at both"],
+)
+async def test_half_a_switch_is_undone_or_ended_by_the_next_controller(
+    make_stand: MakeStand,
+    prefill: Sequence[DepthClass],
+    decode: Sequence[DepthClass],
+    stays: str,
+) -> None:
+    """Observed once: the roles held different models, and both of prefill's stayed for minutes."""
+    stand = make_stand(**{"helios.scout": False})
+    found = [stand.add(PREFILL, c, f"p-{c.model}") for c in prefill]
+    found += [stand.add(DECODE, c, f"d-{c.model}") for c in decode]
+    late = found[-1]  # that one has not answered yet
+    answer, late.status, late.fingerprint, late.phase = late.status, None, None, PENDING
+    stand.again().pools.specs()
+    late.status, late.fingerprint, late.phase = answer, "same", ReplicaPhase.READY
+    pools = stand.control.pools
+    assert {pools.specs()[key].engine.depth_class.model for key in (PREFILL, DECODE)} == {stays}
+    surplus = [r for r in found if r.depth_class.model != stays]
+    while going := [r for r in surplus if pools.may_go(r)]:
+        for replica in going:
+            surplus.remove(replica)
+            del stand.fleet.replicas[replica.name]
+    assert not surplus
 
 
 async def test_the_next_controller_leaves_out_what_scaling_took_away(make_stand: MakeStand) -> None:
