@@ -98,11 +98,7 @@ class AgentClient:
 
 @asynccontextmanager
 async def started_agent(
-    address: str,
-    *,
-    log: Path,
-    prefix: Sequence[str] = (),
-    environment: Mapping[str, str],
+    address: str, *, log: Path, prefix: Sequence[str] = (), environment: Mapping[str, str]
 ) -> AsyncIterator[AgentClient]:
     """Start an agent in the cluster at an address, and end it with the block.
 

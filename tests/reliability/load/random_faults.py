@@ -83,9 +83,8 @@ class RandomFaults:
         if trouble:
             self.failures.append(f"the service is not whole again: {trouble}")
         if self._restore is not None:
-            replica, depth = self._restore
             with contextlib.suppress(AgentError):  # it died: its successor has all layers
-                await self._control.agent.call("resize", replica, depth)
+                await self._control.agent.call("resize", *self._restore)
             self._restore = None
 
     def never_done(self) -> list[str]:
@@ -142,7 +141,7 @@ class RandomFaults:
         os.kill(self._rng.choice(pids), signal.SIGKILL)
         self.done[f"kill {kind}"] += 1
         await asyncio.sleep(AFTER_KILL_S)
-        trouble = await self._control.until_ready(READY_TIMEOUT_S)
+        trouble = await self._control.until_ready(READY_TIMEOUT_S, may_change=True)
         if trouble:
             self.failures.append(f"no successor of a {kind} that was killed: {trouble}")
         await asyncio.sleep(self._rng.uniform(0.0, REBUILD_S))
