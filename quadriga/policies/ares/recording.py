@@ -133,8 +133,8 @@ class RecentTicks:
             self._num_bytes -= self._ticks.popleft()[0]
 
     def all(self) -> list[RecordedTick]:
-        """What is kept, oldest first."""
-        return [tick for _, tick in self._ticks]
+        """What is kept, oldest first; from any thread, while others are added."""
+        return [tick for _, tick in tuple(self._ticks)]
 
 
 def lines_of(ticks: Iterable[RecordedTick]) -> str:
