@@ -118,7 +118,7 @@ class InputProcessor:
             )
         if sampling is None:
             sampling = SamplingParams(max(1, most - len(ids)), **asdict(checkpoint.sampling))
-        sampling.check()
+        sampling.check(checkpoint.vocab_size)
         if sampling.grammar is not None:
             from quadriga.text.grammar import grammars_of  # as torch, not with this module
 

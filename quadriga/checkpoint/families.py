@@ -28,6 +28,8 @@ _MAX_POSITIONS = (
     "seq_length",
 )
 DEFAULT_MAX_POSITIONS = 2048
+QWEN3_HEAD_DIM = 128
+"""Where a config names none."""
 MAX_LAYERS = 10_000
 """No model has as many; what is made for each layer fits into memory."""
 
@@ -63,11 +65,13 @@ def read_facts(config: dict[str, Any]) -> ModelFacts:
         num_heads = int(_first(text, _NUM_HEADS))
     except KeyError:
         raise KeyError(f"{_NUM_HEADS[0]} (without attention there is no K/V to serve)") from None
+    is_qwen3 = "Qwen3ForCausalLM" in (config.get("architectures") or ())
+    usual_head_dim = QWEN3_HEAD_DIM if is_qwen3 else hidden_size // num_heads
     return ModelFacts(
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_kv_heads=_num_kv_heads(text, num_heads),
-        head_dim=int(text.get("head_dim") or hidden_size // num_heads),
+        head_dim=int(text.get("head_dim") or usual_head_dim),
         vocab_size=int(text["vocab_size"]),
         max_positions=int(_first(text, _MAX_POSITIONS, DEFAULT_MAX_POSITIONS)),
     )

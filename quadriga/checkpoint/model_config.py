@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quadriga.checkpoint.families import MAX_LAYERS
+from quadriga.checkpoint.families import MAX_LAYERS, QWEN3_HEAD_DIM
 from quadriga.checkpoint.json_files import GARBLED, read_object
 from quadriga.checkpoint.quantisation import quantisation_of
 from quadriga.errors import ConfigError
@@ -162,9 +162,8 @@ def _qwen2(raw: dict[str, Any]) -> ModelConfig:
 
 def _qwen3(raw: dict[str, Any]) -> ModelConfig:
     bias = bool(raw.get("attention_bias", False))
-    head_dim = int(raw.get("head_dim") or 128)
     return _rope_family(
-        raw | {"head_dim": head_dim},
+        raw | {"head_dim": raw.get("head_dim") or QWEN3_HEAD_DIM},
         "qwen3",
         window=_qwen_window(raw),
         qk_norm=True,

@@ -85,12 +85,19 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    def check(self) -> None:
+    def check(self, vocab_size: int) -> None:
         """Raises: InvalidRequest: A value is outside what the sampler can do."""
         for name, (low, high) in SAMPLING_BOUNDS.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise InvalidRequest(f"{name}: {value} must be in {low}..{high}", param=name)
+        for token_id, bias in self.logit_bias:
+            if not 0 <= token_id < vocab_size or not bias <= 1e6:  # -inf bans, NaN does not pass
+                raise InvalidRequest(
+                    f"logit_bias: {bias} for {token_id}; ids are below {vocab_size}, values up to "
+                    "1e6",
+                    param="logit_bias",
+                )
         if self.pooling is not None and (self.max_tokens or self.num_prompt_logprobs is not None):
             raise InvalidRequest(
                 f"pooling: {self.pooling!r} makes an embedding, which has no tokens; set "

@@ -120,4 +120,4 @@ def test_a_part_of_the_layers_has_no_embeddings() -> None:
 
 def test_an_embedding_generates_nothing() -> None:
     with pytest.raises(InvalidRequest, match="pooling: 'mean' makes an embedding"):
-        SamplingParams(4, pooling="mean").check()
+        SamplingParams(4, pooling="mean").check(9)

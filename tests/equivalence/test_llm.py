@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -260,6 +261,8 @@ def test_nothing_is_loaded_where_the_tokenizer_is_missing(
         ([5], {"stop": [7]}, "stop: must be strings"),
         ([5], {"exits": ExitParams(0.9, "bounded", 1)}, r"max_depth: 1 must be in 2\.\.8"),
         ([5], {"exits": ExitParams(0.9, "strict", 4)}, "ends at 4 of 8 layers"),
+        ([5], {"sampling": replace(GREEDY, logit_bias=((614, 1.0),))}, "ids are below 614"),
+        ([5], {"sampling": replace(GREEDY, logit_bias=((5, math.nan),))}, "nan for 5"),
     ],
 )
 def test_bad_input_is_named_before_anything_runs(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.checkpoint.model_config import RopeConfig, read_model_config
 from quadriga.engine.models.rope import inverse_frequencies
 from quadriga.errors import ConfigError
@@ -81,6 +82,11 @@ def test_a_window_that_no_file_names_is_transformers_own(
 ) -> None:
     config = read(tmp_path, architectures=["MistralForCausalLM"], sliding_window=named)
     assert set(config.windows) == {window}
+
+
+def test_memory_is_planned_for_the_heads_that_qwen3_has_unnamed(tmp_path: Path) -> None:
+    config = read(tmp_path, architectures=["Qwen3ForCausalLM"])
+    assert config.head_dim == read_checkpoint(str(tmp_path)).head_dim == 128
 
 
 def test_windows_follow_the_layer_types(tmp_path: Path) -> None:
