@@ -112,3 +112,20 @@ async def test_nothing_is_sent_to_a_replica_just_found_to_be_gone() -> None:
         await state.admit(request)
     clock.advance(LOST_S)  # a replica that only stood still may have come back
     assert (await state.admit(request)).prefill_replica == "app:prefill:0"
+
+
+async def test_a_cancellation_that_did_not_arrive_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("actors.rpc.rpc_batcher.TELL_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("serve_app.request.cluster_client.own_actor", lambda: "")
+    sent: list[tuple[Any, ...]] = []
+
+    async def call(*args: Any, timeout_s: float) -> None:
+        sent.append(args)
+        if len(sent) == 1:
+            raise ReplicaDied("the connection broke", code="unreachable")
+
+    monkeypatch.setattr("actors.rpc.ray_rpc.call", call)
+    await ClusterClient("app").cancel("app:decode:0", ["s"], "me")
+    assert sent == [("app:decode:0", "cancel", ["s"], "me")] * 2
