@@ -149,7 +149,7 @@ async def test_resumption_and_cancel(make_stand: MakeStand) -> None:
 async def test_who_waits_over_http_hears_of_a_cancellation(
     make_stand: MakeStand, stream: bool
 ) -> None:
-    stand = await make_stand(keys=KEYS, gate=asyncio.Event())
+    stand = await make_stand(keys=ApiKeys.of(["secret"]), gate=asyncio.Event())
     headers = {"authorization": "Bearer secret", "idempotency-key": "r1"}
     waiting = asyncio.ensure_future(stand.complete(stream=stream, headers=headers))
     await until(lambda: bool(stand.cluster.decode.num_polls))
