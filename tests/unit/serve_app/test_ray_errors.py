@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from quadriga.config.loader import load_config
-from quadriga.errors import ConfigError, ReplicaError, Unavailable
+from quadriga.errors import ConfigError, Unavailable
 from quadriga.ports import free_port
 from serve_app.__main__ import main
 from serve_app.auth.api_keys import ApiKeys
@@ -89,17 +89,12 @@ def test_serve_that_does_not_start(
 
 
 def test_a_controller_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise ray.exceptions.GetTimeoutError("no answer yet")
-
+    late = MagicMock(side_effect=ray.exceptions.GetTimeoutError("no answer yet"))
     monkeypatch.setattr("actors.rpc.ray_rpc.get_actor", MagicMock())
-    monkeypatch.setattr(ray, "get", fail)
+    monkeypatch.setattr(ray, "get", late)
     config = load_config({"lifecycle.replica_start_timeout_s": 0.1})
-    service = LocalService(config, ApiKeys(), Addresses())
-    with pytest.raises(ReplicaError, match="no answer yet"):
-        service.status()
     with pytest.raises(Unavailable, match=r"replica_start_timeout_s: .*no answer yet"):
-        service._await_ready()
+        LocalService(config, ApiKeys(), Addresses())._await_ready()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
