@@ -17,13 +17,18 @@ from quadriga.policies.liveness import CONTROLLER_SILENCE_S, DEAF_S
 from serve_app.request.cluster_client import LOST_S, ClusterClient, ClusterStateCache
 
 
+@pytest.fixture(autouse=True)
+def no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask Ray which actor this is would start it."""
+    monkeypatch.setattr("serve_app.request.cluster_client.own_actor", lambda: "")
+
+
 class Beats(ClusterClient):
     """Records the calls; each takes a given time of a fake clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
-        monkeypatch.setattr("serve_app.request.cluster_client.own_actor", lambda: "")
         super().__init__("app")
         self.heard: list[str] = []
         self.restarted: list[float] = []
@@ -119,7 +124,6 @@ async def test_a_cancellation_that_did_not_arrive_is_sent_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("actors.rpc.rpc_batcher.TELL_TIMEOUT_S", 0.0)
-    monkeypatch.setattr("serve_app.request.cluster_client.own_actor", lambda: "")
     call = AsyncMock(side_effect=[ReplicaDied("the link broke", code="unreachable"), None])
     monkeypatch.setattr("actors.rpc.ray_rpc.call", call)
     await ClusterClient("app").cancel("app:decode:0", ["s"], "me")
