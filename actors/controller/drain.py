@@ -29,14 +29,11 @@ class ReplicaCaller(Protocol):
 
 async def hand_over(
     call: ReplicaCaller, replica: str, next_owners: Sequence[str], *, timeout_s: float
-) -> bool:
+) -> None:
     """Have a decode replica move what it runs.
 
     Args:
         next_owners: The one with the most room first; the next gets what did not fit there.
-
-    Returns:
-        Whether all of it went.
 
     Raises:
         QuadrigaError: It does not answer.
@@ -51,8 +48,7 @@ async def hand_over(
                 "%s moved %d of %d sequences to %s", replica, moved, len(reports), destination
             )
         if all(r.outcome in AWAY for r in reports):
-            return True
-    return False
+            return
 
 
 async def empty(

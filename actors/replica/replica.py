@@ -539,15 +539,9 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         for ingress_id in silent.keys() & held.keys():
             resumable = held[ingress_id]  # as of now: another ingress may adopt one at any time
             logger.info("cancel %d sequences of the silent ingress %s", len(resumable), ingress_id)
-            self.emit(
-                [
-                    (
-                        ingress_id,
-                        EngineOutput(o.sequence_id, o.epoch, len(o.output_ids), error=error),
-                    )
-                    for o in resumable
-                ]
-            )
+            # Without an index: the engine's newest tokens may come behind it.
+            errors = [EngineOutput(o.sequence_id, o.epoch, error=error) for o in resumable]
+            self.emit([(ingress_id, output) for output in errors])
             await self.cancel([o.sequence_id for o in resumable], ingress_id)
         for ingress_id in [i for i, age_s in silent.items() if age_s > forget_after_s]:
             self.mail.drop(ingress_id)

@@ -58,6 +58,8 @@ def from_rpc(exc: grpc.RpcError) -> QuadrigaError:
     cls = _BY_CODE.get(code, fallback) if code else fallback
     if cls.grpc_code != status:
         cls = ReplicaError if code and status == "UNAVAILABLE" else fallback
+    if cls is Overloaded and not code and "message larger than max" in (call.details() or ""):
+        cls = InvalidRequest  # gRPC's own limit: it is as large the next time
     retry_after_s = None
     wait_ms = metadata.get("retry-after-ms", "")
     if wait_ms.isdigit():

@@ -42,6 +42,8 @@ from quadriga.policies.helios import (
 logger = logging.getLogger(__name__)
 
 SHOWN_DECISIONS = 50
+MAX_INGRESSES = 256
+"""Whose reports are told from those that come again."""
 _BREACH_WEIGHT = 0.3
 
 
@@ -109,8 +111,10 @@ class HeliosOperator:
 
         What was told without an answer is told again, and perhaps with more.
         """
-        told = self._told.get(ingress_id, 0)
+        told = self._told.pop(ingress_id, 0)
         self._told[ingress_id] = max(told, first + len(reports))
+        if len(self._told) > MAX_INGRESSES:  # the one that was silent for longest
+            del self._told[next(iter(self._told))]
         return reports[max(0, told - first) :]
 
     def report(self, report: AutoReport) -> None:

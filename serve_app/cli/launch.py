@@ -17,7 +17,7 @@ from typing import Any
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.config.resolve import runner_of
-from quadriga.errors import ConfigError, QuadrigaError, Unavailable
+from quadriga.errors import ConfigError, QuadrigaError, ReplicaError, Unavailable
 from quadriga.ports import LOOPBACK
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.cli.environment import GRPC_SERVICERS, LOG_FORMAT_VARIABLE, prepare_environment
@@ -276,14 +276,19 @@ class LocalService:
         return Path(node.get_logs_dir_path())
 
     def status(self) -> dict[str, Any]:
-        """What runs where, from the controller."""
+        """What runs where, from the controller. Raises: ReplicaError: It does not answer."""
         import ray
+        from ray.exceptions import RayError
 
         from actors.rpc.lifecycle import controller_name
-        from actors.rpc.lookup import get_actor
+        from actors.rpc.ray_rpc import from_ray, get_actor
 
-        controller: Any = get_actor(controller_name(self.config.name))
-        status: dict[str, Any] = ray.get(controller.status.remote(), timeout=STATUS_TIMEOUT_S)
+        name = controller_name(self.config.name)
+        controller: Any = get_actor(name)
+        try:
+            status: dict[str, Any] = ray.get(controller.status.remote(), timeout=STATUS_TIMEOUT_S)
+        except RayError as exc:
+            raise from_ray(name, "status", exc) from exc
         return status
 
     def stop(
@@ -315,7 +320,10 @@ class LocalService:
         deadline_s = time.monotonic() + self.config.lifecycle.replica_start_timeout_s
         num_ready = 0
         while True:
-            status = self.status()
+            try:
+                status = self.status()
+            except ReplicaError as exc:  # Ray starts the controller anew
+                status = {"num_ready": num_ready, "replicas": [], "error": exc.message}
             if status["num_ready"] != num_ready:
                 num_ready = status["num_ready"]
                 self._progress(f"{num_ready} of {status['num_desired']} replicas are ready")

@@ -184,8 +184,7 @@ class Endpoint:
             if error.http_status >= 500:
                 HTTP_SERVER.log_error(error.http_status, f"{call.route}: {error.message}")
             call.status = error.http_status
-            if not isinstance(error, Cancelled):  # there is no client to read an answer
-                await send_error(send, error)
+            await send_error(send, error)  # nobody reads it where the client itself is gone
         finally:  # without a status where the call itself was cancelled
             code = call.failed_status or call.status or CLIENT_GONE
             if call.route not in UNCOUNTED:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypedDict
 
-from quadriga.errors import Cancelled, InvalidRequest, QuadrigaError
+from quadriga.errors import InvalidRequest, QuadrigaError
 from quadriga.observability import tracing
 from quadriga.text import TextTokenizer
 from serve_app.auth.keys import ApiKey
@@ -199,10 +199,6 @@ async def _stream(
             await call.write(answer_format.events(stream, deltas, tokenizer))
             deltas = await stream.read()
         await call.write(answer_format.closing_events(stream.request), more=False)
-    except Cancelled as exc:
-        call.failed_status = exc.http_status
-        logger.info("stream ended by its client: %s", exc.message)
-        await call.write(b"", more=False)
     except QuadrigaError as exc:
         call.failed_status = exc.http_status
         await call.write(answer_format.error_event(exc), more=False)

@@ -77,8 +77,8 @@ class ClusterClient:
     async def cancel(
         self, replica: str, sequence_ids: Sequence[str], ingress_id: str | None
     ) -> None:
-        """Have sequences freed that belong to this ingress; None: to any."""
-        await self._call(replica, "cancel", list(sequence_ids), ingress_id)
+        """Have sequences freed that belong to this ingress; None: to any. Asks again if need be."""
+        await self._calls.tell(replica, "cancel", list(sequence_ids), ingress_id)
 
     async def holding(self, replica: str, sequence_ids: Sequence[str]) -> list[str]:
         """Those of the sequences that the replica has."""

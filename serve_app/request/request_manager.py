@@ -274,14 +274,16 @@ class RequestManager:
                     return False
                 if not isinstance(exc, ReplicaError | Overloaded | Unavailable):
                     raise
-                num_failures += 1
                 if isinstance(exc, ReplicaDied):
                     self._cluster_state.forget(admission.prefill_replica)
-                if not is_rebuild and num_failures == SUBMIT_ATTEMPTS:
+                # One that drains or starts may be named again until its next report is there.
+                is_patient = is_rebuild or isinstance(exc, Unavailable)
+                num_failures += not is_patient
+                if num_failures == SUBMIT_ATTEMPTS:
                     raise
                 # The submission may still have arrived, and must not run twice under one name.
                 name = self._rename(sequence)
-                if is_rebuild:
+                if is_patient:
                     wait_s = await self._wait(give_up_s, wait_s, exc)
         return False
 

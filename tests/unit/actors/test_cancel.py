@@ -178,9 +178,10 @@ async def test_a_sequence_that_is_adopted_at_the_last_moment_goes_on() -> None:
     async def and_then() -> Any:
         found = list(await held())
         replica.engine.before = lambda: setattr(found[1], "ingress_id", HEIR)
+        found[0].output_ids.append(7)  # by the engine's thread, which tells of it in a moment
         return found
 
     replica._held = and_then  # type: ignore[method-assign]
     await replica._cancel_abandoned({GONE: 61.0}, forget_after_s=600.0)
     assert replica.ids == ["b", "c"]
-    assert {ingress_id for ingress_id, _ in replica.told} == {GONE}
+    assert {(ingress_id, e.first_index) for ingress_id, e in replica.told} == {(GONE, 0)}

@@ -23,6 +23,7 @@ from quadriga.checkpoint.folder import ASSETS
 from quadriga.clock import ManualClock
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.config.resolve import Hardware, resolve
+from quadriga.control.helios_operator import MAX_INGRESSES
 from quadriga.control.helios_setup import set_up, with_a_choice
 from quadriga.control.replica_record import ParkedSequence, ReplicaLoad, ReplicaStatus, place_name
 from quadriga.control.strict_requests import escalations
@@ -227,6 +228,9 @@ async def test_reports_that_are_told_again_count_once(make_stand: MakeStand) -> 
         stand.num_told = 0  # the answer to those before was lost
         stand.report([AutoReport("started", "decode:1")] * count)
         assert stand.control.operator.route().places == 2 - count
+    for number in range(2 * MAX_INGRESSES):
+        stand.control.report(f"i-{number}", 0, [])
+    assert len(stand.control.operator._told) == MAX_INGRESSES
 
 
 async def test_breaches_load_the_rest(make_stand: MakeStand) -> None:

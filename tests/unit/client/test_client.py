@@ -152,6 +152,15 @@ def test_errors_that_a_retry_cannot_help_are_raised_at_once(
     assert len(servicer.requests) == 1
 
 
+def test_a_message_that_grpc_does_not_send_is_not_tried_again(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [("grpc.max_send_message_length", 64)]
+    monkeypatch.setattr("quadriga.client.base.CHANNEL_OPTIONS", options)
+    with Client(target) as client, pytest.raises(InvalidRequest, match="larger than max"):
+        client.generate("x" * 100)
+
+
 def test_retries_end(servicer: Servicer, client: Client) -> None:
     servicer.faults = [(0, Overloaded("full", retry_after_s=0.001))] * 9
     with pytest.raises(Overloaded):

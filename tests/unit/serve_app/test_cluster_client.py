@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -16,13 +17,18 @@ from quadriga.policies.liveness import CONTROLLER_SILENCE_S, DEAF_S
 from serve_app.request.cluster_client import LOST_S, ClusterClient, ClusterStateCache
 
 
+@pytest.fixture(autouse=True)
+def no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask Ray which actor this is would start it."""
+    monkeypatch.setattr("serve_app.request.cluster_client.own_actor", lambda: "")
+
+
 class Beats(ClusterClient):
     """Records the calls; each takes a given time of a fake clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
-        monkeypatch.setattr("serve_app.request.cluster_client.own_actor", lambda: "")
         super().__init__("app")
         self.heard: list[str] = []
         self.restarted: list[float] = []
@@ -112,3 +118,13 @@ async def test_nothing_is_sent_to_a_replica_just_found_to_be_gone() -> None:
         await state.admit(request)
     clock.advance(LOST_S)  # a replica that only stood still may have come back
     assert (await state.admit(request)).prefill_replica == "app:prefill:0"
+
+
+async def test_a_cancellation_that_did_not_arrive_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("actors.rpc.rpc_batcher.TELL_TIMEOUT_S", 0.0)
+    call = AsyncMock(side_effect=[ReplicaDied("the link broke", code="unreachable"), None])
+    monkeypatch.setattr("actors.rpc.ray_rpc.call", call)
+    await ClusterClient("app").cancel("app:decode:0", ["s"], "me")
+    assert [c.args for c in call.await_args_list] == [("app:decode:0", "cancel", ["s"], "me")] * 2

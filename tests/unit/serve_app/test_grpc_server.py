@@ -145,6 +145,21 @@ async def test_resumption_and_cancel(make_stand: MakeStand) -> None:
     await until(lambda: stand.cluster.num_held == 0)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_waits_over_http_hears_of_a_cancellation(
+    make_stand: MakeStand, stream: bool
+) -> None:
+    stand = await make_stand(keys=ApiKeys.of(["secret"]), gate=asyncio.Event())
+    headers = {"authorization": "Bearer secret", "idempotency-key": "r1"}
+    waiting = asyncio.ensure_future(stand.complete(stream=stream, headers=headers))
+    await until(lambda: bool(stand.cluster.decode.num_polls))
+    named = pb.CancelRequest(request_id="r1").SerializeToString()
+    assert (await GrpcServer(stand.engine).cancel(named, Context())).found
+    answer = await waiting
+    assert answer.status_code == (200 if stream else 499)
+    assert "cancelled by the client" in answer.text
+
+
 async def test_an_ingress_that_never_held_a_request_goes_on_with_it(
     make_stand: MakeStand,
 ) -> None:

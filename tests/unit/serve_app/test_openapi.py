@@ -119,7 +119,7 @@ def test_every_error_a_client_can_meet_is_on_the_page() -> None:
         return {cls}.union(*(tree(sub) for sub in cls.__subclasses__()))
 
     documented = {e.http_status for op in OPERATIONS for e in op.errors}
-    elsewhere = {405, 499}  # the router's, named in the description; and a client that is gone
+    elsewhere = {405, 499}  # the router's, named in the description; and what a client cancels
     assert {cls.http_status for cls in tree(QuadrigaError)} <= documented | elsewhere
 
 

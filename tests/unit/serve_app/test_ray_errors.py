@@ -12,14 +12,18 @@ import threading
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import ray
 
-from quadriga.errors import ConfigError
+from quadriga.config.loader import load_config
+from quadriga.errors import ConfigError, Unavailable
 from quadriga.ports import free_port
 from serve_app.__main__ import main
+from serve_app.auth.api_keys import ApiKeys
 from serve_app.cli import ray_errors
+from serve_app.cli.launch import Addresses, LocalService
 from serve_app.cli.ray_errors import explain, explain_in_serve_cli
 from serve_app.cli.stdio_redirect import StdioRedirect
 
@@ -82,6 +86,15 @@ def test_serve_that_does_not_start(
     line = the_line(capfd)
     assert "starting Ray Serve on http://127.0.0.1:" in line
     assert "the proxy did not come up; the reason is in " in line
+
+
+def test_a_controller_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = MagicMock(side_effect=ray.exceptions.GetTimeoutError("no answer yet"))
+    monkeypatch.setattr("actors.rpc.ray_rpc.get_actor", MagicMock())
+    monkeypatch.setattr(ray, "get", late)
+    config = load_config({"lifecycle.replica_start_timeout_s": 0.1})
+    with pytest.raises(Unavailable, match=r"replica_start_timeout_s: .*no answer yet"):
+        LocalService(config, ApiKeys(), Addresses())._await_ready()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
