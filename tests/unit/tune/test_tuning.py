@@ -241,7 +241,10 @@ def test_answers_to_other_prompts_are_not_mixed_in(llama: tuple[Path, Path]) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--layers", "0"], "no whole number above 0"),
+        (["--layers", "0"], "no whole number from 1 on"),
+        (["--speed-prompts", "-1"], "no whole number from 0 on"),
+        (["--epochs", "nan"], "no number above 0"),
+        (["--rate", "0"], "no number above 0"),
         (["--budget", "changed=x"], "must be changed=X"),
         (["--parts", "magic"], "none of exits"),
         (["--import", "dssd"], "must be layerskip"),
@@ -253,6 +256,19 @@ def test_wrong_arguments_are_refused(
     with pytest.raises(SystemExit):
         main(["quadriga-s", "--out", "unused", "--prompts", "tasks:1", *words])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("parts", "held"), [("exits", "sort"), ("lengths", "none")])
+def test_prompts_that_are_too_few_are_refused_before_any_is_answered(
+    parts: str, held: str, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"domain": "sort", "prompt": "Sort: 3 1 2\n"}) + "\n")
+    words = ["quadriga-s", "--out", str(tmp_path / "out"), "--prompts", str(prompts)]
+    words += ["--parts", parts] + ["--hold-back", held] * (held != "none")
+    with pytest.raises(SystemExit, match=f"there for {parts}, as none of 1 prompts falls"):
+        main(words)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_layer_outside_the_model_is_refused(tmp_path: Path) -> None:
