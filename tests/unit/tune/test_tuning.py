@@ -258,17 +258,14 @@ def test_wrong_arguments_are_refused(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("parts", "held"), [("exits", "sort"), ("lengths", "none")])
-def test_prompts_that_are_too_few_are_refused_before_any_is_answered(
-    parts: str, held: str, tmp_path: Path
+@pytest.mark.parametrize(("part", "held"), [("exits", "prompts"), ("lengths", "")])
+def test_too_few_prompts_are_refused_before_any_is_answered(
+    part: str, held: str, tmp_path: Path
 ) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"domain": "sort", "prompt": "Sort: 3 1 2\n"}) + "\n")
-    words = ["quadriga-s", "--out", str(tmp_path / "out"), "--prompts", str(prompts)]
-    words += ["--parts", parts] + ["--hold-back", held] * (held != "none")
-    with pytest.raises(SystemExit, match=f"there for {parts}, as none of 1 prompts falls"):
-        main(words)
-    assert not (tmp_path / "out").exists()
+    (tmp_path / "p.txt").write_text("Sort: 3 1 2\n")
+    words = ["--out", f"{tmp_path}/out", "--prompts", f"{tmp_path}/p.txt", "--parts", part]
+    with pytest.raises(SystemExit, match=f"there for {part}, as none of 1 prompts falls"):
+        main(["quadriga-s", *words, f"--hold-back={held}"])
 
 
 def test_a_layer_outside_the_model_is_refused(tmp_path: Path) -> None:
