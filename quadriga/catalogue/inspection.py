@@ -46,7 +46,7 @@ def inspect(model: str, *, cache_dir: str | None = None) -> CatalogueModel:
     sizes = sizes_of(config, checkpoint.exits)
     tensors = read_checkpoint_headers(path)
     _check_layers(path, tensors, sizes)
-    extra = _exit_tensors(checkpoint.heads_path, checkpoint.exits)
+    extra = exit_tensors(checkpoint.heads_path, checkpoint.exits)
     check_finite([*tensors.values(), *extra], whole_below_bytes=WHOLE_SCAN_BYTES)
     return CatalogueModel(
         id=checkpoint.id,
@@ -87,8 +87,8 @@ def _check_layers(path: Path, tensors: dict[str, TensorPlace], sizes: ModelSizes
         )
 
 
-def _exit_tensors(path: Path, exits: ExitSpec) -> list[TensorPlace]:
-    """The weights of the exits. Raises: ConfigError where an exit has none."""
+def exit_tensors(path: Path, exits: ExitSpec) -> list[TensorPlace]:
+    """The weights of exits, where they have any. Raises: ConfigError: Some are not there."""
     if exits.kind == "shared" or not exits.layers:
         return []
     if not (path / EXITS_WEIGHTS).is_file():
@@ -101,9 +101,7 @@ def _exit_tensors(path: Path, exits: ExitSpec) -> list[TensorPlace]:
         for part in exits.parts:
             if f"exits.{layer}.{part}" not in names:
                 raise ConfigError(
-                    f"model: {path / EXITS_WEIGHTS} lacks exits.{layer}.{part}, which "
-                    f"exits.json promises",
-                    param="model",
+                    f"model: {path / EXITS_WEIGHTS} lacks exits.{layer}.{part}", param="model"
                 )
     return tensors
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quadriga.catalogue.adapters import read_adapters
+from quadriga.catalogue.inspection import exit_tensors
 from quadriga.checkpoint.exits import (
     MAX_LAYERS,
     NEVER,
@@ -202,6 +203,7 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
             )
         runner = runner_of(pool, index, checkpoint, depth)
         _check_weights(engine.weights, device, dtype, runner, checkpoint.id)
+        _check_exits(pool, index, checkpoint, runner)
         _check_ranks(config, index, checkpoint, device, runner)
         adapters = _adapters(config, index, checkpoint, device, runner, DTYPE_BYTES[dtype])
         counts = num_replicas(pool, room, may_mix=not config.helios.enabled)
@@ -211,6 +213,9 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
         num_running += len(PARTS)
     num_processes = num_running * engine.tensor_parallel
     cpus_each = _cpus(config, device, hardware, num_processes)
+    if config.helios.enabled and config.helios.scaling.enabled:  # those that may come have KV, too
+        there = pools[0].num_replicas.get(Role.DECODE, 0)
+        num_processes += max(0, config.helios.scaling.max_replicas - there)
     memory_for = _kv_memory(config, hardware, device, dtype, pools, cpus_each, num_processes)
     replicas: list[ReplicaSpec] = []
     max_slots = _given(config.decode.max_slots, MAX_SLOTS[device])
@@ -251,6 +256,19 @@ def _check_weights(
         f"{what}; use 'auto'",
         param="engine.weights",
     )
+
+
+def _check_exits(pool: PoolConfig, index: int, checkpoint: Checkpoint, runner: Runner) -> None:
+    """Raises: ConfigError: Exits are asked for whose weights are not there."""
+    if runner == "native" and (pool.exits.layers != "auto" or pool.exits.kind != "auto"):
+        try:
+            exit_tensors(checkpoint.heads_path, checkpoint.exits)
+        except ConfigError as exc:
+            raise ConfigError(
+                f"pools.{index}.exits: {exc.message}; name exits that {checkpoint.id} has, or have "
+                "`python -m quadriga.tune` make others",
+                param=f"pools.{index}.exits",
+            ) from exc
 
 
 def _compile(config: QuadrigaConfig, device: Device) -> Literal["auto", "off", "wait"]:

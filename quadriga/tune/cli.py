@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from quadriga.errors import ConfigError
+from quadriga.errors import QuadrigaError
 
 KINDS = ("norm", "mlp", "head", "linear")
 PARTS = ("exits", "thresholds", "maps", "lengths", "report")
@@ -21,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         return _run(args)
-    except ConfigError as exc:
+    except QuadrigaError as exc:
         raise SystemExit(f"error: {exc.message}") from exc
 
 
@@ -33,26 +35,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", help="bundled or packaged name, checkpoint folder, GGUF file or hub id")
-    add(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="folder to write; serve it with exits.folder=DIR",
-    )
+    add("--out", type=Path, required=True, metavar="DIR",
+        help="folder to write; serve it with exits.folder=DIR")  # fmt: skip
     add(
         "--prompts",
         required=True,
         metavar="FILE",
         help=".txt, .jsonl or .jsonl.gz with `prompt` or `messages`, and `domain`; or tasks:N",
     )
-    add(
-        "--parts",
-        type=_parts,
-        default=PARTS,
-        metavar="PART,…",
-        help=f"of {', '.join(PARTS)}; default: all",
-    )
+    add("--parts", type=_parts, default=PARTS, metavar="PART,…",
+        help=f"of {', '.join(PARTS)}; default: all")  # fmt: skip
     add(
         "--layers",
         type=_layers,
@@ -60,22 +52,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="K,…",
         help="exits, by layers run before them; default: a half, two thirds, five sixths",
     )
-    add(
-        "--kind",
-        choices=KINDS,
-        default="mlp",
+    add("--kind", choices=KINDS, default="mlp",
         help="of the exits: norm; mlp, a bottleneck and a norm; head; linear, a head without a "
-        "norm (default: mlp)",
-    )
+        "norm (default: mlp)")  # fmt: skip
     add("--width", type=_count, default=256, help="of the MLP's bottleneck (default: 256)")
-    add(
-        "--import",
-        dest="imported",
-        type=_imported,
-        default=None,
-        metavar="FORMAT:PATH",
-        help=f"exits of another project instead of trained ones: {', '.join(FORMATS)}",
-    )
+    add("--import", dest="imported", type=_imported, default=None, metavar="FORMAT:PATH",
+        help=f"exits of another project instead of trained ones: {', '.join(FORMATS)}")  # fmt: skip
     add(
         "--budget",
         type=_budget,
@@ -84,51 +66,31 @@ def _parser() -> argparse.ArgumentParser:
         help="what may be given up: changed=0.02, the share of all tokens that are not those of "
         "full depth; loss=0.02, nats of log-likelihood a token (default: changed=0.02)",
     )
-    add(
-        "--hold-back",
-        type=_words,
-        default=(),
-        metavar="DOMAIN,…",
-        help="domains that nothing is learned or chosen on",
-    )
-    add("--epochs", type=float, default=3.0, help="times each token is learned from (default: 3)")
-    add("--rate", type=float, default=2e-3, help="greatest learning rate (default: 0.002)")
+    add("--hold-back", type=_words, default=(), metavar="DOMAIN,…",
+        help="domains that nothing is learned or chosen on")  # fmt: skip
+    add("--epochs", type=_above_zero, default=3.0,
+        help="times each token is learned from (default: 3)")  # fmt: skip
+    add("--rate", type=_above_zero, default=2e-3, help="greatest learning rate (default: 0.002)")
     add("--batch-tokens", type=_count, default=512, help="of a training step (default: 512)")
     add("--max-tokens", type=_count, default=256, help="of an answer (default: 256)")
-    add(
-        "--temperature",
-        type=float,
-        default=None,
-        help="of the answers (default: what the checkpoint recommends)",
-    )
+    add("--temperature", type=float, default=None,
+        help="of the answers (default: what the checkpoint recommends)")  # fmt: skip
     add("--seed", type=int, default=0, help="of everything random (default: 0)")
     add("--threads", type=_count, default=1, help="on a CPU (default: 1)")
     add("--slots", type=_count, default=32, help="answers generated at once (default: 32)")
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of the model and of the training's products (default: float32)",
-    )
+    add("--dtype", choices=("float32", "bfloat16"), default="float32",
+        help="of the model and of the training's products (default: float32)")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    add(
-        "--map-answers",
-        type=_count,
-        default=400,
-        help="that the maps are fitted on, at most (default: 400)",
-    )
+    add("--map-answers", type=_count, default=400,
+        help="that the maps are fitted on, at most (default: 400)")  # fmt: skip
     add(
         "--test-tokens",
         type=_count,
         default=20_000,
         help="that thresholds are chosen on, and reported on, at most (default: 20000)",
     )
-    add(
-        "--speed-prompts",
-        type=int,
-        default=32,
-        help="that the speed is measured with; 0: not (default: 32)",
-    )
+    add("--speed-prompts", type=partial(_count, least=0), default=32,
+        help="that the speed is measured with; 0: not (default: 32)")  # fmt: skip
     return parser
 
 
@@ -184,11 +146,26 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _count(text: str) -> int:
-    """An argparse type: a whole number above 0."""
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+def _count(text: str, least: int = 1) -> int:
+    """An argparse type: a whole number."""
+    if not (text.isascii() and text.isdecimal() and int(text) >= least):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
     return int(text)
+
+
+def _number(text: str) -> float:
+    """NaN where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _above_zero(text: str) -> float:
+    """An argparse type: a number above 0."""
+    if not 0 < _number(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return float(text)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -214,15 +191,11 @@ def _budget(text: str) -> tuple[str, float]:
     from quadriga.tune.thresholds import Measure
 
     measure, _, amount = text.partition("=")
-    try:
-        value = float(amount)
-    except ValueError:
-        value = -1.0
-    if measure not in get_args(Measure) or not 0 <= value <= 20:
+    if measure not in get_args(Measure) or not 0 <= _number(amount) <= 20:
         raise argparse.ArgumentTypeError(
             f"{text!r} must be changed=X or loss=X, and X a number from 0"
         )
-    return measure, value
+    return measure, float(amount)
 
 
 def _imported(text: str) -> tuple[str, Path]:

@@ -230,5 +230,5 @@ def shortlist(ids: Tensor, vocab: int, seed: int) -> tuple[Tensor | None, Tensor
     others = drawn[~torch.isin(drawn, best)]
     rest = vocab - len(best)
     weight = torch.zeros(len(best) + len(others), device=ids.device)
-    weight[len(best) :] = math.log(rest / max(1, len(others)))
+    weight[len(best) :] = math.log(max(1, rest) / max(1, len(others)))
     return torch.cat([best, others]), places, weight

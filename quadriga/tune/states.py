@@ -8,6 +8,7 @@ middle goes on with the next batch.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -132,8 +133,8 @@ class StateStore:
         self.depths = tuple(depths)
         self._hidden = hidden_size
         self._top = top
-        self._next = 0
-        self.num_tokens = 0
+        self._next = self.num_tokens = 0
+        self._read_answers = ""
         folder.mkdir(parents=True, exist_ok=True)
         progress = folder / _PROGRESS
         if progress.is_file():
@@ -145,6 +146,7 @@ class StateStore:
                     param="out",
                 )
             self.num_tokens, self._next = said["tokens"], said["answers"]
+            self._read_answers = said.get("read", "")
 
     @classmethod
     def open(cls, folder: Path) -> StateStore:
@@ -211,11 +213,13 @@ class StateStore:
         *,
         answers_at_once: int = 64,
     ) -> None:
-        """Run all answers that are not stored yet.
+        """Run all answers that are not stored yet; all of them where those stored are others.
 
         Args:
             advance: Called with the number of answers done.
         """
+        if _chained("", answers[: self._next]) != self._read_answers:
+            self._next, self.num_tokens, self._read_answers = 0, 0, ""
         advance(self._next)
         parts = self._parts()
         for name, (kind, width) in parts.items():  # what a run left that ended in the middle
@@ -232,17 +236,10 @@ class StateStore:
                         file.write(np.ascontiguousarray(values, dtype=kind).tobytes())
             self.num_tokens += count
             self._next += len(some)
-            write_atomically(
-                self.folder / _PROGRESS,
-                json.dumps(
-                    {
-                        "depths": list(self.depths),
-                        "hidden": self._hidden,
-                        "tokens": self.num_tokens,
-                        "answers": self._next,
-                    }
-                ).encode(),
-            )
+            self._read_answers = _chained(self._read_answers, some)
+            said = {"depths": list(self.depths), "hidden": self._hidden}
+            said |= {"tokens": self.num_tokens, "answers": self._next, "read": self._read_answers}
+            write_atomically(self.folder / _PROGRESS, json.dumps(said).encode())
             advance(len(some))
 
     def _read(
@@ -270,3 +267,10 @@ class StateStore:
             for k, x in states.items():
                 found[f"depth-{k}"] = x.float().clamp(-limit, limit).half().cpu().numpy()
             yield found
+
+
+def _chained(before: str, answers: Sequence[OwnAnswer]) -> str:
+    """A hash of answers, their order included, behind those of a hash."""
+    for answer in answers:
+        before = hashlib.sha256(f"{before}{answer.token_ids}".encode()).hexdigest()
+    return before

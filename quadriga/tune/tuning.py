@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from quadriga.checkpoint.families import NATIVE_ARCHITECTURES
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError
+from quadriga.files import write_atomically
 from quadriga.llm import LLM
 from quadriga.tune import lengths, report
 from quadriga.tune.answers import OwnAnswer, generate_answers
@@ -36,6 +37,14 @@ from quadriga.tune.thresholds import QualityBudget, Verdicts, choose, judge, out
 
 PartName = Literal["exits", "thresholds", "maps", "lengths", "report"]
 PARTS: tuple[PartName, ...] = ("exits", "thresholds", "maps", "lengths", "report")
+NEEDED: dict[PartName, tuple[Part, ...]] = {
+    "exits": ("train",),
+    "thresholds": ("calibrate",),
+    "maps": ("train",),
+    "lengths": ("train", "calibrate", "test"),
+    "report": ("test",),
+}
+"""The parts of the prompts that each of these learns from, chooses by or is measured on."""
 LEAST_SHARE = 0.01
 """Exits that fewer tokens leave at, within the budget, are left out."""
 
@@ -113,6 +122,7 @@ class Tuning:
                 param="held_back",
             )
         self._parts: dict[str, Part] = {p.id: p.part(options.held_back) for p in self.prompts}
+        self._check_parts(self._parts, "prompts")
         self.folder = TuneFolder(options.out, self.checkpoint)
         self.work = options.out / "work"
         self.made = TuneFolder(self.work / "exits", self.checkpoint)
@@ -137,6 +147,7 @@ class Tuning:
         torch.manual_seed(options.seed)
         plain = self._load({"folder": "own", "layers": "none"})
         answers = self._answers(plain)
+        self._check_parts([answer.id for answer in answers], "prompts that are short enough")
         depths = (*self.layers, self.checkpoint.num_layers)
         store = StateStore(
             self.work / f"states-{'-'.join(map(str, self.layers))}",
@@ -295,12 +306,6 @@ class Tuning:
             torch.tensor([i for i, p in enumerate(of_sample) if p == name], dtype=torch.long)
             for name in ("train", "calibrate", "test")
         )
-        if not min(len(train), len(validation), len(test)):
-            raise ConfigError(
-                f"--prompts: {len(answers)} answered prompts are too few for length heads, which "
-                "need some to learn from, some to stop by and some to be measured on",
-                param="prompts",
-            )
         total = lengths.MAX_EPOCHS * len(learned.depths)
         with self._progress("epochs of length heads, at most", total) as advance:
             spec, tensors, figures = lengths.train_heads(
@@ -345,22 +350,25 @@ class Tuning:
     def _tokens(
         self, store: StateStore, answers: Sequence[OwnAnswer], part: Part, most: int | None = None
     ) -> npt.NDArray[np.int64]:
-        """Tokens of one part, at most so many, drawn at random.
-
-        Raises: ConfigError: There are none.
-        """
+        """Tokens of one part, at most so many, drawn at random."""
         in_part = np.array([self._parts[answer.id] == part for answer in answers])
         which = np.flatnonzero(in_part[np.array(store.owners)])
-        if not which.size:
-            raise ConfigError(
-                f"--prompts: none of {len(answers)} answered prompts falls into the part "
-                f"{part!r}; give more prompts, or hold back fewer domains",
-                param="prompts",
-            )
         if most is not None and len(which) > most:
             rng = np.random.default_rng(self._options.seed)
             which = np.sort(rng.choice(which, most, replace=False))
         return which.astype(np.int64)
+
+    def _check_parts(self, ids: Collection[str], what: str) -> None:
+        """Raises: ConfigError: Something that is to be done would have no prompts."""
+        there = {self._parts[name] for name in ids}
+        for wanted in self._options.parts:
+            lacking = [part for part in NEEDED[wanted] if part not in there]
+            if lacking and (wanted != "exits" or self._options.imported is None):
+                raise ConfigError(
+                    f"--prompts: nothing is there for {wanted}, as none of {len(ids)} {what} falls "
+                    f"into the part {lacking[0]!r}; give more, or hold back fewer domains",
+                    param="prompts",
+                )
 
     def _load(self, exits: dict[str, Any]) -> LLM:
         options = self._options
@@ -396,7 +404,7 @@ class Tuning:
                 param="held_back",
             )
         asked["held_back"] = sorted(options.held_back)
-        file.write_text(json.dumps(asked))
+        write_atomically(file, json.dumps(asked).encode())
 
     def _how(self) -> dict[str, Any]:
         options = self._options
@@ -409,7 +417,7 @@ class Tuning:
         }
 
     def _keep_figures(self) -> None:
-        self._figures_file.write_text(json.dumps(self.figures, indent=1) + "\n")
+        write_atomically(self._figures_file, (json.dumps(self.figures, indent=1) + "\n").encode())
 
     @contextmanager
     def _progress(self, what: str, total: int | None) -> Iterator[Callable[[int], None]]:

@@ -252,6 +252,13 @@ def test_models_too_deep_for_early_exits_are_refused(checkpoint: Path) -> None:
     assert skipped_kv_of(checkpoint, layers="none") == "project"
 
 
+@pytest.mark.parametrize("exits", [{"layers": [3]}, {"kind": "mlp"}])
+def test_exits_without_weights_are_refused_before_a_replica_starts(exits: dict[str, Any]) -> None:
+    config = load_config({"model": "quadriga-s", "exits": exits})
+    with pytest.raises(ConfigError, match=r"pools\.0\.exits: .* lacks exits\.\d\."):
+        resolve(config, Hardware(num_cpus=8))
+
+
 def test_replicas_carry_the_labels_of_the_nodes_they_may_be_on() -> None:
     config = load_config(
         {

@@ -141,6 +141,14 @@ def test_memory_is_shared_by_the_replicas_that_a_node_may_have() -> None:
     assert share(big, small) == share(small) == int(KV_SHARE * alone)
 
 
+def test_replicas_that_scaling_may_add_have_their_share() -> None:
+    """With a prefill replica and two scouts, 16 decode replicas on a node are 19 processes."""
+    scaling = {"helios.scaling.enabled": True, "helios.scaling.max_replicas": 16}
+    hardware = Hardware(num_cpus=32, nodes=(NodeMemory(32.0, 64 * GIB),))
+    found = resolve(load_config({"helios.enabled": True, **scaling}), hardware).replicas
+    assert 0 < 19 * max(r.engine.kv_memory_bytes or 0 for r in found) <= KV_SHARE * 64 * GIB
+
+
 def test_the_sentence_says_why() -> None:
     def said(length: int, **changes: Any) -> str:
         facts: dict[str, Any] = {

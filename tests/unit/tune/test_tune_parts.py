@@ -83,6 +83,15 @@ def test_a_store_goes_on_where_a_run_stopped(runner: NativeRunner, tmp_path: Pat
         StateStore(tmp_path / "whole", HIDDEN, (1, LAYERS))
 
 
+def test_a_store_of_other_answers_begins_anew(runner: NativeRunner, tmp_path: Path) -> None:
+    """A prompt that was too long is answered now: it stands among those that were read before."""
+    answers = [OwnAnswer(str(i), ids(4, i), ids(3 + i, 50 + i), True) for i in range(3)]
+    for some in (answers[::2], answers):
+        store = StateStore(tmp_path, HIDDEN, (2, LAYERS), top=4)
+        store.fill(runner, some, lambda _: None)
+    assert np.bincount(store.owners.astype(np.int64)).tolist() == [3, 4, 5]
+
+
 def test_an_answer_that_was_cut_off_does_not_count(tmp_path: Path) -> None:
     file = tmp_path / ANSWERS_FILE
     line = json.dumps({"id": "a", "prompt_ids": [1], "answer_ids": [2], "has_ended": True})
@@ -131,6 +140,7 @@ def test_the_shortlist_estimates_the_softmax_of_the_whole_vocabulary() -> None:
     estimated = (logits[:, listed] + weight).logsumexp(-1)
     torch.testing.assert_close(estimated, logits.logsumexp(-1), atol=0.1, rtol=0)
     assert shortlist(best, 5000, seed=0)[0] is None
+    assert not shortlist(torch.arange(9000)[None], 9000, seed=0)[2].any()  # type: ignore[union-attr]
 
 
 def random_verdicts(count: int = 4000) -> Verdicts:

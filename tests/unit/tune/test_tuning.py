@@ -241,7 +241,10 @@ def test_answers_to_other_prompts_are_not_mixed_in(llama: tuple[Path, Path]) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--layers", "0"], "no whole number above 0"),
+        (["--layers", "0"], "no whole number from 1 on"),
+        (["--speed-prompts", "-1"], "no whole number from 0 on"),
+        (["--epochs", "nan"], "no number above 0"),
+        (["--rate", "0"], "no number above 0"),
         (["--budget", "changed=x"], "must be changed=X"),
         (["--parts", "magic"], "none of exits"),
         (["--import", "dssd"], "must be layerskip"),
@@ -253,6 +256,16 @@ def test_wrong_arguments_are_refused(
     with pytest.raises(SystemExit):
         main(["quadriga-s", "--out", "unused", "--prompts", "tasks:1", *words])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("part", "held"), [("exits", "prompts"), ("lengths", "")])
+def test_too_few_prompts_are_refused_before_any_is_answered(
+    part: str, held: str, tmp_path: Path
+) -> None:
+    (tmp_path / "p.txt").write_text("Sort: 3 1 2\n")
+    words = ["--out", f"{tmp_path}/out", "--prompts", f"{tmp_path}/p.txt", "--parts", part]
+    with pytest.raises(SystemExit, match=f"there for {part}, as none of 1 prompts falls"):
+        main(["quadriga-s", *words, f"--hold-back={held}"])
 
 
 def test_a_layer_outside_the_model_is_refused(tmp_path: Path) -> None:
