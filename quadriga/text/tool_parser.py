@@ -14,6 +14,7 @@ MAX_HELD_CHARS = 4096
 """Of what may be a call but has no name yet; longer, it is text."""
 MAX_HEAD_CHARS = 256
 """Before the arguments of `NAME[CALL_ID]ID[ARGS]`; names have at most 64."""
+BLANKS = " \n\r\t"
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 """Models mix up the key of their own form with the other one."""
 
@@ -112,7 +113,7 @@ class ToolParser:
         else:
             end = self._closing if self._inside else ""
             is_behind = self.num_calls and not self._said and not self._skipped
-            is_cut = bool(is_behind) and end.startswith(self._held.strip(" \n,;]"))
+            is_cut = bool(is_behind) and end.startswith(self._held.strip(BLANKS + ",;]"))
         if is_cut:
             self._held = ""
         self._say(news, len(self._held))
@@ -130,7 +131,7 @@ class ToolParser:
         """Look for the mark that opens calls; where there is none, for a brace before any text."""
         held = self._held
         if not self._opening:
-            start = held.lstrip(" \n;")
+            start = held.lstrip(BLANKS + ";")
             if not self._said and not start:
                 return False
             if not self._said and start[0] == "{":
@@ -162,7 +163,7 @@ class ToolParser:
 
     def _between(self, news: ToolNews) -> bool:
         """Behind the opening mark: the next call, or the closing mark."""
-        start = self._held.lstrip(" \n,;" if self._form.style == "named" else " \n[,;")
+        start = self._held.lstrip(BLANKS + (",;" if self._form.style == "named" else "[,;"))
         if not start:
             return False
         reader = _READERS[self._form.style]
@@ -173,7 +174,7 @@ class ToolParser:
         if reader.opening.startswith(start):
             return False
         if not self._skipped:  # behind a call
-            rest = start.lstrip(" \n]") if self._closing else start
+            rest = start.lstrip(BLANKS + "]") if self._closing else start
             closing = self._closing or "]"
             if rest.startswith(closing):
                 self._held, self._inside = rest[len(closing) :], False
@@ -274,7 +275,7 @@ class _Call:
                 self.arguments = self.arguments or "{}"
                 self._know()
             return
-        if self._depth == 1 and char in " \n\t\r" and not self._value:
+        if self._depth == 1 and char in BLANKS and not self._value:
             return
         if char in "{[":
             self._depth += 1
