@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ MAX_HEAD_CHARS = 256
 BLANKS = " \n\r\t"
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 """Models mix up the key of their own form with the other one."""
+Schemas = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(slots=True)
@@ -41,19 +43,23 @@ class ToolNews:
     Attributes:
         pieces: Texts and calls, in order.
         text, calls: All of each.
+        max_calls: Later calls of the answer are left out.
     """
 
     pieces: list[str | CallNews] = field(default_factory=list)
     text: str = ""
     calls: list[CallNews] = field(default_factory=list)
+    max_calls: float = math.inf
 
     def add(self, piece: str | CallNews) -> None:
         """What comes next."""
-        self.pieces.append(piece)
         if isinstance(piece, str):
             self.text += piece
-        else:
+        elif piece.index < self.max_calls:
             self.calls.append(piece)
+        else:
+            return
+        self.pieces.append(piece)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +69,17 @@ class ToolCalling:
     Attributes:
         parameters: A JSON schema by the name of each tool.
         marks: Special tokens that have a text here, as they open or close calls.
+        max_calls: See `ToolNews`.
     """
 
     form: ToolFormat
-    parameters: Mapping[str, Mapping[str, Any]]
+    parameters: Schemas
     marks: Mapping[int, str]
+    max_calls: float = math.inf
 
     def parser(self) -> ToolParser:
         """For one answer."""
-        return ToolParser(self.form, self.parameters)
+        return ToolParser(self.form, self.parameters, self.max_calls)
 
 
 class ToolParser:
@@ -84,8 +92,9 @@ class ToolParser:
         num_calls: Calls whose name was seen.
     """
 
-    def __init__(self, form: ToolFormat, parameters: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, form: ToolFormat, parameters: Schemas, max_calls: float = math.inf) -> None:
         self.num_calls = 0
+        self._max_calls = max_calls
         self._form = form
         self._parameters = parameters
         self._opening = form.opening.strip()
@@ -99,7 +108,7 @@ class ToolParser:
 
     def push(self, text: str) -> ToolNews:
         """Take in more of the answer."""
-        news = ToolNews()
+        news = ToolNews(max_calls=self._max_calls)
         self._held += text
         while self._advance(news):
             pass
@@ -107,7 +116,7 @@ class ToolParser:
 
     def flush(self) -> ToolNews:
         """The answer is over: what was held back is text, unless it is the end of calls."""
-        news = ToolNews()
+        news = ToolNews(max_calls=self._max_calls)
         if self._call is not None:
             is_cut = self._call.is_shown
         else:
@@ -220,7 +229,7 @@ class _Call:
 
     opening = "{"
 
-    def __init__(self, parameters: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, parameters: Schemas) -> None:
         self._parameters = parameters
         self.name: str | None = None
         self.arguments = ""
@@ -306,7 +315,7 @@ class _NamedCall(_Call):
 
     opening = ""
 
-    def __init__(self, parameters: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, parameters: Schemas) -> None:
         super().__init__(parameters)
         self._head = ""
 
