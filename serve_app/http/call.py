@@ -9,13 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from quadriga.errors import (
-    BodyTooLarge,
-    Cancelled,
-    HeadersTooLarge,
-    InvalidRequest,
-    RequestTimeout,
-)
+from quadriga.errors import BodyTooLarge, Cancelled, HeadersTooLarge, InvalidRequest, RequestTimeout
 from serve_app.http.server_metrics import HTTP_SERVER
 from serve_app.openai.errors import as_quadriga, send_error
 from serve_app.request.engine_client import EngineClient

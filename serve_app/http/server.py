@@ -13,13 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quadriga.errors import (
-    InvalidRequest,
-    MethodNotAllowed,
-    NotFound,
-    QuadrigaError,
-    Unavailable,
-)
+from quadriga.errors import InvalidRequest, MethodNotAllowed, NotFound, QuadrigaError, Unavailable
 from quadriga.observability.metrics import CONTENT_TYPE
 from serve_app.http.call import Call, Endpoint, json_in_parts
 from serve_app.http.cors import cors_middleware

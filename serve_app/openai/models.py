@@ -103,12 +103,7 @@ class ModelDirectory:
             if config.decode.rebatching == "off":
                 exits = replace(exits, layers=())
             models[checkpoint.id] = ServedModel(
-                checkpoint,
-                tokenizer,
-                length,
-                exits,
-                depth,
-                is_deterministic=config.deterministic,
+                checkpoint, tokenizer, length, exits, depth, is_deterministic=config.deterministic
             )
         for index, pool in enumerate(config.pools):
             if pool.adapters is None:

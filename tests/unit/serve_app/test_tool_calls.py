@@ -73,9 +73,7 @@ async def test_calls_of_a_stream_come_in_pieces(make_stand: MakeStand) -> None:
     assert {d["index"] for chunk in chunks for d in _deltas(chunk)} == {0}
 
 
-async def test_a_stream_that_is_taken_up_again_goes_on_within_a_call(
-    make_stand: MakeStand,
-) -> None:
+async def test_a_stream_that_is_taken_up_again_goes_on_within_a_call(make_stand: MakeStand) -> None:
     stand = await make_stand(says=SAID)
     body = {"messages": [USER], "tools": TOOLS, "stream": True, "seed": 1}
     headers = {"idempotency-key": "a" * 20}
