@@ -316,11 +316,9 @@ def test_dashboards_and_alerts_of_the_chart_are_shipped(tmp_path: Path) -> None:
     assert page["metadata"]["labels"]["grafana_dashboard"] == "1"
     groups = one(documents, "PrometheusRule")["spec"]["groups"]
     assert [g["name"] for g in groups] == ["a", "b"]
-    alone = EVERYTHING | {"podMonitor": {"enabled": False}}
-    for values, label, value in (
-        (EVERYTHING, "job", "quadriga/quadriga"),
-        (alone, "namespace", "quadriga"),
-    ):  # two releases do not hide each other's, nor in Alertmanager
+    for is_read, label, value in ((1, "job", "quadriga/quadriga"), (0, "namespace", "quadriga")):
+        # Two releases do not hide each other's, nor in Alertmanager.
+        values = EVERYTHING | {"podMonitor": EVERYTHING["podMonitor"] | {"enabled": bool(is_read)}}
         here = f'{label}="{value}"'
         expr = asked.replace("a_total", f"a_total{{{here}}}").replace("{code", f"{{{here},code")
         groups = one(render(values, chart=chart), "PrometheusRule")["spec"]["groups"]

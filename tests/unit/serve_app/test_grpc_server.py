@@ -145,9 +145,7 @@ async def test_resumption_and_cancel(make_stand: MakeStand) -> None:
     await until(lambda: stand.cluster.num_held == 0)
 
 
-async def test_an_ingress_that_never_held_a_request_goes_on_with_it(
-    make_stand: MakeStand,
-) -> None:
+async def test_an_ingress_that_never_held_a_request_goes_on_with_it(make_stand: MakeStand) -> None:
     """Its ingress is gone: it is begun anew, and the client's tokens are not sent again."""
     stand = await make_stand(keys=KEYS)
     server = GrpcServer(stand.engine)

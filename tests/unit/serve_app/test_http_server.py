@@ -154,9 +154,7 @@ async def test_long_prompts_are_encoded_off_the_loop(stand: Stand) -> None:
     )
 
 
-async def test_the_tokenizers_queue_is_bounded(
-    stand: Stand, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_few_long_texts_wait(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, text = threading.Event(), "7 " * 1200
     busy = asyncio.ensure_future(stand.engine.models.off_loop(4000, gate.wait))
     await asyncio.sleep(0)

