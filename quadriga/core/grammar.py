@@ -49,9 +49,14 @@ class Grammar:
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
         """One of some texts."""
-        return cls("lark", f"start: {' | '.join(json.dumps(t, ensure_ascii=False) for t in texts)}")
+        return cls("lark", f"start: {' | '.join(map(quoted, texts))}")
 
     @classmethod
     def ebnf(cls, rules: str) -> Grammar:
         """Text that a context-free grammar derives, in Lark's syntax or as GBNF."""
         return cls("ebnf", rules)
+
+
+def quoted(text: str) -> str:
+    """A text as Lark writes it: as JSON, in which no control character may stand as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quadriga.core.grammar import WHITESPACE, Grammar
+from quadriga.core.grammar import WHITESPACE, Grammar, quoted
 from quadriga.errors import InvalidRequest
 
 MAX_CALLS = 16
@@ -85,12 +85,12 @@ class ToolFormat:
         if not name:
             return None
         after = self.opening[self.opening.index(name) + len(name) :]
-        body = f"{_quote(after) if after else ''} {self._calls(MAX_CALLS - 1, ids)}"
+        body = f"{quoted(after) if after else ''} {self._calls(MAX_CALLS - 1, ids)}"
         rules = ["start: called* TEXT", r"TEXT: /(.|\n)*/"]
         if name in ids:
             rules.append(f"called: TEXT <[{ids[name]}]> {body}")
         else:  # lazy: text ends with the first mark
-            rules += [f"opened[lazy]: TEXT {_quote(name)}", f"called: opened {body}"]
+            rules += [f"opened[lazy]: TEXT {quoted(name)}", f"called: opened {body}"]
         return Grammar("lark", "\n".join([*rules, *self._rules(tools, ids)]))
 
     def _calls(self, more: int, ids: Mapping[str, int]) -> str:
@@ -110,10 +110,10 @@ class ToolFormat:
                 rules += _tag_rules(i, name, schema)
                 continue
             if self.style == "named":
-                rules.append(f"call_{i}: {_quote(name)} {_mark(ARGS, ids)} arguments_{i}")
+                rules.append(f"call_{i}: {quoted(name)} {_mark(ARGS, ids)} arguments_{i}")
             else:
                 head = f'{{"name": {json.dumps(name)}, "{self.arguments}": '
-                rules.append(f'call_{i}: {_quote(head)} arguments_{i} "}}"')
+                rules.append(f'call_{i}: {quoted(head)} arguments_{i} "}}"')
             rules.append(f"arguments_{i}: {_json(schema)}")
         return rules
 
@@ -248,22 +248,22 @@ def _tag_rules(i: int, name: str, schema: Mapping[str, Any]) -> list[str]:
         value = {} if value is True else value
         part = f"parameter_{i}_{j}"
         parts.append(part if key in required else f"{part}?")
-        opening = _quote(f"<parameter={key}>\n")
+        opening = quoted(f"<parameter={key}>\n")
         if is_bare_text(value):
             least, most = value.get("minLength", 0), value.get("maxLength", "")
             rules.append(f"{part}: {opening} text_{i}_{j}")
-            rules.append(f"text_{i}_{j}[lazy]: /(.|\\n){{{least},{most}}}/ {_quote(_END)}")
+            rules.append(f"text_{i}_{j}[lazy]: /(.|\\n){{{least},{most}}}/ {quoted(_END)}")
         else:
-            rules.append(f"{part}: {opening} value_{i}_{j} {_quote(_END)}")
+            rules.append(f"{part}: {opening} value_{i}_{j} {quoted(_END)}")
             rules.append(f"value_{i}_{j}: {_json(shared | value if shared else value)}")
     if not properties and schema.get("additionalProperties", True):
         parts = [f"parameter_{i}*"]
         rules.append(
-            f'parameter_{i}: "<parameter=" /[^>\\n]{{1,64}}/ {_quote(">" + chr(10))} text_{i}'
+            f'parameter_{i}: "<parameter=" /[^>\\n]{{1,64}}/ {quoted(">" + chr(10))} text_{i}'
         )
-        rules.append(f"text_{i}[lazy]: /(.|\\n)*/ {_quote(_END)}")
-    head = _quote(f"<function={name}>\n")
-    return [f"call_{i}: {head} {' '.join(parts)} {_quote('</function>')}", *rules]
+        rules.append(f"text_{i}[lazy]: /(.|\\n)*/ {quoted(_END)}")
+    head = quoted(f"<function={name}>\n")
+    return [f"call_{i}: {head} {' '.join(parts)} {quoted('</function>')}", *rules]
 
 
 _END = "\n</parameter>\n"
@@ -302,16 +302,11 @@ def _json(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}} | dict(schema))
 
 
-def _quote(text: str) -> str:
-    """A text as Lark writes it."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _mark(mark: str, ids: Mapping[str, int]) -> str:
     """A mark in Lark: a special token by its number, and the blanks beside it as text."""
     name = mark.strip()
     if name not in ids:
-        return _quote(mark) if mark else ""
+        return quoted(mark) if mark else ""
     before, after = mark.split(name)
-    parts = [_quote(before) if before else "", f"<[{ids[name]}]>", _quote(after) if after else ""]
+    parts = [quoted(before) if before else "", f"<[{ids[name]}]>", quoted(after) if after else ""]
     return " ".join(part for part in parts if part)

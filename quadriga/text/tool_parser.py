@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ MAX_HELD_CHARS = 4096
 """Of what may be a call but has no name yet; longer, it is text."""
 MAX_HEAD_CHARS = 256
 """Before the arguments of `NAME[CALL_ID]ID[ARGS]`; names have at most 64."""
+BLANKS = " \n\r\t"
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 """Models mix up the key of their own form with the other one."""
+Schemas = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(slots=True)
@@ -40,19 +43,23 @@ class ToolNews:
     Attributes:
         pieces: Texts and calls, in order.
         text, calls: All of each.
+        max_calls: Later calls of the answer are left out.
     """
 
     pieces: list[str | CallNews] = field(default_factory=list)
     text: str = ""
     calls: list[CallNews] = field(default_factory=list)
+    max_calls: float = math.inf
 
     def add(self, piece: str | CallNews) -> None:
         """What comes next."""
-        self.pieces.append(piece)
         if isinstance(piece, str):
             self.text += piece
-        else:
+        elif piece.index < self.max_calls:
             self.calls.append(piece)
+        else:
+            return
+        self.pieces.append(piece)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +69,17 @@ class ToolCalling:
     Attributes:
         parameters: A JSON schema by the name of each tool.
         marks: Special tokens that have a text here, as they open or close calls.
+        max_calls: See `ToolNews`.
     """
 
     form: ToolFormat
-    parameters: Mapping[str, Mapping[str, Any]]
+    parameters: Schemas
     marks: Mapping[int, str]
+    max_calls: float = math.inf
 
     def parser(self) -> ToolParser:
         """For one answer."""
-        return ToolParser(self.form, self.parameters)
+        return ToolParser(self.form, self.parameters, self.max_calls)
 
 
 class ToolParser:
@@ -83,8 +92,9 @@ class ToolParser:
         num_calls: Calls whose name was seen.
     """
 
-    def __init__(self, form: ToolFormat, parameters: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, form: ToolFormat, parameters: Schemas, max_calls: float = math.inf) -> None:
         self.num_calls = 0
+        self._max_calls = max_calls
         self._form = form
         self._parameters = parameters
         self._opening = form.opening.strip()
@@ -98,7 +108,7 @@ class ToolParser:
 
     def push(self, text: str) -> ToolNews:
         """Take in more of the answer."""
-        news = ToolNews()
+        news = ToolNews(max_calls=self._max_calls)
         self._held += text
         while self._advance(news):
             pass
@@ -106,13 +116,13 @@ class ToolParser:
 
     def flush(self) -> ToolNews:
         """The answer is over: what was held back is text, unless it is the end of calls."""
-        news = ToolNews()
+        news = ToolNews(max_calls=self._max_calls)
         if self._call is not None:
             is_cut = self._call.is_shown
         else:
             end = self._closing if self._inside else ""
             is_behind = self.num_calls and not self._said and not self._skipped
-            is_cut = bool(is_behind) and end.startswith(self._held.strip(" \n,;]"))
+            is_cut = bool(is_behind) and end.startswith(self._held.strip(BLANKS + ",;]"))
         if is_cut:
             self._held = ""
         self._say(news, len(self._held))
@@ -130,7 +140,7 @@ class ToolParser:
         """Look for the mark that opens calls; where there is none, for a brace before any text."""
         held = self._held
         if not self._opening:
-            start = held.lstrip(" \n;")
+            start = held.lstrip(BLANKS + ";")
             if not self._said and not start:
                 return False
             if not self._said and start[0] == "{":
@@ -162,7 +172,7 @@ class ToolParser:
 
     def _between(self, news: ToolNews) -> bool:
         """Behind the opening mark: the next call, or the closing mark."""
-        start = self._held.lstrip(" \n,;" if self._form.style == "named" else " \n[,;")
+        start = self._held.lstrip(BLANKS + (",;" if self._form.style == "named" else "[,;"))
         if not start:
             return False
         reader = _READERS[self._form.style]
@@ -173,7 +183,7 @@ class ToolParser:
         if reader.opening.startswith(start):
             return False
         if not self._skipped:  # behind a call
-            rest = start.lstrip(" \n]") if self._closing else start
+            rest = start.lstrip(BLANKS + "]") if self._closing else start
             closing = self._closing or "]"
             if rest.startswith(closing):
                 self._held, self._inside = rest[len(closing) :], False
@@ -219,7 +229,7 @@ class _Call:
 
     opening = "{"
 
-    def __init__(self, parameters: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, parameters: Schemas) -> None:
         self._parameters = parameters
         self.name: str | None = None
         self.arguments = ""
@@ -274,7 +284,7 @@ class _Call:
                 self.arguments = self.arguments or "{}"
                 self._know()
             return
-        if self._depth == 1 and char in " \n\t\r" and not self._value:
+        if self._depth == 1 and char in BLANKS and not self._value:
             return
         if char in "{[":
             self._depth += 1
@@ -305,7 +315,7 @@ class _NamedCall(_Call):
 
     opening = ""
 
-    def __init__(self, parameters: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, parameters: Schemas) -> None:
         super().__init__(parameters)
         self._head = ""
 

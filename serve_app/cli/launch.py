@@ -197,7 +197,7 @@ class LocalService:
             wanted.append(("--https-port", where.host, where.tls.https_port))
         if admin.port is not None:
             wanted.append(("admin.port", admin.host, admin.port))
-        seen: dict[int, str] = {}
+        seen = {8404: "HAProxy's statistics", 9101: "HAProxy's metrics"} if where.is_haproxy else {}
         for option, _, port in wanted:
             if (other := seen.setdefault(port, option)) != option:
                 raise ConfigError(

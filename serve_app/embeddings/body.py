@@ -14,7 +14,7 @@ from serve_app.openai.models import ModelDirectory
 from serve_app.openai.schema import PROMPT_FORMS, PROMPT_SCHEMA, RequestFields
 from serve_app.openai.unsupported import EMBEDDINGS
 from serve_app.openai.validation import check_context, read_deadline_s, read_prompts
-from serve_app.request.request import Request
+from serve_app.request.request import Request, in_time
 
 DEFAULT_POOLING: Pooling = "mean"
 
@@ -60,7 +60,8 @@ async def embedding_request(
             f"served with {model.depth}; name another model",
             param="model",
         )
-    prompts, texts = await read_prompts(body.input, model, limits, models, field="input")
+    async with in_time(read_deadline_s(body, limits)):
+        prompts, texts = await read_prompts(body.input, model, limits, models, field="input")
     check_context(max(map(len, prompts)), 0, model, "input", "input")
     return Request(
         request_id=request_id,

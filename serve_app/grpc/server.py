@@ -13,13 +13,7 @@ from typing import Any
 from grpc_health.v1 import health_pb2
 
 from quadriga.core.request import AUTO_MODEL
-from quadriga.errors import (
-    Cancelled,
-    InvalidRequest,
-    QuadrigaError,
-    Unauthenticated,
-    Unavailable,
-)
+from quadriga.errors import Cancelled, InvalidRequest, QuadrigaError, Unauthenticated, Unavailable
 from quadriga.observability import tracing
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.auth.keys import ApiKey
@@ -38,12 +32,7 @@ from serve_app.openai.schema import (
     ChatBody,
     CompletionBody,
 )
-from serve_app.openai.validation import (
-    chat_request,
-    check_length,
-    completion_request,
-    largest_n,
-)
+from serve_app.openai.validation import chat_request, check_length, completion_request, largest_n
 from serve_app.request.engine_client import EngineClient
 from serve_app.request.request import OutputStream, Request, beside
 from serve_app.request.resumption import check_cursors, check_key

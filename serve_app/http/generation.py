@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any, TypedDict
 
 from quadriga.errors import InvalidRequest, QuadrigaError
@@ -18,7 +16,7 @@ from quadriga.text import TextTokenizer
 from serve_app.auth.keys import ApiKey
 from serve_app.embeddings.body import EmbeddingsBody, embedding_request
 from serve_app.embeddings.rendering import EmbeddingsFormat
-from serve_app.http.call import Call, Headers
+from serve_app.http.call import Call, Headers, json_in_parts
 from serve_app.openai.bodies import ignored_fields, parse_body, parse_json
 from serve_app.openai.models import ModelDirectory
 from serve_app.openai.rendering import CHAT, COMPLETION, AnswerFormat, StreamFormat
@@ -90,8 +88,10 @@ class HttpGeneration:
                 else:
                     while await stream.read():
                         pass
-                    render = partial(_rendered, answer_format, request, tokenizer)
-                    await call.answer(await beside(request, render), headers=headers)
+                    answer = await beside(
+                        request, lambda: json_in_parts(answer_format.whole(request, tokenizer))
+                    )
+                    await call.answer(answer, headers=headers)
         finally:
             watcher.cancel()
             stream.close()
@@ -172,16 +172,6 @@ class HttpGeneration:
             self._warned.update(fresh)
             logger.warning("requests carry fields that are ignored: %s", ", ".join(fresh))
         return [(b"x-quadriga-ignored", ",".join(names).encode())]
-
-
-def _rendered(answer_format: AnswerFormat, request: Request, tokenizer: TextTokenizer) -> bytes:
-    """A whole answer as JSON. Lists are written item by item: `dumps` lets no other thread run."""
-    fields = []
-    for name, value in answer_format.whole(request, tokenizer).items():
-        is_list = isinstance(value, list)
-        text = f"[{', '.join(map(json.dumps, value))}]" if is_list else json.dumps(value)
-        fields.append(f"{json.dumps(name)}: {text}")
-    return f"{{{', '.join(fields)}}}".encode()
 
 
 async def _stream(

@@ -13,15 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quadriga.errors import (
-    InvalidRequest,
-    MethodNotAllowed,
-    NotFound,
-    QuadrigaError,
-    Unavailable,
-)
+from quadriga.errors import InvalidRequest, MethodNotAllowed, NotFound, QuadrigaError, Unavailable
 from quadriga.observability.metrics import CONTENT_TYPE
-from serve_app.http.call import Call, Endpoint
+from serve_app.http.call import Call, Endpoint, json_in_parts
 from serve_app.http.cors import cors_middleware
 from serve_app.http.generation import HttpGeneration
 from serve_app.http.pages import docs_pages
@@ -30,6 +24,7 @@ from serve_app.openai.errors import as_quadriga, error_headers, error_json
 from serve_app.openai.schema import DetokenizeBody, TokenizeBody
 from serve_app.openai.validation import check_token_ids, plain_messages
 from serve_app.request.engine_client import EngineClient
+from serve_app.request.request import in_time
 
 TOKENIZE_CONTEXTS = 16
 """Texts that are only tokenised may be so many times as long as the model takes."""
@@ -154,24 +149,27 @@ class HttpServer:
         else:
             field, text = "prompt", body.prompt or ""
             special = body.add_special_tokens is not False
-        tokens = await self._engine_client.models.tokenize(
-            model, text, special, field=field, max_tokens=TOKENIZE_CONTEXTS * model.max_model_len
-        )
-        answer: dict[str, Any] = {
-            "tokens": tokens,
-            "count": len(tokens),
-            "max_model_len": model.max_model_len,
-        }
-        if body.return_token_strs:
-            answer["token_strs"] = [model.tokenizer.token_text(t) for t in tokens]
-        await call.answer_json(answer)
+        models, most = self._engine_client.models, TOKENIZE_CONTEXTS * model.max_model_len
+        async with in_time(self._limits.default_deadline_s):
+            tokens = await models.tokenize(model, text, special, field=field, max_tokens=most)
+
+            def render() -> bytes:
+                answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
+                answer["max_model_len"] = model.max_model_len
+                if body.return_token_strs:
+                    answer["token_strs"] = [model.tokenizer.token_text(t) for t in tokens]
+                return json_in_parts(answer)
+
+            data = await models.off_loop(len(tokens), render)
+        await call.answer(data)
 
     async def detokenize(self, call: Call) -> None:
         self._check_caller(call)
         body = parse_body(DetokenizeBody, parse_json(await call.read_body(self._engine_client)))
         model = self._engine_client.models.find(body.model)
         await check_token_ids(body.tokens, "tokens", model)
-        text = await self._engine_client.models.detokenize(model, body.tokens)
+        async with in_time(self._limits.default_deadline_s):
+            text = await self._engine_client.models.detokenize(model, body.tokens)
         await call.answer_json({"prompt": text})
 
     def _check_caller(self, call: Call, *, admin: bool = False) -> None:

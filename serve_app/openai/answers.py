@@ -161,7 +161,7 @@ class CompletionLogprobs(Answer):
     tokens: list[str] = Field(description="Text of each token.")
     token_logprobs: list[float | None] = Field(description="Null for the first of a prompt.")
     top_logprobs: list[dict[str, float] | None] = Field(
-        description="The most probable tokens' texts to their log-probabilities."
+        description="Texts of the most probable tokens, and of the token, to log-probabilities."
     )
     text_offset: list[int] = Field(description="Where each begins in the text, in characters.")
 

@@ -17,7 +17,7 @@ from quadriga.config.resolve import configured_exits
 from quadriga.core.grammar import Grammar
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.request import AUTO_MODEL
-from quadriga.errors import ConfigError, ContextTooLong, UnknownModel
+from quadriga.errors import ConfigError, ContextTooLong, Overloaded, UnknownModel
 from quadriga.text import TextTokenizer, load_tokenizer
 from serve_app.openai.grammar_checker import GrammarChecker
 
@@ -25,6 +25,8 @@ Result = TypeVar("Result")
 
 INLINE_SIZE = 2048
 """Characters to encode, or tokens to decode, that are not worth a thread."""
+MAX_WAITING_SIZE = 32 << 20
+"""Of all that waits for the thread, in the same measure: half a minute of work."""
 CHECKED_CHARS_PER_TOKEN = 4
 """A text with more characters for each token that the model takes is checked at first."""
 
@@ -80,6 +82,7 @@ class ModelDirectory:
         self._created_unix_s = int(time.time())
         self._checkers: dict[str, GrammarChecker] = {}
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
+        self._waiting_size = 0
 
     @classmethod
     def load(cls, config: QuadrigaConfig) -> ModelDirectory:
@@ -100,12 +103,7 @@ class ModelDirectory:
             if config.decode.rebatching == "off":
                 exits = replace(exits, layers=())
             models[checkpoint.id] = ServedModel(
-                checkpoint,
-                tokenizer,
-                length,
-                exits,
-                depth,
-                is_deterministic=config.deterministic,
+                checkpoint, tokenizer, length, exits, depth, is_deterministic=config.deterministic
             )
         for index, pool in enumerate(config.pools):
             if pool.adapters is None:
@@ -177,7 +175,7 @@ class ModelDirectory:
             max_tokens: The most tokens it may have; None: as many as the model takes. A text that
                 is far too long is refused before it delays the texts behind it.
 
-        Raises: ContextTooLong, InvalidRequest.
+        Raises: ContextTooLong, InvalidRequest, Overloaded.
         """
         tokenizer, most = model.tokenizer, max_tokens or model.max_model_len
 
@@ -190,11 +188,11 @@ class ModelDirectory:
                 )
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-        return await self._off_loop(len(text), work)
+        return await self.off_loop(len(text), work)
 
     async def detokenize(self, model: ServedModel, token_ids: list[int]) -> str:
         """Token ids to text, special tokens shown; many of them in a thread."""
-        return await self._off_loop(
+        return await self.off_loop(
             len(token_ids), lambda: model.tokenizer.decode(token_ids, skip_special_tokens=False)
         )
 
@@ -215,10 +213,17 @@ class ModelDirectory:
             checker.close()
         self._encoder.shutdown(wait=False, cancel_futures=True)
 
-    async def _off_loop(self, size: int, work: Callable[[], Result]) -> Result:
+    async def off_loop(self, size: int, work: Callable[[], Result]) -> Result:
+        """Do work of this size, in a thread where it is large. Raises: Overloaded."""
         if size <= INLINE_SIZE:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
+        if self._waiting_size and self._waiting_size + size > MAX_WAITING_SIZE:
+            raise Overloaded("too many long texts wait; retry shortly", retry_after_s=1.0)
+        self._waiting_size += size
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
+        finally:
+            self._waiting_size -= size
 
     def ids(self) -> list[str]:
         return list(self._models)

@@ -289,8 +289,9 @@ def _completion_logprobs(
         text = name(row.token_id)
         tokens.append(text)
         values.append(row.logprob)
-        top: dict[str, float] = {}
-        for token_id, value in row.top:  # two broken characters may share a text: best first
+        top: dict[str, float | None] = {}
+        # The token's own too, as OpenAI has it. Two broken characters may share a text: best first.
+        for token_id, value in (*row.top, (row.token_id, row.logprob)):
             top.setdefault(name(token_id), value)
         tops.append(top if row.logprob is not None else None)
         offsets.append(offset)

@@ -381,7 +381,7 @@ class ChatBody(GenerationFields):
         None, description="Whether it calls, must call, or must call this one; default auto."
     )
     parallel_tool_calls: bool | None = Field(
-        None, description="False: a call that must be made is the only one."
+        None, description="False: an answer has one call at most; later ones are left out."
     )
     max_completion_tokens: int | None = Field(
         None, ge=1, le=MAX_TOKENS_LIMIT, description="`max_tokens` by its newer name; wins over it."

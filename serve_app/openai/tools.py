@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,8 @@ def read_tools(body: ChatBody, model: ServedModel) -> ChatTools:
             for t in tools
         ]
         grammar = form.free_grammar(free, ids)
-    return ChatTools(told, ToolCalling(form, parameters, marks), grammar)
+    most = 1 if body.parallel_tool_calls is False else math.inf
+    return ChatTools(told, ToolCalling(form, parameters, marks, most), grammar)
 
 
 def _check(tools: list[ToolBody]) -> None:

@@ -31,7 +31,7 @@ from serve_app.openai.schema import (
     ToolCallBody,
 )
 from serve_app.openai.tools import NO_TOOLS, ChatTools, read_tools
-from serve_app.request.request import Request, deadline_exceeded
+from serve_app.request.request import Request, in_time
 
 DEFAULT_COMPLETION_TOKENS = 16
 SLICE_TOKENS = 65_536
@@ -73,7 +73,8 @@ async def completion_request(
             param="best_of",
         )
     echo = bool(body.echo)
-    prompts, texts = await read_prompts(body.prompt, model, limits, models, n=n, echo=echo)
+    async with in_time(read_deadline_s(body, limits)):
+        prompts, texts = await read_prompts(body.prompt, model, limits, models, n=n, echo=echo)
     longest = max(len(prompt_ids) for prompt_ids in prompts)
     wanted = body.max_tokens
     if wanted is None:
@@ -115,7 +116,7 @@ async def chat_request(
 
     Raises: InvalidRequest, ContextTooLong.
     """
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs: true", param="top_logprobs")
     num_logprobs = None
     if body.logprobs:
@@ -123,7 +124,8 @@ async def chat_request(
     n = _choices(body.n, limits)
     tools = read_tools(body, model)
     text = model.tokenizer.render_chat(plain_messages(body.messages), tools.told)
-    token_ids = await models.tokenize(model, text, False, field="messages")
+    async with in_time(read_deadline_s(body, limits)):
+        token_ids = await models.tokenize(model, text, False, field="messages")
     if not token_ids:
         raise InvalidRequest("messages: the conversation is empty", param="messages")
     _check_vocabulary(token_ids, model, "messages")
@@ -164,12 +166,8 @@ async def _with_grammar(
     if found is None:
         return sampling
     grammar, field = found
-    allowed_s = read_deadline_s(body, limits)
-    try:
-        async with asyncio.timeout(allowed_s):
-            await models.check_grammar(model, grammar, field, caller)
-    except TimeoutError:
-        raise deadline_exceeded(allowed_s) from None
+    async with in_time(read_deadline_s(body, limits)):
+        await models.check_grammar(model, grammar, field, caller)
     return replace(sampling, grammar=grammar)
 
 

@@ -13,8 +13,8 @@ import hashlib
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -429,6 +429,16 @@ async def beside(request: Request, render: Callable[[], Answer]) -> Answer:
     sampling = request.sampling
     is_long = sampling.num_logprobs is not None or sampling.pooling is not None
     return await asyncio.to_thread(render) if is_long else render()
+
+
+@asynccontextmanager
+async def in_time(allowed_s: float) -> AsyncIterator[None]:
+    """What is done within takes no longer. Raises: DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(allowed_s):
+            yield
+    except TimeoutError:
+        raise deadline_exceeded(allowed_s) from None
 
 
 def deadline_exceeded(allowed_s: float) -> DeadlineExceeded:

@@ -222,7 +222,7 @@ class RequestManager:
         try:
             is_accepted = await self._submit(sequence, name)
         except QuadrigaError as exc:
-            if sequence.num_rebuilds == 0:
+            if sequence.num_rebuilds == 0 and request.error is None:  # once, whatever n is
                 self._metrics.refused.labels(exc.code).inc()
             self._fail(request, sequence, exc)
             return

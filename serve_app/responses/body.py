@@ -95,7 +95,7 @@ class ResponsesBody(RequestBody):
         None, description="Whether it calls, must call, or must call this one; default auto."
     )
     parallel_tool_calls: bool | None = Field(
-        None, description="False: a call that must be made is the only one."
+        None, description="False: an answer has one call at most; later ones are left out."
     )
     stream: bool | None = Field(None, description="Answer as events, as it is generated.")
     store: bool | None = Field(None, description="Accepted; nothing is stored.")

@@ -44,11 +44,7 @@ EVERYTHING: Values = {
         },
     ],
     "config": {
-        "ingress": {
-            "replicas": 2,
-            "max_body_bytes": 4_000_000,
-            "open_endpoint_metrics": True,
-        },
+        "ingress": {"replicas": 2, "max_body_bytes": 4_000_000, "open_endpoint_metrics": True},
         "scheduler": {"placement": "round_robin"},
     },
     "apiKeys": {"existingSecret": "api-keys", "key": "lines"},

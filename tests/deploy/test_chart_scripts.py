@@ -115,10 +115,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Service]]:
 def test_one_completion_passes(service: type[Service], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_KEY", "secret\n")
     assert script("one_completion.py")() == 0
-    assert service.seen == [
-        ("/v1/models", "Bearer secret"),
-        ("/v1/completions", "Bearer secret"),
-    ]
+    assert service.seen == [("/v1/models", "Bearer secret"), ("/v1/completions", "Bearer secret")]
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

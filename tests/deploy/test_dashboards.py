@@ -75,6 +75,10 @@ def test_every_alert_reads_what_is_there_and_says_what_it_means() -> None:
     rules = list(alerts())
     assert len({name for name, _ in rules}) == len(rules) > 10
     for name, rule in rules:
+        part, *whole = map(str, str(rule["expr"]).split(" / "))
+        counted = re.compile(r"rate\((\w+)")
+        assert all(counted.findall(each) == counted.findall(part) for each in whole), name
+        assert name != "QuadrigaMigrationsFail" or 'outcome=~"moved|failed|unknown"' in whole[0]
         assert not METRICS.problems(str(rule["expr"])), name
         assert rule["labels"]["severity"] in ("info", "warning", "critical"), name  # type: ignore[index]
         assert set(rule["annotations"]) == {"summary", "description"}, name  # type: ignore[call-overload]

@@ -52,11 +52,7 @@ def cluster() -> Iterator[MultiNode]:
     reason = why_not_here()
     if reason is not None:
         pytest.skip(f"no network namespaces: {reason}")
-    config = {
-        "engine.compile": "off",
-        "transport.kind": "gloo",
-        "decode.max_slots": str(MAX_SLOTS),
-    }
+    config = {"engine.compile": "off", "transport.kind": "gloo", "decode.max_slots": str(MAX_SLOTS)}
     with MultiNode(config=config) as running:
         yield running
 
@@ -112,10 +108,7 @@ def _complete(cluster: MultiNode, index: int) -> dict[str, Any]:
 
 
 def _call(cluster: MultiNode, path: str, body: dict[str, Any] | None = None) -> bytes:
-    headers = {
-        "content-type": "application/json",
-        "authorization": f"Bearer {cluster.api_key}",
-    }
+    headers = {"content-type": "application/json", "authorization": f"Bearer {cluster.api_key}"}
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(cluster.url + path, data, headers)
     with urllib.request.urlopen(request, timeout=60) as reply:

@@ -316,9 +316,13 @@ def test_dashboards_and_alerts_of_the_chart_are_shipped(tmp_path: Path) -> None:
     assert page["metadata"]["labels"]["grafana_dashboard"] == "1"
     groups = one(documents, "PrometheusRule")["spec"]["groups"]
     assert [g["name"] for g in groups] == ["a", "b"]
-    here = 'namespace="quadriga"'  # two releases do not hide each other's
-    rule["expr"] = asked.replace("a_total", f"a_total{{{here}}}").replace("{code", f"{{{here},code")
-    assert groups[0]["rules"] == [rule]
+    for is_read, label, value in ((1, "job", "quadriga/quadriga"), (0, "namespace", "quadriga")):
+        # Two releases do not hide each other's, nor in Alertmanager.
+        values = EVERYTHING | {"podMonitor": EVERYTHING["podMonitor"] | {"enabled": bool(is_read)}}
+        here = f'{label}="{value}"'
+        expr = asked.replace("a_total", f"a_total{{{here}}}").replace("{code", f"{{{here},code")
+        groups = one(render(values, chart=chart), "PrometheusRule")["spec"]["groups"]
+        assert groups[0]["rules"] == [rule | {"expr": expr, "labels": {label: value}}]
 
 
 def _env(container: Document, name: str) -> str:

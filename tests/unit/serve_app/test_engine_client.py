@@ -82,12 +82,15 @@ async def test_streams_end_where_rebuilding_is_no_use(make_stand: MakeStand) -> 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_refusals_keep_their_status(stand: Stand, stream: bool) -> None:
     stand.cluster.refuse_admission = Overloaded("full", retry_after_s=1.4)
-    reply = await stand.complete(stream=stream)
+    reply = await stand.complete(stream=stream, n=2)
     assert reply.status_code == 429
     assert reply.headers["retry-after"] == "2"
     assert reply.headers["retry-after-ms"] == "1400"
     assert "x-should-retry" not in reply.headers
     assert reply.json()["error"]["code"] == "overloaded"
+    series = parse_exposition((await stand.http.get("/metrics")).text)
+    name = 'quadriga_requests_refused_total{reason="overloaded",replica="ingress-0"}'
+    assert series[name] == 1, "a request, however many choices it has"
 
 
 async def test_a_moment_without_replicas_is_waited_out(stand: Stand) -> None:

@@ -160,9 +160,7 @@ async def test_who_waits_over_http_hears_of_a_cancellation(
     assert "cancelled by the client" in answer.text
 
 
-async def test_an_ingress_that_never_held_a_request_goes_on_with_it(
-    make_stand: MakeStand,
-) -> None:
+async def test_an_ingress_that_never_held_a_request_goes_on_with_it(make_stand: MakeStand) -> None:
     """Its ingress is gone: it is begun anew, and the client's tokens are not sent again."""
     stand = await make_stand(keys=KEYS)
     server = GrpcServer(stand.engine)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -150,6 +152,18 @@ async def test_long_prompts_are_encoded_off_the_loop(stand: Stand) -> None:
     assert stand.cluster.submitted[0].prompt_ids == (
         stand.engine.models.find("quadriga-s").tokenizer.encode("7 " * 1200)
     )
+
+
+async def test_few_long_texts_wait(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, text = threading.Event(), "7 " * 1200
+    busy = asyncio.ensure_future(stand.engine.models.off_loop(4000, gate.wait))
+    await asyncio.sleep(0)
+    late = await stand.complete(prompt=text, deadline_ms=50)
+    monkeypatch.setattr("serve_app.openai.models.MAX_WAITING_SIZE", 5000)
+    refused = await stand.complete(prompt=text)
+    gate.set()
+    await busy
+    assert (late.status_code, refused.status_code) == (504, 429)
 
 
 async def test_the_sequence_state_holds_every_field(stand: Stand) -> None:

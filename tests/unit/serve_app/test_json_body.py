@@ -17,12 +17,7 @@ from quadriga.errors import InvalidRequest
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.grpc.server import GrpcServer
 from serve_app.openai.bodies import MAX_PIECES, parse_body, parse_json
-from serve_app.openai.schema import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    GenerationFields,
-)
+from serve_app.openai.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationFields
 from serve_app.openai.validation import SLICE_TOKENS, check_token_ids
 from tests.unit.serve_app.conftest import MODEL, MakeStand
 from tests.unit.serve_app.test_grpc_server import KEYS, Context

@@ -87,7 +87,9 @@ async def test_completions_have_the_form_on_the_page(stand: Stand, fields: dict[
         CompletionChunk.model_validate(json.loads(frame.removeprefix("data: ")))
 
 
-@pytest.mark.parametrize("fields", [{}, {"logprobs": True, "top_logprobs": 2, "n": 2}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"top_logprobs": 0}, {"logprobs": True, "top_logprobs": 2, "n": 2}]
+)
 async def test_chats_have_the_form_on_the_page(stand: Stand, fields: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 50} | fields
     reply = await stand.http.post("/v1/chat/completions", json=body)

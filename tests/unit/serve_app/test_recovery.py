@@ -290,9 +290,7 @@ async def test_an_error_of_the_replica_does_not_end_the_sequence(error: Quadriga
         await all_well(client, cluster, [request])
 
 
-async def test_a_poll_that_fails_is_repeated(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_poll_that_fails_is_repeated(caplog: pytest.LogCaptureFixture) -> None:
     """A poll that fails with an unexpected error does not end the polling of its replica."""
     cluster = FailingCluster()
     num_failed = 0

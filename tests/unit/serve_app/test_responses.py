@@ -62,9 +62,7 @@ async def test_items_stand_in_the_answers_order_however_tokens_come(
     assert shown(whole["output"]) == [(text, "completed") for text in texts]
 
 
-async def test_the_last_item_of_an_answer_that_was_cut_is_incomplete(
-    make_stand: MakeStand,
-) -> None:
+async def test_the_last_item_of_an_answer_that_was_cut_is_incomplete(make_stand: MakeStand) -> None:
     stand = await make_stand(says=SAID)
     end = len(MODEL.tokenizer.encode(SAID[: SAID.index("1}")]))
     body = {"input": "1 + 1?", "tools": [TOOL], "seed": 3, "max_output_tokens": end}

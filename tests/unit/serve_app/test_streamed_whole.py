@@ -11,7 +11,7 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.http import generation
+from serve_app.http import call, generation, server
 from serve_app.openai import validation
 from tests.hostile import tried
 from tests.unit.serve_app.conftest import MakeStand, Stand
@@ -75,6 +75,8 @@ ECHOED = {"prompt": "é😀a", "max_tokens": 4, "echo": True, "logprobs": 1}
 async def test_offsets_count_characters(stand: Stand) -> None:
     (choice,) = (await stand.complete(**ECHOED)).json()["choices"]
     offsets = choice["logprobs"]["text_offset"]
+    named = zip(choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True)
+    assert all(token in top for token, top in named if top is not None), "as OpenAI's have it"
     begins = [
         choice["text"][at:].startswith(word) for at, word in zip(offsets[-4:], "Hell", strict=True)
     ]
@@ -109,13 +111,18 @@ async def test_long_answers_are_written_beside_the_event_loop(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
-    render = generation._rendered
 
-    def rendered(*args: Any) -> bytes:
+    def rendered(answer: dict[str, Any]) -> bytes:
         threads.append(threading.current_thread())
-        return render(*args)
+        return call.json_in_parts(answer)
 
-    monkeypatch.setattr(generation, "_rendered", rendered)
+    for module in (generation, server):
+        monkeypatch.setattr(module, "json_in_parts", rendered)
+    monkeypatch.setattr(call, "PLAIN_ITEMS", 1000)
     for logprobs in (None, 1):
         assert (await stand.complete(logprobs=logprobs)).status_code == 200
-    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+    body = {"prompt": "7 " * 2500, "return_token_strs": True}
+    answer = (await stand.http.post("/tokenize", json=body)).json()
+    assert "".join(answer["token_strs"]) == body["prompt"]
+    assert len(answer["tokens"]) == answer["count"] == len(answer["token_strs"])
+    assert [thread is threading.main_thread() for thread in threads] == [True, False, False]

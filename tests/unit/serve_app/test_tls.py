@@ -19,10 +19,11 @@ import pytest
 import uvicorn
 
 from quadriga.client import AsyncClient, RetryPolicy
+from quadriga.config.loader import QuadrigaConfig
 from quadriga.errors import ConfigError, QuadrigaError, Unauthenticated, Unavailable
 from quadriga.ports import free_port
 from serve_app.auth.api_keys import ApiKeys
-from serve_app.cli.launch import Addresses
+from serve_app.cli.launch import Addresses, LocalService
 from serve_app.grpc.messages import add_quadriga_to_server
 from serve_app.grpc.server import GrpcServer
 from serve_app.http.haproxy import starter_script
@@ -239,10 +240,7 @@ async def test_haproxy_takes_tls_for_http_and_grpc(
     if is_mutual:
         context.load_cert_chain(client_pair.cert, client_pair.key)
     bearer = {"authorization": "Bearer secret"}
-    async with (
-        http_server(stand) as http_port,
-        grpc_server(stand, needs_tls=None) as grpc_port,
-    ):
+    async with http_server(stand) as http_port, grpc_server(stand, needs_tls=None) as grpc_port:
         folder = tmp_path / "haproxy"
         script = starter_script(folder, tls=tls, http_port=http_port, grpc_port=grpc_port)
         url = f"https://localhost:{tls.https_port}"
@@ -313,12 +311,11 @@ def test_the_addresses_that_serve_listens_on(ca: Authority) -> None:
     tls = Tls(pair.cert, pair.key, https_port=8443)
     plain = Addresses("127.0.0.1", 8000, 9000)
     assert plain.http_options() == {"host": "127.0.0.1", "port": 8000}
-    own = Addresses("0.0.0.0", 8000, 9000, tls)
-    assert (own.http_options()["port"], own.http_options()["ssl_certfile"]) == (
-        8443,
-        str(pair.cert),
-    )
+    own = Addresses("0.0.0.0", 8000, 9000, tls).http_options()
+    assert (own["port"], own["ssl_certfile"]) == (8443, str(pair.cert))
     behind = Addresses("0.0.0.0", 8000, 9000, tls, is_haproxy=True)
     assert behind.http_options() == {"host": "127.0.0.1", "port": 8000}
     assert behind.health_url == "http://127.0.0.1:8000"
     assert (behind.http_url, behind.grpc_target) == ("https://0.0.0.0:8443", "0.0.0.0:9443")
+    with pytest.raises(ConfigError, match="9101 is also HAProxy's metrics"):
+        LocalService(QuadrigaConfig(), KEYS, Addresses("", 9101, is_haproxy=True))._check_ports()

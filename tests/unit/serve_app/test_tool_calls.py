@@ -45,6 +45,8 @@ async def test_calls_of_a_whole_answer(make_stand: MakeStand) -> None:
     ]
     assert len({c["id"] for c in calls}) == 2
     assert all(c["type"] == "function" for c in calls)
+    alone = (await stand.http.post(PATH, json=body | {"parallel_tool_calls": False})).json()
+    assert len(alone["choices"][0]["message"]["tool_calls"]) == 1
     unread = (await stand.http.post(PATH, json=body | {"tool_choice": "none"})).json()
     assert unread["choices"][0]["message"]["content"] == SAID
     assert unread["choices"][0]["finish_reason"] == "stop"
@@ -65,11 +67,11 @@ async def test_calls_of_a_stream_come_in_pieces(make_stand: MakeStand) -> None:
         first = "".join(d["function"]["arguments"] for d in deltas if d["index"] == 0)
         assert first == '{"a": 1}'
         assert len([d for d in deltas if d["index"] == 0]) > 1, "as they come"
+    chunks = events((await stand.http.post(PATH, json=body | {"parallel_tool_calls": False})).text)
+    assert {d["index"] for chunk in chunks for d in _deltas(chunk)} == {0}
 
 
-async def test_a_stream_that_is_taken_up_again_goes_on_within_a_call(
-    make_stand: MakeStand,
-) -> None:
+async def test_a_stream_that_is_taken_up_again_goes_on_within_a_call(make_stand: MakeStand) -> None:
     stand = await make_stand(says=SAID)
     body = {"messages": [USER], "tools": TOOLS, "stream": True, "seed": 1}
     headers = {"idempotency-key": "a" * 20}

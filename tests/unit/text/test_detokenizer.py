@@ -97,10 +97,7 @@ def test_window_lets_go_of_what_never_becomes_text() -> None:
 
 
 def test_chat_template() -> None:
-    messages = [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "copy: 3 4"},
-    ]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "copy: 3 4"}]
     assert "copy: 3 4" in TOKENIZER.render_chat(messages)
 
 

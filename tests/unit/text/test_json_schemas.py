@@ -106,11 +106,7 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ),
     ({"anyOf": [{"type": "integer"}, {"const": "none"}]}, [3, "none"], [3.5, "nil", None]),
     ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, [3, "a"], [None, 3.5]),
-    (
-        {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]},
-        [3, 4, 5],
-        [2, 6, "4"],
-    ),
+    ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}, [3, 4, 5], [2, 6, "4"]),
     (
         {"$defs": {"node": NODE}, "$ref": "#/$defs/node"},
         [{"value": 1}, {"value": 1, "next": {"value": 2, "next": {"value": 3}}}],
