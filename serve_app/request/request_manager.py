@@ -212,6 +212,8 @@ class RequestManager:
             self._on_end(request, sequence)
         elif sequence.failure is not None:
             self._rebuild(request, sequence, sequence.failure)
+        elif before and not after:  # its move is done, and the destination died before
+            self._rebuild(request, sequence, ReplicaDied(f"{replica} gave it to a dead replica"))
         else:
             self._close_gap(request, sequence)
 
