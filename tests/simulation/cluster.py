@@ -31,6 +31,7 @@ from actors.scheduler.scheduler import Scheduler
 from quadriga.background import background
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.core.replica import Role
+from quadriga.core.request import AUTO_MODEL
 from quadriga.errors import (
     DeadlineExceeded,
     Overloaded,
@@ -116,7 +117,7 @@ def _checkpoint_models(model: str) -> ModelDirectory:
 def _models(config: QuadrigaConfig) -> ModelDirectory:
     """Of this ingress; what is slow to read is shared by all runs."""
     shared = _checkpoint_models(MODEL)
-    return ModelDirectory([shared.find(MODEL)], chooses=False)
+    return ModelDirectory([shared.find(MODEL)], chooses=config.helios.enabled)
 
 
 class Cluster:
@@ -140,7 +141,9 @@ class Cluster:
         self._newest: dict[int, str] = {}
         self._serving: dict[int, str] = {}
         self._num_ingresses = 0
-        self.config = load_config(plan.settings).model_dump(mode="json", exclude={"auth"})
+        config = load_config(plan.settings)
+        self.config = config.model_dump(mode="json", exclude={"auth"})
+        self._model = AUTO_MODEL if config.helios.enabled else MODEL
         self._began_s = 0.0
 
     def note(self, what: str) -> None:
@@ -266,7 +269,7 @@ class Cluster:
 
         async def read() -> None:
             stream = client.stream(
-                list(asked.prompt), model=MODEL, request_id=f"r{number}",
+                list(asked.prompt), model=self._model, request_id=f"r{number}",
                 max_tokens=asked.max_tokens, ignore_eos=True, priority=asked.priority,
                 timeout_s=asked.timeout_s, **sampling,
             )  # fmt: skip

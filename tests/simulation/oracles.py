@@ -209,9 +209,13 @@ class Oracles:
     def _of_ray(self) -> Iterator[str]:
         """As many replicas as are wanted serve, and nothing else is there."""
         cluster = self._cluster
-        pools = load_config(cluster.config).pools
+        config = load_config(cluster.config)
+        num_scouts = int(config.helios.enabled and config.helios.scout)
         numbers = {role: sum(1 for _ in cluster.replicas(role)) for role in PARTS}
-        wanted = {role: sum(num_replicas(pool)[role] for pool in pools) for role in PARTS}
+        wanted = {
+            role: sum(num_replicas(pool)[role] for pool in config.pools) + num_scouts
+            for role in PARTS
+        }
         if numbers != wanted:
             yield f"{numbers} replicas serve, {wanted} are wanted"
         serving = {name for role in PARTS for name, _ in cluster.replicas(role)}

@@ -10,7 +10,7 @@ import functools
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quadriga.checkpoint.folder import read_checkpoint
@@ -22,6 +22,7 @@ REQUESTS_WITHIN_S = 5.0
 TIMEOUT_S = 240.0
 """Of most requests; no fault lasts as long."""
 SHORT_TIMEOUTS_S = (0.3, 2.0, 6.0)
+MEMORY_OF_TWO_MODELS = 90 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,20 @@ COUNTS_SHARE = 0.1
 MOVE_SHARE = 0.25
 """Of the faults that are orders to move what runs, at random."""
 
+CHOOSES_SHARE = 0.1
+"""Of the runs: HELIOS chooses the model. Requests come for so much longer, and controllers die."""
+CHOOSES_TIMES, NUM_DEATHS = 4.0, 3
+CHOOSES: dict[str, Any] = {
+    "enabled": True,
+    "slo": "response",
+    "profile_requests": 1,
+    "reassess_requests": 3,
+    "profile_share": 1.0,
+    "dwell_loads": 0.0,
+    "margin": 0.0,
+}
+"""Looks again after three requests, so that models are switched within seconds."""
+
 SHORT = ((1, 3, 6, 12, 24), (0.05, 0.15, 0.4))
 LONG = ((1, 5, 20, 60, 120), (0.01, 0.03, 0.1))
 """Tokens of an answer, and seconds a step takes: one of each is chosen."""
@@ -153,6 +168,15 @@ def plan(seed: int, *, num_requests: int = 30, num_faults: int = 8) -> Plan:
             "max_wait_s": rng.choice([2.0, 30.0]),
         },
     }
+    chooses = random.Random(f"chooses {seed}")
+    if chooses.random() < CHOOSES_SHARE:
+        settings["helios"] = CHOOSES
+        settings["engine"]["kv_memory_bytes"] = MEMORY_OF_TWO_MODELS
+        requests = [replace(r, at_s=CHOOSES_TIMES * r.at_s) for r in requests]
+        until_s = CHOOSES_TIMES * REQUESTS_WITHIN_S
+        for _ in range(NUM_DEATHS if num_faults else 0):
+            at_s = chooses.uniform(0.0, until_s)
+            faults.append(Fault(at_s, "kill controller", chooses.getrandbits(32)))
     return Plan(
         seed,
         settings,
