@@ -155,10 +155,7 @@ def small_fields(**changes: Any) -> dict[str, Any]:
 
 def small_tensors() -> dict[str, Values]:
     """The tensors of that model."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embd.weight": (260, 8),
-        "output_norm.weight": (8,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (260, 8), "output_norm.weight": (8,)}
     for layer in range(2):
         for part, shape in (
             ("attn_norm", (8,)), ("attn_q", (8, 8)), ("attn_k", (4, 8)), ("attn_v", (4, 8)),

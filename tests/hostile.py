@@ -27,9 +27,7 @@ def tried(quick: int) -> settings:
 
 
 NUMBERS = st.one_of(
-    st.integers(-3, 70),
-    st.sampled_from([2**31, 2**63, -(2**63), 10**30, -1, 0]),
-    st.floats(),
+    st.integers(-3, 70), st.sampled_from([2**31, 2**63, -(2**63), 10**30, -1, 0]), st.floats()
 )
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.text(max_size=8),

@@ -42,9 +42,7 @@ def test_both_models_in_one_batch(service: Service) -> None:
             (name, prompt): output.text
             for name, adapter in ((MODEL, ""), (ADAPTER, ADAPTER))
             for prompt, output in zip(
-                PROMPTS,
-                llm.generate(PROMPTS, greedy, progress=False, adapter=adapter),
-                strict=True,
+                PROMPTS, llm.generate(PROMPTS, greedy, progress=False, adapter=adapter), strict=True
             )
         }
     assert any(wanted[MODEL, prompt] != wanted[ADAPTER, prompt] for prompt in PROMPTS)

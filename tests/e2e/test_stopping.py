@@ -78,10 +78,7 @@ class Streams:
         with self._service.sdk() as client:
             try:
                 for _ in client.stream(
-                    BODY["prompt"],
-                    model="quadriga-s",
-                    max_tokens=self._num_tokens,
-                    ignore_eos=True,
+                    BODY["prompt"], model="quadriga-s", max_tokens=self._num_tokens, ignore_eos=True
                 ):
                     if is_first:
                         self._begun.release()

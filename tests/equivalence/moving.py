@@ -18,11 +18,7 @@ from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.handoff import LeaseTable
-from quadriga.scheduling.transfer.sequence_export import (
-    PreCopy,
-    SequenceReading,
-    SequenceRemainder,
-)
+from quadriga.scheduling.transfer.sequence_export import PreCopy, SequenceReading, SequenceRemainder
 from tests.equivalence.models import begin
 
 AnyRunner = NativeRunner | BatonRunner

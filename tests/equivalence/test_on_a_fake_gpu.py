@@ -35,21 +35,9 @@ from tests.architecture.bounds import Bound
 from tests.equivalence import test_lossless as lossless
 from tests.equivalence import test_pause as pausing
 from tests.equivalence.models import build, make_spec, make_state, save, start_row, whole_prompt
-from tests.equivalence.paged import (
-    assert_no_page_is_held,
-    cache_of,
-    graphs_of,
-    load_on_pages,
-)
+from tests.equivalence.paged import assert_no_page_is_held, cache_of, graphs_of, load_on_pages
 from tests.equivalence.recording import TapeRecorder
-from tests.equivalence.test_early_exits import (
-    MODES,
-    Bench,
-    Family,
-    assert_equal,
-    family,
-    states,
-)
+from tests.equivalence.test_early_exits import MODES, Bench, Family, assert_equal, family, states
 from tests.fake_gpu import FakeGpu, FakeTensor
 from tests.unit.engine.cuda.test_attention import FlashStandIn
 

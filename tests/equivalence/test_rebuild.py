@@ -153,9 +153,7 @@ def go_on(of: NativeRunner, state: SequenceState, kv: torch.Tensor) -> SequenceS
 def copy_of(state: SequenceState, num_tokens: int) -> SequenceState:
     """All that an ingress has of it after so many tokens."""
     return replace(
-        state,
-        output_ids=state.output_ids[:num_tokens],
-        exit_layers=state.exit_layers[:num_tokens],
+        state, output_ids=state.output_ids[:num_tokens], exit_layers=state.exit_layers[:num_tokens]
     )
 
 

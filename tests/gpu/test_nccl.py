@@ -29,12 +29,7 @@ from quadriga.kv_transport.nccl_library import (
     find_nccl,
 )
 from quadriga.kv_transport.pairs import Invite, PairTransport
-from quadriga.kv_transport.payload import (
-    DEVICE_DIGEST,
-    checksum,
-    device_digest,
-    where_digested,
-)
+from quadriga.kv_transport.payload import DEVICE_DIGEST, checksum, device_digest, where_digested
 from tests.contract.lines import WAIT_S, LinesContract, Rig, Sink, make_rig
 from tests.fake_nccl import FakeDevice, FakeNccl
 from tests.gpu.devices import DEVICE, HAS_GPU, IS_REHEARSAL, gpu, gpu_itself

@@ -67,10 +67,7 @@ JSON_FILES: dict[str, tuple[dict[str, Any], Callable[[Path], Any]]] = {
     "generation_config.json": (GENERATION, lambda path: read_checkpoint(str(path))),
     "exits.json": (EXITS, lambda path: read_exits(path, 8)),
     "length_heads.json": (HEADS, read_length_heads),
-    "model.safetensors.index.json": (
-        INDEX,
-        lambda path: WeightSource(path, torch.float32).open(),
-    ),
+    "model.safetensors.index.json": (INDEX, lambda path: WeightSource(path, torch.float32).open()),
 }
 
 

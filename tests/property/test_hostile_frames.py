@@ -24,12 +24,7 @@ from loadgen.wire.http_wire import parse_response
 from quadriga.client.wire import StreamProgress, completion
 from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError, QuadrigaError
-from quadriga.kv_transport.channel import (
-    ChannelOffer,
-    parse_frame,
-    read_header,
-    read_verdict,
-)
+from quadriga.kv_transport.channel import ChannelOffer, parse_frame, read_header, read_verdict
 from quadriga.kv_transport.channel_ends import ReceivingChannel
 from quadriga.kv_transport.link import MAX_FRAME_BYTES, Link, Listener, join_link
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb

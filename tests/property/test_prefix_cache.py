@@ -30,14 +30,7 @@ from quadriga.scheduling.sequence import append_token
 from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.handoff import LeaseTable
 from tests.crowded_replica import output_of
-from tests.equivalence.models import (
-    GATED,
-    make_spec,
-    make_state,
-    randomise,
-    save,
-    whole_prompt,
-)
+from tests.equivalence.models import GATED, make_spec, make_state, randomise, save, whole_prompt
 from tests.equivalence.moving import move
 from tests.equivalence.paged import assert_no_page_is_held, cache_of, load_on_pages
 from tests.simulation.stand_ins import TensorRunner

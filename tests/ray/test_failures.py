@@ -13,12 +13,7 @@ from contextlib import suppress
 import pytest
 
 from actors.controller import controller_store as kept
-from actors.rpc.lookup import (
-    controller_name,
-    ensure_cluster,
-    forget_actor,
-    scheduler_name,
-)
+from actors.rpc.lookup import controller_name, ensure_cluster, forget_actor, scheduler_name
 from quadriga.core.routing import AdmitRequest
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.observability.metrics import parse_exposition

@@ -83,11 +83,7 @@ def choosing(ray_cluster: None, folder: Path) -> Iterator[App]:
     app = start(
         "orders",
         folder,
-        **{
-            "model": str(folder / S),
-            "helios.catalogue": str(folder),
-            "engine.max_model_len": 512,
-        },
+        **{"model": str(folder / S), "helios.catalogue": str(folder), "engine.max_model_len": 512},
     )
     yield app
     app.stop()

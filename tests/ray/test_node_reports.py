@@ -5,11 +5,7 @@ from __future__ import annotations
 import time
 
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from actors.controller.node_reports import have_nodes_report, living_nodes
 

@@ -32,13 +32,7 @@ from quadriga.background import background
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.core.replica import Role
 from quadriga.core.request import AUTO_MODEL
-from quadriga.errors import (
-    DeadlineExceeded,
-    Overloaded,
-    QuadrigaError,
-    ReplicaError,
-    Unavailable,
-)
+from quadriga.errors import DeadlineExceeded, Overloaded, QuadrigaError, ReplicaError, Unavailable
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
 from serve_app.openai.models import ModelDirectory

@@ -28,11 +28,7 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.core.routing import PlaceRequest
-from quadriga.errors import (
-    InvariantViolation,
-    QuadrigaError,
-    ReplicaError,
-)
+from quadriga.errors import InvariantViolation, QuadrigaError, ReplicaError
 from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.replica.spans import SequenceSpans

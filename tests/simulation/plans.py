@@ -125,14 +125,9 @@ CHOOSES_SHARE = 0.1
 """Of the runs: HELIOS chooses the model. Requests come for so much longer, and controllers die."""
 CHOOSES_TIMES, NUM_DEATHS = 4.0, 3
 CHOOSES: dict[str, Any] = {
-    "enabled": True,
-    "slo": "response",
-    "profile_requests": 1,
-    "reassess_requests": 3,
-    "profile_share": 1.0,
-    "dwell_loads": 0.0,
-    "margin": 0.0,
-}
+    "enabled": True, "slo": "response", "profile_requests": 1, "reassess_requests": 3,
+    "profile_share": 1.0, "dwell_loads": 0.0, "margin": 0.0,
+}  # fmt: skip
 """Looks again after three requests, so that models are switched within seconds."""
 
 SHORT = ((1, 3, 6, 12, 24), (0.05, 0.15, 0.4))

@@ -20,9 +20,7 @@ def pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
         yield source, sink
 
 
-def test_lines_that_come_together_are_read_one_by_one(
-    pipe: tuple[IO[bytes], IO[bytes]],
-) -> None:
+def test_lines_that_come_together_are_read_one_by_one(pipe: tuple[IO[bytes], IO[bytes]]) -> None:
     source, sink = pipe
     sink.write("ray\nserve \u00fc\n\n".encode())
     assert [read_line(source, SOON_S) for _ in range(3)] == ["ray", "serve \u00fc", ""]

@@ -61,10 +61,7 @@ class Stand:
         self.calls: list[tuple[Any, ...]] = []
         self.saved: dict[str, bytes] = {}
         self.running: dict[str, int] = {}
-        self.answers: dict[str, Callable[..., Any]] = {
-            "resize": resized,
-            "loads": self._loads,
-        }
+        self.answers: dict[str, Callable[..., Any]] = {"resize": resized, "loads": self._loads}
         for module in (actors.controller.helios, actors.controller.strict_requests):
             monkeypatch.setattr(module, "call", self._call)
         store = actors.controller.helios.controller_store
@@ -697,10 +694,7 @@ async def test_the_next_controller_keeps_what_scaling_added(make_stand: MakeStan
     ids=["begun", "nearly done", "done but for one", "both models at both"],
 )
 async def test_half_a_switch_is_undone_or_ended_by_the_next_controller(
-    make_stand: MakeStand,
-    prefill: Sequence[DepthClass],
-    decode: Sequence[DepthClass],
-    stays: str,
+    make_stand: MakeStand, prefill: Sequence[DepthClass], decode: Sequence[DepthClass], stays: str
 ) -> None:
     """Observed once: the roles held different models, and both of prefill's stayed for minutes."""
     stand = make_stand(**{"helios.scout": False})

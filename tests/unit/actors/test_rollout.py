@@ -206,9 +206,7 @@ async def test_sequences_that_do_not_fit_at_one_replica_go_to_the_next() -> None
     assert replicas.asked == ["a", "b"]
 
 
-async def test_emptying_goes_on_until_the_replica_is_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_emptying_goes_on_until_the_replica_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.controller.drain.AGAIN_S", 0.0)
     replicas = Replicas(a=["moved"], b=["refused"], c=[], d=["unreachable"])
     turns = [["b"], ["d"], [], ["a", "b"], ["c"]]

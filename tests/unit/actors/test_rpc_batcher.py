@@ -135,9 +135,7 @@ async def test_only_named_methods_take_batches() -> None:
 
 
 @pytest.mark.parametrize("failure", [KeyError("a bug"), TypeError("it cannot be pickled: a bug")])
-async def test_an_unexpected_failure_of_a_batch_reaches_all_its_callers(
-    failure: Exception,
-) -> None:
+async def test_an_unexpected_failure_of_a_batch_reaches_all_its_callers(failure: Exception) -> None:
     """No caller awaits the task that makes the call, so it must not leave them waiting."""
     calls, line = batcher()
     line.fails = failure

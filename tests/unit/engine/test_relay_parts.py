@@ -7,12 +7,7 @@ import torch
 
 from quadriga.engine.baton.dense import DenseBatch
 from quadriga.engine.baton.passes import StoreCache
-from quadriga.engine.baton.prompts import (
-    MAX_PADDED_RATIO,
-    PromptSpan,
-    PromptStore,
-    group_prompts,
-)
+from quadriga.engine.baton.prompts import MAX_PADDED_RATIO, PromptSpan, PromptStore, group_prompts
 from quadriga.engine.baton.row_kv import CacheGeometry, RowKV
 from quadriga.engine.baton.rows import RelayRows
 from quadriga.errors import InvariantViolation

@@ -17,12 +17,7 @@ from quadriga.kv_transport import channel_ends, nccl_pair
 from quadriga.kv_transport import nccl as nccl_module
 from quadriga.kv_transport.channel import NO_ROUTE, TOO_LARGE, ChannelOffer
 from quadriga.kv_transport.link import Listener, join_link
-from quadriga.kv_transport.nccl import (
-    MAX_STUCK_PAIRS,
-    NcclChannels,
-    NcclTransport,
-    Staging,
-)
+from quadriga.kv_transport.nccl import MAX_STUCK_PAIRS, NcclChannels, NcclTransport, Staging
 from quadriga.kv_transport.nccl_library import SHARE_VARIABLE, NcclLibrary, named
 from quadriga.kv_transport.nccl_pair import NcclPair
 from quadriga.kv_transport.pairs import Invite, PairTransport

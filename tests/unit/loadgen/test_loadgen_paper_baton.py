@@ -165,11 +165,7 @@ def test_the_command(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert set(result) == {"experiment", "headline", "commit", "machine"}
     assert result["experiment"] == "baton"
     headline = result["headline"]
-    assert set(headline) == {
-        "vs_orca_120",
-        "vs_run_to_completion_120",
-        "vs_run_to_completion_30",
-    }
+    assert set(headline) == {"vs_orca_120", "vs_run_to_completion_120", "vs_run_to_completion_30"}
     assert all(set(ratios) == {"2"} and ratios["2"] > 0 for ratios in headline.values())
     whole = json.loads((tmp_path / "baton.json").read_text())
     assert whole["headline"] == headline

@@ -111,11 +111,7 @@ STEP = Step(0, 2.0, from_s=0.0, counted_from_s=5.0, to_s=15.0)
 def test_what_ends_after_the_stretch_is_no_goodput_of_it() -> None:
     """A burst at the end of a step, all of it good and served in the next step."""
     found = figures_of(
-        STEP,
-        [record(index, 114.9) for index in range(10)],
-        start_s=100.0,
-        num_sent=10,
-        goal=GOAL,
+        STEP, [record(index, 114.9) for index in range(10)], start_s=100.0, num_sent=10, goal=GOAL
     )
     assert found.good_share == 1.0
     assert found.kept

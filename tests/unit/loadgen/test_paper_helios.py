@@ -141,9 +141,7 @@ def row_of(
     contestant: str, tokens_per_s: float, part: str = ALONE, clients: int = 1, **fields: Any
 ) -> HeliosRow:
     row = summarise(
-        HeliosSetting(part, contestant, None, 150, clients),
-        [run_of(6 / tokens_per_s)],
-        LAYERS,
+        HeliosSetting(part, contestant, None, 150, clients), [run_of(6 / tokens_per_s)], LAYERS
     )
     for name, value in fields.items():
         setattr(row, name, value)

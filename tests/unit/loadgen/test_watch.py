@@ -51,10 +51,7 @@ def view(*, moves: int = 1) -> dict[str, Any]:
 
 
 def shown(
-    seen: dict[str, Any],
-    moves: int = 12,
-    width: int = 160,
-    before: dict[str, Any] | None = None,
+    seen: dict[str, Any], moves: int = 12, width: int = 160, before: dict[str, Any] | None = None
 ) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(watch.frame(seen, moves=moves, width=width, before=before))

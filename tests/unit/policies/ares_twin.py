@@ -303,11 +303,7 @@ def brute_force(
 
 
 def _fits(
-    target: _Replica,
-    tokens: float,
-    upper: float,
-    settings: AresSettings,
-    load_only: bool,
+    target: _Replica, tokens: float, upper: float, settings: AresSettings, load_only: bool
 ) -> bool:
     capacity = target.snap.info.kv_capacity_tokens
     ahead = [s / target.snap.step_time_s for s in GRID]

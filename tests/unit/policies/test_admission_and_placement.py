@@ -59,11 +59,7 @@ def test_a_mixed_replica_is_chosen_by_all_that_it_has_to_do() -> None:
     assert chosen() == "a"
     with pytest.raises(Unavailable):
         admit(
-            request,
-            [idle, reading],
-            now_unix_s=100.0,
-            scheduler=SCHEDULER,
-            prefill=PrefillConfig(),
+            request, [idle, reading], now_unix_s=100.0, scheduler=SCHEDULER, prefill=PrefillConfig()
         )
 
 

@@ -168,9 +168,7 @@ def test_placement_is_the_one_that_raises_the_variance_least() -> None:
         wanted = request(int(rng.integers(10, 5000)), sure(float(rng.integers(1, 30_000))))
         assert wanted.prediction is not None
         x = load_rows(
-            np.array([float(wanted.num_tokens)]),
-            np.array([wanted.prediction.mean]),
-            cluster.costs,
+            np.array([float(wanted.num_tokens)]), np.array([wanted.prediction.mean]), cluster.costs
         )[0]
         after = []
         for i in range(len(cluster)):

@@ -280,13 +280,7 @@ def test_it_probes_again_and_comes_back_where_the_load_has_changed() -> None:
     noise=st.floats(0.0, 0.1),
 )
 def test_it_is_hardly_slower_than_the_better_of_full_passes_and_of_drafts_in_every_round(
-    rows: int,
-    head: float,
-    agrees: float,
-    read: float,
-    cliff: float,
-    overhead: float,
-    noise: float,
+    rows: int, head: float, agrees: float, read: float, cliff: float, overhead: float, noise: float
 ) -> None:
     """Whatever passes take and drafts are worth, where the start's measures are right: with a step
     at 9 positions, time between the passes, and passes that take a little more or less."""

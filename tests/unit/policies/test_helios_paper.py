@@ -98,8 +98,7 @@ def test_throughput_chooses_six_layers_of_the_small_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slo", "expected"),
-    [("throughput", S6), ("response", S6), ("accuracy", S6), ("energy", S6)],
+    ("slo", "expected"), [("throughput", S6), ("response", S6), ("accuracy", S6), ("energy", S6)]
 )
 def test_every_objective_prefers_the_small_model_here(slo: Any, expected: DepthClass) -> None:
     """Appendix E: 43 against 69 ms, 0.50 against 1.01 Wh, perplexity 0.01 apart."""

@@ -17,12 +17,7 @@ from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.forecast import RUNS, StepCosts, forecast_rows, pack
 from quadriga.policies.ares.settings import horizon_s
-from quadriga.policies.scaling import (
-    AddReplicas,
-    GiveUpReplica,
-    RetireReplica,
-    ScalingPolicy,
-)
+from quadriga.policies.scaling import AddReplicas, GiveUpReplica, RetireReplica, ScalingPolicy
 from quadriga.policies.scaling_need import ClassLoad, Need, count_need, remaining_work
 
 CLASS = DepthClass("m", 4)

@@ -177,11 +177,7 @@ def test_a_commit_wants_exactly_what_was_computed(
 
 def live(depth: int, least: int = 0, most: int = 0) -> TransferOffer:
     return replace(
-        offer(),
-        depth_class=DepthClass("m", depth),
-        is_live=True,
-        min_depth=least,
-        max_depth=most,
+        offer(), depth_class=DepthClass("m", depth), is_live=True, min_depth=least, max_depth=most
     )
 
 
@@ -402,8 +398,7 @@ def test_memory_is_bounded() -> None:
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["open", "begin", "end", "commit", "abort", "lapse"]),
-        st.integers(0, 3),
+        st.sampled_from(["open", "begin", "end", "commit", "abort", "lapse"]), st.integers(0, 3)
     ),
     max_size=60,
 )

@@ -310,10 +310,7 @@ def test_n_sequences_are_promised_what_answers_add_by_the_root_of_n() -> None:
     """Who is longer is made up for by who is shorter: the spread of a sum grows with the root."""
     upper_tokens, num_tokens = 800, 16
     slots = SlotTable(
-        num_rows=400,
-        row_capacity_tokens=4_096,
-        kv_capacity_tokens=1_000_000,
-        reservation="used",
+        num_rows=400, row_capacity_tokens=4_096, kv_capacity_tokens=1_000_000, reservation="used"
     )
     for n in range(400):
         slots.reserve(str(n), 4_096, num_tokens, upper_tokens=upper_tokens)

@@ -212,10 +212,7 @@ def test_a_change_of_depth_ends_a_copy_under_way() -> None:
     books = PreCopy()
     assert replica.loop.export.read("one", books, 1) is not None
     replica.loop.batch.num_depth_changes += 1
-    for look in (
-        replica.loop.export.begin_cutover,
-        lambda n, b: replica.loop.export.read(n, b, 1),
-    ):
+    for look in (replica.loop.export.begin_cutover, lambda n, b: replica.loop.export.read(n, b, 1)):
         with pytest.raises(MigrationFailed, match="while it was copied"):
             look("one", books)
     assert isinstance(replica.begin_cutover("one"), SequenceRemainder), "and another one begins"

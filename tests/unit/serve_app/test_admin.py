@@ -17,8 +17,7 @@ from serve_app.ops.admin import AdminServer, check_admin, serve_admin
 from tests.unit.serve_app.conftest import MakeStand, Stand
 
 KEYS = ApiKeys(
-    (ApiKey("ops", digest("boss"), is_admin=True), ApiKey("app", digest("app"))),
-    is_http_open=False,
+    (ApiKey("ops", digest("boss"), is_admin=True), ApiKey("app", digest("app"))), is_http_open=False
 )
 
 

@@ -195,9 +195,7 @@ def test_shedding_refuses_instead_of_letting_everybody_wait() -> None:
 @pytest.mark.parametrize(
     "lengths", ["translation", pytest.param("reasoning", marks=pytest.mark.slow)]
 )
-def test_near_saturation_the_objective_keeps_what_a_static_placement_has(
-    lengths: str,
-) -> None:
+def test_near_saturation_the_objective_keeps_what_a_static_placement_has(lengths: str) -> None:
     """At .95 times the rate that fills the memory it sets in now and then; of three loads."""
     config = SimConfig(RTX_4090D, num_decode=3, num_prefill=1, memory=PAUSE)
     rate = 0.95 * fitting_rate(config, *find_workload(lengths).draw(20_000, seed=0), share=1.0)

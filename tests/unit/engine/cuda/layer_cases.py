@@ -35,10 +35,7 @@ def drawing(dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
 
 
 def check_operations(
-    got: Operations,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
+    got: Operations, config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Each of them, on random numbers, in every form that layers have."""
     wanted = Operations(config)
