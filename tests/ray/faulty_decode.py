@@ -30,17 +30,9 @@ HANG_S = 60.0
 """Beyond every deadline of the tests."""
 
 FAULTS = [
-    "reserve_refused",
-    "reserve_fails",
-    "reserve_hangs",
-    "connect_refused",
-    "part_fails",
-    "part_hangs",
-    "commit_refused",
-    "commit_hangs",
-    "commit_lost",
-    "dies_at_commit",
-]
+    "reserve_refused", "reserve_fails", "reserve_hangs", "connect_refused", "part_fails",
+    "part_hangs", "commit_refused", "commit_hangs", "commit_lost", "dies_at_commit",
+]  # fmt: skip
 
 
 class FaultyDecode(BatchedCalls):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,8 +175,11 @@ class Ingress:
             state.deadline_unix_s,
             needs_depth=exits.max_depth or MAX_LAYERS if exits.is_strict else 0,
         )
-        admission: Admission = call(scheduler_name(self.app), "admit", request)
-        call(admission.prefill_replica, "submit", state)
+        for tries_left in (2, 1, 0):  # as the product's: it may have gone since its last report
+            admission: Admission = call(scheduler_name(self.app), "admit", request)
+            with suppress(ReplicaDied) if tries_left else nullcontext():
+                call(admission.prefill_replica, "submit", state)
+                break
         stream = Stream(state, admission.prefill_replica)
         self.streams[state.sequence_id] = stream
         return stream

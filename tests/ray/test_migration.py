@@ -247,7 +247,7 @@ def until_speaking(ingress: Ingress, streams: list[Stream]) -> None:
     ingress.until(lambda: all(len(s.tokens) > 2 for s in streams))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_cancelled_on_the_way(moving: App) -> None:
     """Wherever the cancellation meets it, both ends let go."""
     for tries in range(12):
