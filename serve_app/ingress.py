@@ -52,11 +52,7 @@ class Ingress:
 
         await asyncio.to_thread(ensure_cluster, loaded)
         self._engine_client = EngineClient(
-            loaded,
-            models,
-            keys,
-            ClusterClient(loaded.name),
-            ingress_id=ingress_id,
+            loaded, models, keys, ClusterClient(loaded.name), ingress_id=ingress_id
         )
         self._grpc = GrpcServer(self._engine_client, needs_tls=grpc_tls_port())
         # Started here: what a request starts, Ray cancels with the request.

@@ -128,8 +128,7 @@ class OutgoingTransfer:
                 await self._commit_until_answered(owned, resume, call_timeout_s(deadline_s))
         except TimeoutError as exc:
             raise MigrationFailed(
-                f"{self.peer.name} did not acknowledge within {deadline_s:.1f} s",
-                code="timeout",
+                f"{self.peer.name} did not acknowledge within {deadline_s:.1f} s", code="timeout"
             ) from exc
         self._stop_renewing()
 

@@ -69,10 +69,7 @@ class Migration:
     """
 
     def __init__(
-        self,
-        migrations: Migrations,
-        replica: Replica[DecodeEngine],
-        order: MigrationOrder,
+        self, migrations: Migrations, replica: Replica[DecodeEngine], order: MigrationOrder
     ) -> None:
         self.order = order
         self.verdict: asyncio.Future[MigrationReport] = asyncio.get_running_loop().create_future()

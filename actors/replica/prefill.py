@@ -88,8 +88,7 @@ class PrefillReplica(Replica[PrefillEngine]):
         except QuadrigaError as exc:
             state = sequence.state
             self._failed(
-                sequence,
-                EngineOutput(sequence_id, state.epoch, len(state.output_ids), error=exc),
+                sequence, EngineOutput(sequence_id, state.epoch, len(state.output_ids), error=exc)
             )
         finally:
             if sequence.feed is not None:

@@ -245,8 +245,4 @@ def _decision(decision: MoveDecision) -> dict[str, Any]:
 
 
 def _order(order: MigrationOrder) -> dict[str, Any]:
-    return {
-        **asdict(order),
-        "depth_class": str(order.depth_class),
-        "cause": order.cause.value,
-    }
+    return {**asdict(order), "depth_class": str(order.depth_class), "cause": order.cause.value}

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quadriga.catalogue.adapters import read_adapters
-from quadriga.catalogue.inspection import exit_tensors
 from quadriga.checkpoint.exits import (
     MAX_LAYERS,
     NEVER,
@@ -261,6 +260,8 @@ def _check_weights(
 def _check_exits(pool: PoolConfig, index: int, checkpoint: Checkpoint, runner: Runner) -> None:
     """Raises: ConfigError: Exits are asked for whose weights are not there."""
     if runner == "native" and (pool.exits.layers != "auto" or pool.exits.kind != "auto"):
+        from quadriga.catalogue.inspection import exit_tensors  # Most services name no exits.
+
         try:
             exit_tensors(checkpoint.heads_path, checkpoint.exits)
         except ConfigError as exc:
@@ -513,8 +514,7 @@ def _kv_memory(
     }
     adapters = [
         WeightBytes(
-            sum(adapter.num_bytes for adapter in pool.adapters),
-            sum(pool.num_replicas.values()),
+            sum(adapter.num_bytes for adapter in pool.adapters), sum(pool.num_replicas.values())
         )
         for pool in pools
     ]
@@ -598,11 +598,7 @@ def _exit_mode(config: QuadrigaConfig, index: int) -> ExitMode:
 
 
 def _exits_in_use(
-    config: QuadrigaConfig,
-    index: int,
-    checkpoint: Checkpoint,
-    depth: int,
-    runner: str,
+    config: QuadrigaConfig, index: int, checkpoint: Checkpoint, depth: int, runner: str
 ) -> ExitSpec:
     """The same for prefill and decode; unmodified models have none.
 

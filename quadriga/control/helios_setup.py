@@ -12,13 +12,7 @@ from quadriga.catalogue.records import Catalogue
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.config.loader import QuadrigaConfig
-from quadriga.config.resolve import (
-    Hardware,
-    ReplicaSpec,
-    num_replicas,
-    replica_room,
-    resolve,
-)
+from quadriga.config.resolve import Hardware, ReplicaSpec, num_replicas, replica_room, resolve
 from quadriga.config.scheduling import HeliosConfig
 from quadriga.control.replica_record import PlaceKey
 from quadriga.core.replica import PARTS, DepthClass, Role

@@ -100,10 +100,7 @@ def turn_over(
 
 
 def is_relieved(
-    replica: ReplicaRecord,
-    replicas: Mapping[PlaceKey, Sequence[ReplicaRecord]],
-    *,
-    now_s: float,
+    replica: ReplicaRecord, replicas: Mapping[PlaceKey, Sequence[ReplicaRecord]], *, now_s: float
 ) -> bool:
     """Whether a replica that has no place any more may go.
 

@@ -63,10 +63,7 @@ class EngineThread(Generic[Core]):
     """
 
     def __init__(
-        self,
-        load: Callable[[], Core],
-        on_failure: Callable[[QuadrigaError], None],
-        nice: int = 0,
+        self, load: Callable[[], Core], on_failure: Callable[[QuadrigaError], None], nice: int = 0
     ) -> None:
         self._load = load
         self._nice = nice

@@ -130,11 +130,7 @@ class DecodeLoop:
         is_foreseen = self.is_overloaded and prediction is not None
         upper_tokens = 1 if is_foreseen else self.answers.upper_tokens
         self.preemption.make_room(
-            max_total_tokens,
-            num_tokens,
-            priority,
-            upper_tokens=upper_tokens,
-            prediction=prediction,
+            max_total_tokens, num_tokens, priority, upper_tokens=upper_tokens, prediction=prediction
         )
         return self.slots.reserve(
             sequence_id,
@@ -365,12 +361,7 @@ class DecodeLoop:
         self._count_time(len(leavers), now_s - started_s, now_s)
 
     def _run_drafts(
-        self,
-        ran: Range,
-        group: Group,
-        drafting: Group,
-        groups: list[Group],
-        emissions: Emissions,
+        self, ran: Range, group: Group, drafting: Group, groups: list[Group], emissions: Emissions
     ) -> None:
         """Run the first segment, or all behind it, for some that draft and maybe for others."""
         clock, batch, runner, drafts = self._clock, self.batch, self._drafts.runner, self._drafts
@@ -422,11 +413,7 @@ class DecodeLoop:
             self._rate.add(num_tokens, now_s=now_s)
 
     def _commit(
-        self,
-        leavers: Group,
-        tokens: list[list[SampledToken]],
-        now_s: float,
-        emissions: Emissions,
+        self, leavers: Group, tokens: list[list[SampledToken]], now_s: float, emissions: Emissions
     ) -> None:
         """Append the tokens, send their sequences back to the front, and finish those that end."""
         if not leavers:

@@ -47,8 +47,7 @@ class Samples:
 
 
 ENGLISH = Samples(
-    SampleRequest("What is the capital of France?"),
-    SampleRequest("Why is the sky blue?"),
+    SampleRequest("What is the capital of France?"), SampleRequest("Why is the sky blue?")
 )
 TASKS = Samples(SampleRequest("Sort: 42 7 19 3 88"), SampleRequest("Reverse: 5 6 7 8 9"))
 """The task that the bundled models were trained on; they do no other."""

@@ -82,8 +82,7 @@ def parse_request(message_class: Any, data: bytes, max_bytes: int) -> Any:
         return message_class.FromString(data)
     except DecodeError as exc:
         raise InvalidRequest(
-            "the request is not a valid message (text fields must be UTF-8)",
-            code="invalid_message",
+            "the request is not a valid message (text fields must be UTF-8)", code="invalid_message"
         ) from exc
 
 
@@ -299,10 +298,7 @@ def usage_message(request: Request) -> Any:
 
 def error_message(exc: QuadrigaError) -> Any:
     return pb.Error(
-        code=exc.code,
-        message=exc.message,
-        param=exc.param or "",
-        retry_after_s=exc.retry_after_s,
+        code=exc.code, message=exc.message, param=exc.param or "", retry_after_s=exc.retry_after_s
     )
 
 

@@ -163,10 +163,7 @@ COMPLETIONS = _table(
     OUTPUT,
     INPUT,
     OTHER_NAMES,
-    (
-        _Field("suffix", ("",)),
-        _Field("add_special_tokens", (True,)),
-    ),
+    (_Field("suffix", ("",)), _Field("add_special_tokens", (True,))),
 )
 """Of POST /v1/completions."""
 

@@ -511,8 +511,7 @@ def _read_stops(stop: str | list[str] | None, limits: IngressConfig) -> tuple[st
             raise InvalidRequest(f"{name}: a stop string must not be empty", param=name)
         if len(text) > limits.max_stop_length:
             raise InvalidRequest(
-                f"{name}: {len(text)} characters; the limit is {limits.max_stop_length}",
-                param=name,
+                f"{name}: {len(text)} characters; the limit is {limits.max_stop_length}", param=name
             )
     return tuple(dict.fromkeys(stops))
 

@@ -33,12 +33,7 @@ from serve_app.ops.auto_reports import AutoReports
 from serve_app.ops.metrics import IngressMetrics, endpoint_gauges, view_gauges
 from serve_app.ops.tasks import Tasks
 from serve_app.request.cluster_client import ClusterClient, ClusterStateCache
-from serve_app.request.request import (
-    Request,
-    caller_fingerprints,
-    deadline_exceeded,
-    resume_claims,
-)
+from serve_app.request.request import Request, caller_fingerprints, deadline_exceeded, resume_claims
 from serve_app.request.request_manager import RequestManager
 from serve_app.request.resumption import RequestStore
 from serve_app.request.sequence_request import SequenceRequest

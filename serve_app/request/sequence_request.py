@@ -17,13 +17,7 @@ from quadriga.core.request import (
     remaining_of,
 )
 from quadriga.core.routing import AdmitRequest
-from quadriga.errors import (
-    Cancelled,
-    InvariantViolation,
-    QuadrigaError,
-    ReplicaError,
-    Unavailable,
-)
+from quadriga.errors import Cancelled, InvariantViolation, QuadrigaError, ReplicaError, Unavailable
 from quadriga.scheduling.prefixes.affinity import prefix_marks
 from quadriga.scheduling.transfer.rebuild import num_prefill_tokens
 from quadriga.text import Detokenizer, StopMatcher

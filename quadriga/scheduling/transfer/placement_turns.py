@@ -23,9 +23,7 @@ class PlacementTurns:
     """
 
     def __init__(
-        self,
-        sequences: Mapping[str, RunningSequence],
-        now_s: Callable[[], float] = time.monotonic,
+        self, sequences: Mapping[str, RunningSequence], now_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._sequences = sequences
         self._now_s = now_s

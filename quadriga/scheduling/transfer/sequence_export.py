@@ -348,12 +348,7 @@ def _copy(
         [
             (
                 span,
-                read(
-                    span.first_layer,
-                    span.stop_layer - span.first_layer,
-                    span.start,
-                    span.stop,
-                ),
+                read(span.first_layer, span.stop_layer - span.first_layer, span.start, span.stop),
             )
             for span in books.take(extents, max_cells)
         ]
