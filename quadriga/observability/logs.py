@@ -43,7 +43,7 @@ class JsonFormatter(logging.Formatter):
             "process": self._process,
             "message": record.getMessage()[:MAX_MESSAGE],
         }
-        line |= {k: _plain(v) for k, v in vars(record).items() if k not in _STANDARD}
+        line |= {k: _plain(v) for k, v in _fields(record)}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, allow_nan=False)
@@ -65,7 +65,7 @@ class TextFormatter(logging.Formatter):
         return super().format(own)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        fields = [f"{k}={_plain(v)}" for k, v in vars(record).items() if k not in _STANDARD]
+        fields = [f"{k}={_plain(v)}" for k, v in _fields(record)]
         return _visible(" ".join([super().formatMessage(record), *fields]))
 
     def formatException(self, ei: Any) -> str:
@@ -103,6 +103,11 @@ def is_configured() -> bool:
 
 def _visible(text: str) -> str:
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def _fields(record: logging.LogRecord) -> list[tuple[str, Any]]:
+    """Those that the caller gave; Ray adds private ones to every record of a process."""
+    return [(k, v) for k, v in vars(record).items() if k not in _STANDARD and k[0] != "_"]
 
 
 def _plain(value: object) -> Any:
