@@ -106,14 +106,10 @@ def test_completions_equal_generate(url: str, checkpoint: Path) -> None:
         def complete(request: tuple[list[int], int]) -> dict[str, Any]:
             prompt, num_tokens = request
             body = {
-                "model": "tiny-gpt2",
-                "prompt": prompt,
-                "max_tokens": num_tokens,
-                "min_tokens": num_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
+                "model": "tiny-gpt2", "prompt": prompt, "max_tokens": num_tokens,
+                "min_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
                 "return_token_ids": True,
-            }
+            }  # fmt: skip
             reply = http.post("/v1/completions", json=body)
             assert reply.status_code == 200, reply.text
             answer: dict[str, Any] = reply.json()

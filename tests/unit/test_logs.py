@@ -15,6 +15,8 @@ from tests.unit.serve_app.conftest import ANSWER, MakeStand, make_stand
 
 __all__ = ["make_stand"]
 CANARY = "zebra-canary-4711"
+GIVEN = {"request_id": "r-1", "took_s": 0.12345678, "_ray_timestamp_ns": 1}
+"""What a caller gives, and what Ray adds to every record of its processes."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,7 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
 def test_a_line_is_an_object_with_the_records_own_fields() -> None:
     stream = logged("json")
     logger = logging.getLogger("quadriga.test")
-    logger.info("took %d\nsteps", 3, extra={"request_id": "r-1", "took_s": 0.12345678, "n": None})
+    logger.info("took %d\nsteps", 3, extra=GIVEN | {"n": None})
     [line] = lines(stream)
     assert line.pop("time").endswith("Z")
     assert line == {
@@ -70,8 +72,8 @@ def test_exceptions_are_inside_their_line() -> None:
 
 def test_text_has_the_fields_behind_the_message() -> None:
     stream = logged("text")
-    logging.getLogger("quadriga.test").info("over", extra={"request_id": "r-1", "took_s": 0.5})
-    assert stream.getvalue().endswith("INFO over request_id=r-1 took_s=0.5\n")
+    logging.getLogger("quadriga.test").info("over", extra=GIVEN)
+    assert stream.getvalue().endswith("INFO over request_id=r-1 took_s=0.123457\n")
 
 
 def test_levels_are_ours_and_a_second_call_replaces_the_first() -> None:

@@ -121,18 +121,10 @@ async def test_broken_bodies(stand: Stand, data: st.DataObject) -> None:
     await expect_rest(stand)
 
 
-HEADER_NAMES = st.sampled_from(
-    [
-        "idempotency-key",
-        "x-resume-index",
-        "content-encoding",
-        "content-type",
-        "authorization",
-        "traceparent",
-        "accept",
-        "x-request-id",
-    ]
-)
+HEADER_NAMES = st.sampled_from([
+    "idempotency-key", "x-resume-index", "content-encoding", "content-type", "authorization",
+    "traceparent", "accept", "x-request-id",
+])  # fmt: skip
 HEADER_VALUES = st.text(
     st.characters(min_codepoint=1, max_codepoint=255, exclude_characters="\r\n"), max_size=40
 )

@@ -82,21 +82,11 @@ def ask(
     now = time.time()
     prompt = [30 + number, 31, 32]
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, num_logprobs=num_logprobs)
-    return client.open(
-        Request(
-            f"r{number}",
-            "quadriga-s",
-            [prompt],
-            ["abc"],
-            1,
-            sampling,
-            (),
-            False,
-            0,
-            now,
-            now + deadline_s,
-        )
-    )
+    asked = Request(
+        f"r{number}", "quadriga-s", [prompt], ["abc"], 1, sampling, (), False, 0,
+        now, now + deadline_s,
+    )  # fmt: skip
+    return client.open(asked)
 
 
 async def read(request: Request) -> list[int]:
@@ -151,6 +141,30 @@ async def test_a_stream_goes_on_when_its_owner_dies() -> None:
         resumed = [len(s.output_ids) for s in cluster.submitted]
         assert resumed == sorted(resumed), "each goes on where the ingress was"
         assert [s.epoch for s in cluster.submitted] == sorted({s.epoch for s in cluster.submitted})
+
+
+async def test_a_move_that_is_done_after_its_destination_died() -> None:
+    """Nobody has the sequence any more, and nobody is asked for it: it is begun anew at once."""
+    cluster = FailingCluster()
+    async with client_over(cluster) as client:
+        request = ask(client, 0, 60)
+        await until(lambda: request.num_output_tokens > 5)
+        (sequence,), manager, source = (
+            request.sequences,
+            client._request_manager,
+            owner(cluster, request),
+        )
+        peer = next(r for r in cluster.of(Role.DECODE) if r is not source)
+        begun = EngineOutput(
+            sequence.state.sequence_id, sequence.state.epoch, 0, moved_to=peer.name
+        )
+        manager.deliver(source.name, [replace(begun, move="begun")])
+        manager.deliver(peer.name, [EngineOutput(begun.sequence_id, begun.epoch + 1)])  # it speaks
+        cluster.kill(peer)
+        await until(lambda: sequence.owners == {source.name})
+        manager.deliver(source.name, [replace(begun, move="done")])
+        await all_well(client, cluster, [request])
+        assert sequence.num_rebuilds == 1
 
 
 class HastyCluster(FailingCluster):
