@@ -99,7 +99,7 @@ static inline void mix_columns(const float* weights, int64_t ldw, const float* v
     }
     for (int m = 0; m < M; ++m) {
       const Vec p = splat(weights[m * ldw + j]);
-      for (int d = 0; d < D; ++d) acc[m][d] += p * v[d];
+      for (int d = 0; d < D; ++d) acc[m][d] = multiply_add(p, v[d], acc[m][d]);
     }
   }
   for (int m = 0; m < M; ++m)

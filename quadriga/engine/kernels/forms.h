@@ -126,13 +126,13 @@ QUADRIGA_INLINE void load_nibbles(const uint8_t* at, Vec d, Vec m, int offset, V
 #if defined(__AVX512F__)
   // The 16 values that a weight of this block may have, looked up by its low four bits.
   const Vec q = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const auto values = bits_of<__m512>(d * (q - static_cast<float>(offset)) + m);
+  const auto values = bits_of<__m512>(multiply_add(d, q - static_cast<float>(offset), m));
   const auto value = [&](IntVec i) {
     return bits_of<Vec>(_mm512_permutexvar_ps(bits_of<__m512i>(i), values));
   };
 #else
   const auto value = [&](IntVec i) {
-    return d * __builtin_convertvector((i & 15) - offset, Vec) + m;
+    return multiply_add(d, __builtin_convertvector((i & 15) - offset, Vec), m);
   };
 #endif
 #pragma GCC unroll 8

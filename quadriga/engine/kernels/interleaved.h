@@ -91,7 +91,7 @@ struct Int8 {
   }
 
   QUADRIGA_INLINE Vec add(Vec total, Sums sums, const uint8_t* header) {
-    return total + __builtin_convertvector(sums, Vec) * read<float>(header);
+    return multiply_add(__builtin_convertvector(sums, Vec), splat(read<float>(header)), total);
   }
 
   // Results of a vector of rows whose scales lie at `scales`.
@@ -128,9 +128,7 @@ struct BFloat16Pairs {
 #else
     const auto second = [](IntVec pair) { return bits_of<Vec>(pair & ~0xFFFF); };
     const auto first = [](IntVec pair) { return bits_of<Vec>(pair << 16); };
-    sums += second(w) * second(x);
-    sums += first(w) * first(x);
-    return sums;
+    return multiply_add(first(w), first(x), multiply_add(second(w), second(x), sums));
 #endif
   }
 

@@ -7,6 +7,12 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__FMA__) || defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 namespace quadriga {
 
 #define QUADRIGA_INLINE static inline __attribute__((always_inline))
@@ -62,6 +68,20 @@ QUADRIGA_INLINE void store_partial(float* p, Vec v, int64_t count) {
 }
 
 QUADRIGA_INLINE Vec splat(float x) { return Vec{} + x; }
+
+// a · b + c, rounded once where the machine can. Left to contract, compilers do it in some tiles and
+// not in others (GCC for Zen, which shuns chains of them), and results would depend on the batch.
+QUADRIGA_INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX__) && defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
 
 // Sum of the lanes, always as a balanced tree.
 QUADRIGA_INLINE float sum(Vec v) {

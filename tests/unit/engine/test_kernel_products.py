@@ -22,7 +22,7 @@ UNITS = {
     "avx2": ["-march=x86-64-v3"],
     "avx512bw": ["-march=x86-64-v4"],
     "avx512 without bw": ["-march=x86-64-v3", "-mavx512f"],
-    "native": ["-march=native"],
+    "native": ["-march=native", "-O3"],  # as the engine's: there compilers choose what to contract
 }
 FORMS = (Form.INT8, Form.BFLOAT16_PAIRS)
 STORED = (Form.FLOAT32, Form.BFLOAT16, Form.FLOAT16, Form.Q8_0, Form.Q4_0, Form.Q4_1)
