@@ -118,6 +118,10 @@ class ModelRunner(Protocol):
     @property
     def row_capacity_tokens(self) -> int: ...
 
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens of KV over all rows that fit at the depth that is loaded."""
+
     def attach(self, row: int, state: SequenceState) -> None:
         """Bind a sequence to a row: sampling parameters, penalty counts, random key."""
 
@@ -254,10 +258,6 @@ class ResizableRunner(ModelRunner, Protocol):
     @property
     def full_depth(self) -> int:
         """Layers of the whole model."""
-
-    @property
-    def kv_capacity_tokens(self) -> int:
-        """Tokens of KV over all rows that fit at the depth that is loaded."""
 
     def take_depth(self, prepared: Any) -> None:
         """Run the layers that `prepare_depth` of the same runner loaded, from the next pass on.

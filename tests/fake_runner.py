@@ -78,6 +78,10 @@ class FakeRunner:
     def segment_ends(self) -> tuple[int, ...]:
         return (self.num_layers,)
 
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return self.num_rows * self.row_capacity_tokens
+
     def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
         raise AssertionError("a runner without exits runs whole passes")
 

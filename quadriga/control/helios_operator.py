@@ -138,7 +138,7 @@ class HeliosOperator:
             depth_class=depth_class,
             exit_tokens=report.exit_tokens,
             sure_tokens=report.sure_tokens,
-            breaches=round(share * report.exit_tokens.get(depth_class.depth, 0)),
+            breaches=share * report.exit_tokens.get(depth_class.depth, 0),
             nll=report.nll,
             scored_tokens=report.scored_tokens,
             prompt_tokens=report.prompt_tokens,
@@ -255,7 +255,8 @@ class HeliosOperator:
         if self.under_way is not None and self.under_way.order is order:
             self.under_way = self.pools.changing = None
         if report.outcome not in ("resized", "unchanged"):
-            self.handle(OrderFailed(order.order_id, report.reason))
+            is_held_up = report.outcome == "blocked"
+            self.handle(OrderFailed(order.order_id, report.reason, is_held_up))
             return
         self.pools.held[replica.key] = order.depth_class
         if replica.status is not None:
@@ -284,7 +285,8 @@ class HeliosOperator:
         if replica is not None and replica.depth_class == order.depth_class:
             self.under_way = self.pools.changing = None
             took_s = now_s - under_way.since_s
-            self.handle(OrderDone(order.order_id, took_s, None, _max_batch(replica)))
+            done = OrderDone(order.order_id, took_s, None, _max_batch(replica), is_start=True)
+            self.handle(done)
             return
         spec = self.setup.specs.get((key[0], order.depth_class))
         changes_depth = spec is not None and spec.changes_depth

@@ -189,7 +189,7 @@ def _device(decode: EngineSpec) -> ChosenDevice:
     if memory is not None:
         sizes = inspect(str(decode.checkpoint.path)).sizes
         memory += sizes.weight_bytes(decode.checkpoint.num_layers, width)
-    return ChosenDevice(memory, width, decode.num_rows)
+    return ChosenDevice(memory, width, decode.num_rows, starts_anew=decode.device == "cuda")
 
 
 def _specs_at(

@@ -110,11 +110,14 @@ class AutoRouter:
         decision = RoutingDecision(None, request.needs_depth, by_name)
         if by_name:
             return request, self._deep_enough(request, others, snapshots, by_name), decision
-        for depth_class in route.serve:
-            of_model = [s for s in others if s.info.depth_class.model == depth_class.model]
-            if {s.info.role for s in of_model} == {*PARTS}:
-                chosen = replace(request, model=depth_class.model)
-                return chosen, self._deep_enough(chosen, of_model, snapshots), decision
+        # A scout reads prompts where no other replica of a model that serves can: one has died.
+        readers = [s for s in snapshots if s.info.role is Role.PREFILL]
+        for usable in (others, others + readers):
+            for depth_class in route.serve:
+                of_model = [s for s in usable if s.info.depth_class.model == depth_class.model]
+                if {s.info.role for s in of_model} == {*PARTS}:
+                    chosen = replace(request, model=depth_class.model)
+                    return chosen, self._deep_enough(chosen, of_model, snapshots), decision
         raise Unavailable("no model is ready; retry shortly", retry_after_s=1.0)
 
     def require_loaded(self, model: str, serving: Sequence[ReplicaSnapshot]) -> None:

@@ -129,10 +129,12 @@ class ReplicaRecord:
         assert self.status is not None
         return self.status.load
 
-    def has_room(self, tokens: int) -> bool:
-        """Whether it could take a sequence that may become so long; it must have answered once."""
+    def has_room(self, parked: ParkedSequence) -> bool:
+        """Whether it could take a sequence; it must have answered once."""
         assert self.status is not None
         info, load = self.status.info, self.status.load
+        grows = info.reservation == "used"  # it promises what is there, and pauses where it must
+        tokens = parked.num_tokens if grows else parked.max_total_tokens
         fits = load.reserved_tokens + tokens <= info.kv_capacity_tokens
         return load.num_held < info.num_slots and fits
 

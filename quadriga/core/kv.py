@@ -69,6 +69,10 @@ class KVExtent:
     stop_layer: int
     num_tokens: int
 
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.stop_layer)
+
 
 @dataclass(frozen=True, slots=True)
 class KVPart:

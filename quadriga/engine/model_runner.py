@@ -679,8 +679,9 @@ class NativeRunner:
     def suspend(self, row: int) -> SuspendedRow:
         """See `ModelRunner.suspend`."""
         extents = self.extents(row)
+        # Layer by layer: a device whose memory is full has none for a copy of the row.
         kv = [
-            self.read_kv(row, e.first_layer, e.stop_layer - e.first_layer, 0, e.num_tokens).cpu()
+            torch.cat([self.read_kv(row, layer, 1, 0, e.num_tokens).cpu() for layer in e.layers])
             for e in extents
         ]
         suspended = SuspendedRow(extents, kv, self.read_rest(row))
@@ -692,7 +693,8 @@ class NativeRunner:
         """See `ModelRunner.restore`."""
         for extent, kv in zip(suspended.extents, suspended.kv, strict=True):
             if extent.first_layer < self.model.spec.depth:
-                self.write_kv(row, extent.first_layer, 0, kv)
+                for layer, of_layer in zip(extent.layers, kv.split(1), strict=True):
+                    self.write_kv(row, layer, 0, of_layer)
         self.resume(row, state, suspended.rest)
 
     def extents(self, row: int) -> list[KVExtent]:

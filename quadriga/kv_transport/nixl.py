@@ -204,6 +204,8 @@ class NixlChannel:
             data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         except RuntimeError as exc:  # torch.OutOfMemoryError is one
             raise KVTransportError(f"no memory for a part of {num_bytes} bytes: {exc}") from exc
+        if data.is_cuda:  # kernels may still use memory that was freed to the pool
+            torch.cuda.current_stream(data.device).synchronize()
         yield data
 
     def receive(self, data: torch.Tensor, deadline_s: float) -> None:

@@ -138,7 +138,8 @@ class Forecasting:
     def stepped(self, loop: DecodeLoop, emissions: list[tuple[str, EngineOutput]]) -> None:
         """After a step, once its tokens are on their way."""
         if self.is_wanted and self.asking is not None:
-            self.asking.stepped(sum(bool(e.token_ids) for _, e in emissions), loop.num_running)
+            counts = [len(e.token_ids) for _, e in emissions]
+            self.asking.stepped(sum(counts), sum(map(bool, counts)), loop.num_running)
             self._outcomes.emitted(emissions)
 
     def look(self, loop: DecodeLoop) -> None:

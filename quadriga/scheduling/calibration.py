@@ -30,7 +30,7 @@ def calibrate(runner: ModelRunner, clock: Clock, *, max_rows: int) -> SegmentCos
     with Dummies(runner, max_rows, _SHORT):
         for count in costs.knots:
             _calibrate_batch(runner, clock, costs, count)
-    context = min(_LONG, runner.row_capacity_tokens - 1)
+    context = _long_context(runner, max_rows)
     with Dummies(runner, max_rows, context):
         for segment in range(costs.num_segments):
             seconds = _time_s(runner, clock, segment, segment + 1, max_rows)
@@ -41,6 +41,12 @@ def calibrate(runner: ModelRunner, clock: Clock, *, max_rows: int) -> SegmentCos
     if isinstance(runner, DraftingRunner):
         _extend(runner, clock, costs)
     return costs
+
+
+def _long_context(runner: ModelRunner, num_rows: int) -> int:
+    """Tokens of context that so many rows can have at once."""
+    shared = max(_SHORT + 1, runner.kv_capacity_tokens // num_rows)
+    return min(_LONG, runner.row_capacity_tokens - 1, shared)
 
 
 def _extend(runner: DraftingRunner, clock: Clock, costs: SegmentCosts) -> None:
@@ -214,7 +220,6 @@ class Dummies:
 
 
 _STEP_REPEATS = 5
-_FEW_TOKENS, _MANY_TOKENS = 2, 512  # tokens of context
 _LEAST_SHARE = 1e-4  # of a step, that a sequence or a long context is taken to add at least
 
 
@@ -230,14 +235,14 @@ def measure_shape(runner: ModelRunner, clock: Clock, *, max_rows: int) -> StepSh
     Uses the runner's rows 0..max_rows − 1, which must be free, and leaves them free. What is
     computed is garbage; only the time counts.
     """
-    long = min(_MANY_TOKENS, runner.row_capacity_tokens - 1)
-    one_s = _step_s(runner, clock, 1, _FEW_TOKENS)
-    all_s = _step_s(runner, clock, max_rows, _FEW_TOKENS)
+    long = _long_context(runner, max_rows)
+    one_s = _step_s(runner, clock, 1, _SHORT)
+    all_s = _step_s(runner, clock, max_rows, _SHORT)
     long_s = _step_s(runner, clock, max_rows, long)
-    more_tokens = max(1, max_rows * (long - _FEW_TOKENS))
+    more_tokens = max(1, max_rows * (long - _SHORT))
     per_token_s = max(long_s - all_s, _LEAST_SHARE * all_s) / more_tokens
     per_sequence_s = max(all_s - one_s, _LEAST_SHARE * one_s) / max(1, max_rows - 1)
-    per_sequence_s = max(0.0, per_sequence_s - _FEW_TOKENS * per_token_s)
+    per_sequence_s = max(0.0, per_sequence_s - _SHORT * per_token_s)
     return StepShape(max(one_s - per_sequence_s, _LEAST_SHARE), per_sequence_s, per_token_s)
 
 

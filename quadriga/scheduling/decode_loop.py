@@ -357,8 +357,8 @@ class DecodeLoop:
         filled = runner.num_filled - filled
         batch.rebatcher.observe(ran, len(group), num_tokens, seconds, passed, filled)
         self._drafts.ran_full(ran, group, seconds)
-        self._commit(leavers, [[token] for token in tokens], now_s, emissions)
         self._count_time(len(leavers), now_s - started_s, now_s)
+        self._commit(leavers, [[token] for token in tokens], now_s, emissions)
 
     def _run_drafts(
         self, ran: Range, group: Group, drafting: Group, groups: list[Group], emissions: Emissions
@@ -397,15 +397,15 @@ class DecodeLoop:
             else:
                 batch.drafter.observe(ran, positions, num_tokens, seconds)
                 batch.drafter.drafted_on(counts, drafting_s)
-        self._commit(leavers, tokens, now_s, emissions)
         self._count_time(sum(map(len, tokens)), now_s - started_s, now_s)
+        self._commit(leavers, tokens, now_s, emissions)
 
     def _count_flush(self, group: Group, now_s: float) -> None:
         self.counters.flushes += 1
         self.counters.buffer_age_s += sum([now_s - s.since_s for s in group])
 
     def _count_time(self, num_tokens: int, seconds: float, now_s: float) -> None:
-        """Note what a pass took, and how many tokens came of it."""
+        """Note what a pass took, and how many tokens came of it, while all are there that ran."""
         self._tokenless_s += seconds
         if num_tokens:
             self._token_time.add(self._tokenless_s / num_tokens * self.batch.num_decoding)

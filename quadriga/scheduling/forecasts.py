@@ -287,11 +287,12 @@ class Asking:
         self._left_to_ask = 0
         self._pending: tuple[list[SequenceState], list[int], Answer] | None = None
 
-    def stepped(self, num_left: int, num_running: int) -> None:
+    def stepped(self, num_tokens: int, num_left: int, num_running: int) -> None:
         """Called after every pass of the engine.
 
         Args:
-            num_left: Tokens that left in it.
+            num_tokens: That left in it, several of a sequence whose drafts agreed.
+            num_left: Sequences of which some left.
             num_running: Sequences that run.
         """
         if self._pending is not None:
@@ -299,7 +300,7 @@ class Asking:
         if not num_left:
             return
         if self._left_to_ask <= 0:
-            self._credit += num_left
+            self._credit += num_tokens
             if self._credit < self._every * num_running:
                 return
             # With early exits a pass is some of the sequences: ask until it was all of them.

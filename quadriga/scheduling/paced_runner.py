@@ -141,10 +141,7 @@ class PacedRunner:
 
     @property
     def kv_capacity_tokens(self) -> int:
-        runner = self._runner
-        if isinstance(runner, ResizableRunner):
-            return runner.kv_capacity_tokens
-        return runner.num_rows * runner.row_capacity_tokens
+        return self._runner.kv_capacity_tokens
 
     def take_depth(self, prepared: object) -> None:
         self._resizable.take_depth(prepared)

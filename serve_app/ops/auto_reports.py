@@ -76,6 +76,8 @@ class AutoReports:
             and sampling.repetition_penalty == 1.0
             and not (sampling.presence_penalty or sampling.frequency_penalty)
             and not sampling.logit_bias
+            and sampling.grammar is None  # what the form forces, the model alone need not say
+            and not sampling.min_tokens
             and state.num_tokens <= MAX_SAMPLED_TOKENS
         )
         if not is_plain:

@@ -139,7 +139,7 @@ class HeliosLife(RuleBasedStateMachine):
         self.now_s += LOAD_S
         if order.depth_class == self.machine.status().target:
             self.target_held_s = self.now_s
-        self.tell(OrderDone(order.order_id, LOAD_S))
+        self.tell(OrderDone(order.order_id, LOAD_S, is_start=isinstance(order, Switch)))
 
     @precondition(lambda self: self.order is not None)
     @rule()

@@ -15,8 +15,8 @@ from tests.unit.serve_app.conftest import ANSWER, MakeStand, make_stand
 
 __all__ = ["make_stand"]
 CANARY = "zebra-canary-4711"
-GIVEN = {"request_id": "r-1", "took_s": 0.12345678, "_ray_timestamp_ns": 1}
-"""What a caller gives, and what Ray adds to every record of its processes."""
+GIVEN = {"request_id": "r-1", "took_s": 0.12345678, "_added": 1}
+"""What a caller gives, and a private field, as Ray adds to every record of its processes."""
 
 
 @pytest.fixture(autouse=True)

@@ -115,6 +115,10 @@ class BatonRunner:
         return self.spec.row_capacity_tokens
 
     @property
+    def kv_capacity_tokens(self) -> int:
+        return self.spec.kv_capacity_tokens
+
+    @property
     def segment_ends(self) -> tuple[int, ...]:
         """See `ModelRunner.segment_ends`: unmodified models have no early exits."""
         return (self.num_layers,)

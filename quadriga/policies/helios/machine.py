@@ -166,7 +166,7 @@ class Helios:
             case OrderDone():
                 self._order_done(event, now_s)
             case OrderFailed():
-                self._order_failed(event.order_id, event.error, now_s, outputs)
+                self._order_failed(event, now_s, outputs)
         self._profiling.expire(now_s)
         self._check_order(now_s, outputs)
         if self._pending.order is None and self._tick.replicas:
@@ -265,8 +265,13 @@ class Helios:
             return  # given up meanwhile; the next tick shows what the replica holds
         self._pending.forgive(order.replica)
         row = self.table.row(order.depth_class.model, order.depth_class.depth)
-        if event.load_s > 0.0:  # layers that are dropped say nothing of loading them
+        if event.is_start:
             row.load_s = event.load_s
+        elif event.load_s > 0.0:  # layers that are dropped say nothing of loading them
+            before = self._tick.replicas.get(order.replica)
+            if before is not None and before.depth_class.model == row.model:
+                held = before.depth_class.depth
+                self._planner.has_read(order.depth_class, held, event.load_s)
         row.weight_bytes = event.weight_bytes
         row.max_batch = event.max_batch
         if order.replica in self._profilers():
@@ -285,8 +290,8 @@ class Helios:
                 self._dwell_s = self._config.dwell_loads * event.load_s
             self._window.clear()
 
-    def _order_failed(self, order_id: int, error: str, now_s: float, outputs: list[Output]) -> None:
-        order = self._pending.take(order_id)
+    def _order_failed(self, event: OrderFailed, now_s: float, outputs: list[Output]) -> None:
+        error, order = event.error, self._pending.take(event.order_id)
         if order is None:
             return
         self.counters.failures += 1
@@ -296,7 +301,11 @@ class Helios:
             self._profiling.give_up()
             self._barred[order.depth_class] = what
             outputs.append(Keep(f"{what}; {order.depth_class.model} is no candidate this time"))
-        elif order.depth_class == self._target and self._target not in self._classes():
+        elif (
+            order.depth_class == self._target
+            and self._target not in self._classes()
+            and not event.is_held_up
+        ):
             self._barred[order.depth_class] = what
             classes = self._classes()
             first = classes[0] if classes else None
@@ -314,7 +323,7 @@ class Helios:
             self._pending.take(order.order_id)
             outputs.append(Keep(f"{order.replica} is gone, and its order with it"))
         elif self._pending.is_late(now_s):
-            self._order_failed(order.order_id, LATE, now_s, outputs)
+            self._order_failed(OrderFailed(order.order_id, LATE), now_s, outputs)
 
     # The next one
 

@@ -82,7 +82,7 @@ class RequestFinished:
     replica: str
     depth_class: DepthClass
     exit_tokens: Mapping[int, int]
-    breaches: int
+    breaches: float
     nll: float
     scored_tokens: int
     prompt_tokens: int
@@ -132,7 +132,7 @@ class OrderDone:
     """The replica serves its new class.
 
     Attributes:
-        load_s: Seconds the reading took.
+        load_s: Seconds that the reading of what was missing took, or the start of a process.
         weight_bytes: What its weights take now.
         max_batch: Sequences it can hold now, at their usual length.
     """
@@ -141,14 +141,16 @@ class OrderDone:
     load_s: float
     weight_bytes: int | None = None
     max_batch: int | None = None
+    is_start: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class OrderFailed:
-    """The replica still serves its old class."""
+    """The replica still serves its old class; held up: requests needed its layers all the time."""
 
     order_id: int
     error: str
+    is_held_up: bool = False
 
 
 Event = (
@@ -238,11 +240,13 @@ class ChosenDevice:
         memory_bytes: For weights and KV together; None where nothing limits.
         value_bytes: Of one weight or KV value.
         max_slots: Sequences in a batch, at most.
+        starts_anew: Another depth comes in another process.
     """
 
     memory_bytes: int | None = None
     value_bytes: int = 4
     max_slots: int = 32
+    starts_anew: bool = False
 
 
 class HeliosPhase(StrEnum):

@@ -35,6 +35,8 @@ from quadriga.policies.helios.messages import ChosenDevice
 
 DEFAULT_LOAD_BYTES_PER_S = 1e9
 """For models that were never loaded here."""
+LEAST_TOKENS = 20.0
+"""Tokens that must have been looked at before a share of them counts, where none is on record."""
 RECORD_TOKENS = 8000.0
 """So many live tokens the catalogue's perplexity counts for: about as many as `loadgen profile`
 scores. It compares all models on the same prompts, where a profile sees five requests of each
@@ -92,6 +94,7 @@ class Planner:
         self._models = {m.id: m for m in candidates}
         self._config, self._device, self._table = config, device, table
         self._is_named = device.memory_bytes is not None
+        self._read_bytes_per_s: float | None = None
 
     def has_memory(self, memory_bytes: int) -> None:
         """Take in what a decode replica says it has, where no setting named it."""
@@ -172,22 +175,34 @@ class Planner:
             joules_per_prompt=joules * tpot_s / plan.tpot_s if joules is not None else None,
         )
 
+    def has_read(self, depth_class: DepthClass, held: int, seconds: float) -> None:
+        """A process that had the first `held` layers has read the others."""
+        num_bytes = self._bytes(depth_class, held, depth_class.depth)
+        if num_bytes > 0.0:
+            self._read_bytes_per_s = num_bytes / seconds
+
     def load_s(self, depth_class: DepthClass, held: int = 0) -> float:
-        """Seconds to load up to a depth where the first `held` layers are there already."""
+        """Seconds to read what is missing where the first `held` layers are there already; with
+        none, to start a process that reads all of the depth."""
         model, depth = self._models[depth_class.model], depth_class.depth
-        row, record = self._table.find(model.id, depth), model.record(depth)
-        whole = self._table.find(model.id, model.num_layers)
-        size = model.sizes.weight_bytes(depth, self._device.value_bytes)
-        seconds = row.load_s if row is not None else None
-        if seconds is None and whole is not None and whole.load_s is not None:
-            all_bytes = model.sizes.weight_bytes(model.num_layers, self._device.value_bytes)
-            seconds = whole.load_s * size / all_bytes
-        if seconds is None and record is not None:
-            seconds = record.load_s
-        if seconds is None:
-            seconds = size / DEFAULT_LOAD_BYTES_PER_S
-        there = model.sizes.weight_bytes(held, self._device.value_bytes) if held else 0
-        return seconds * max(0.0, 1.0 - there / size)
+        record, size = model.record(depth), self._bytes(depth_class, 0, depth)
+        per_s = self._read_bytes_per_s
+        if per_s is None:
+            known_s = record.load_s if record is not None else None
+            per_s = size / known_s if known_s else DEFAULT_LOAD_BYTES_PER_S
+        if held and not self._device.starts_anew:
+            return self._bytes(depth_class, held, depth) / per_s
+        for row in (self._table.find(model.id, k) for k in (depth, model.num_layers)):
+            if row is not None and row.load_s is not None:
+                more = self._bytes(depth_class, depth, row.depth)
+                return max(0.0, row.load_s - more / per_s)
+        return size / per_s
+
+    def _bytes(self, depth_class: DepthClass, first: int, stop: int) -> float:
+        """Of the weights of a model up to layer `stop`, without those up to layer `first`."""
+        sizes, width = self._models[depth_class.model].sizes, self._device.value_bytes
+        there = sizes.weight_bytes(first, width) if first else 0
+        return max(0.0, float(sizes.weight_bytes(stop, width) - there))
 
     def max_batch(self, model: CatalogueModel, depth: int, full: HistoryRow) -> float:
         """Sequences of the stream's mean length that fit at a depth."""
@@ -220,10 +235,10 @@ class Planner:
         share = row.coverage(depth) if row is not None else None
         if row is None or share is None:
             return None
-        recorded = recorded_exits(model)
+        recorded, counted = recorded_exits(model), self._record_tokens()
+        tokens = sum((row.sure_tokens or row.exit_tokens).values())  # that were looked at
         if recorded is None:
-            return share
-        tokens, counted = sum(row.exit_tokens.values()), self._record_tokens()
+            return share if tokens >= LEAST_TOKENS else None
         on_record = sum(n for k, n in recorded.items() if k <= depth)
         return (share * tokens + on_record * counted) / (tokens + counted)
 

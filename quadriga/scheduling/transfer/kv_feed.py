@@ -145,11 +145,9 @@ class KVFeed:
                 break
         num_layers = last.first_layer + last.num_layers - first.first_layer
         span = KVRange(first.first_layer, num_layers, start, first.stop)
-        if None in copies:
-            return KVPiece(span, stop - begin, None)
-        if start > first.start:
-            copies = [kv[..., start - first.start :, :].contiguous() for kv in copies]
-        return KVPiece(span, stop - begin, copies)
+        # What the destination has in part is read again: copies are cut on no stream of a device.
+        is_whole = None not in copies and start == first.start
+        return KVPiece(span, stop - begin, copies if is_whole else None)
 
     def _end_of_part(self, index: int) -> int:
         """Ranges [index, end) make one part: the same positions, layer after layer."""

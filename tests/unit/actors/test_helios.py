@@ -384,8 +384,7 @@ async def test_a_switch_back_finds_a_process_that_has_lost_layers(make_stand: Ma
 async def test_parked_sequences_go_where_their_layers_are_loaded(make_stand: MakeStand) -> None:
     stand = make_stand(**{"decode_replicas": 2})
     stand.answers["migrate"] = lambda name, order: MigrationReport(order.sequence_id, "moved")
-    for key in (PREFILL, SCOUT_P, (Role.DECODE, 2)):
-        stand.add(key, S8)
+    *_, scout = (stand.add(key, S8) for key in (PREFILL, SCOUT_P, (Role.DECODE, 2)))
     shallow, deep = stand.add(DECODE, S4), stand.add((Role.DECODE, 1), S8)
     load_of(deep).num_running = 8  # full: it must be the scout
     load_of(shallow).parked = (ParkedSequence("s", 30, 90),)
@@ -398,6 +397,14 @@ async def test_parked_sequences_go_where_their_layers_are_loaded(make_stand: Mak
     shallow.phase = ReplicaPhase.RETIRING
     orders = escalations(stand.fleet.replicas.values(), set())
     assert [o.source for o in orders] == ["decode:0"], "from a replica that leaves as well"
+    assert deep.status is not None
+    info = deep.status.info
+    load_of(deep).num_running, load_of(deep).reserved_tokens = 0, info.kv_capacity_tokens - 60
+    load_of(scout).num_running = 1
+    for reservation, names in (("longest", ["decode:2"]), ("used", ["decode:1"])):
+        deep.status = replace(deep.status, info=replace(info, reservation=reservation))
+        orders = escalations(stand.fleet.replicas.values(), set())
+        assert [o.destination for o in orders] == names
 
 
 async def test_prefill_loads_what_strict_sequences_wait_for(make_stand: MakeStand) -> None:

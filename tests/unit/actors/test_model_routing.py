@@ -87,6 +87,15 @@ def test_named_models_stay_away_from_scouts() -> None:
     assert {s.info.name for s in snapshots} == {"p0", "d0", "d1"}
 
 
+def test_a_scout_reads_prompts_where_no_other_replica_of_the_model_can() -> None:
+    fleet = [*FLEET[2:], replica("p2", Role.PREFILL, S8), FLEET[1]]  # p0 has died
+    auto = router(scouts=frozenset({"p2", "d2", "p1"}))
+    _, snapshots, _ = auto.choose(request("a"), fleet, 0.0)
+    assert {s.info.name for s in snapshots} == {"p2", "d0", "d1"}
+    _, snapshots, _ = auto.choose(request("b"), [*fleet, FLEET[0]], 0.0)
+    assert {s.info.name for s in snapshots} == {"p0", "d0", "d1"}
+
+
 def test_strict_requests_start_where_their_layers_are_loaded() -> None:
     fleet = [*FLEET[:4], replica("d3", Role.DECODE, S8)]
     auto = router(scouts=frozenset({"d3"}))
@@ -122,7 +131,7 @@ def test_a_class_without_prefill_is_passed_over_and_none_is_an_error() -> None:
     auto = router(serve=(L12, S4), scouts=frozenset({"p1"}))
     assert auto.choose(request("a"), FLEET, 0.0)[0].model == "s"
     with pytest.raises(Unavailable):
-        router(serve=(L12,), scouts=frozenset({"p1"})).choose(request("a"), FLEET, 0.0)
+        router(serve=(L12,)).choose(request("a"), [*FLEET[:1], *FLEET[2:]], 0.0)
 
 
 def test_who_names_a_model_has_its_deepest_replicas_first() -> None:

@@ -345,7 +345,7 @@ def test_layers_change_at_once_and_models_when_nobody_is_left() -> None:
     replica.has_work = False
     control.obey()
     assert (control.is_open, replica.depth_class) == (True, L12)
-    assert machine.of(OrderDone)[-1] == OrderDone(2, 2.0, 1000, None)
+    assert machine.of(OrderDone)[-1] == OrderDone(2, 2.0, 1000, None, is_start=True)
     assert [what.split(":")[0] for _, what in control.log] == ["resize s@4", "switch l@12"]
 
 

@@ -142,7 +142,8 @@ class Cluster:
         role = self.replicas[order.replica].role
         self.replicas[order.replica] = ReplicaReport(role, order.depth_class)
         self.now_s += load_s
-        return self.tell(OrderDone(order.order_id, load_s))
+        starts = isinstance(order, Switch)
+        return self.tell(OrderDone(order.order_id, load_s, is_start=starts))
 
     def fail(self, error: str = "no memory") -> list[Output]:
         return self.tell(OrderFailed(self.take().order_id, error))

@@ -11,6 +11,7 @@ from quadriga.policies.helios import (
     HeliosPhase,
     Keep,
     OrderDone,
+    OrderFailed,
     ReplicaReport,
     RequestLost,
     RequestStarted,
@@ -288,6 +289,21 @@ def test_without_a_scout_profiles_wait_and_say_so() -> None:
     cluster.replicas["scout"] = scout
     cluster.tick()
     assert cluster.machine.routing.profile == S24
+
+
+def test_a_change_that_strict_requests_hold_up_is_asked_for_again() -> None:
+    cluster = with_scout(1)
+    cluster.tick()
+    cluster.profile()
+    cluster.done()
+    cluster.profile()
+    while cluster.order is not None and cluster.order.replica == "scout":
+        cluster.done()
+    assert cluster.trace[-1] == "resize decode-0 opt-1.3b@6"
+    cluster.tell(OrderFailed(cluster.take().order_id, "12 need the layers", is_held_up=True))
+    assert cluster.machine.status().target == S6 and not cluster.machine.status().barred
+    cluster.tick(1000)
+    assert cluster.trace[-1] == "resize decode-0 opt-1.3b@6"
 
 
 def test_a_kept_table_saves_the_profile() -> None:

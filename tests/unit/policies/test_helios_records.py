@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from quadriga.catalogue.records import DepthRecord
+from quadriga.core.replica import DepthClass
 from quadriga.policies.helios import ChosenDevice, HistoryTable
 from quadriga.policies.helios.history import HistoryRow
 from quadriga.policies.helios.plans import RECORD_TOKENS, Planner
@@ -94,7 +95,7 @@ def test_what_loading_takes_is_learnt_where_something_was_loaded() -> None:
     cluster.profile()
     cluster.done(load_s=3.0)  # the first one at six layers
     row = cluster.machine.table.find("opt-1.3b", 6)
-    assert row is not None and row.load_s == 3.0
+    assert row is not None and row.load_s == 3.0, "it was another model's process"
     cluster.tick(5.9)
     cluster.trace.clear()
     cluster.breach(100, 60)
@@ -130,18 +131,25 @@ def test_the_stream_decides_how_long_answers_are() -> None:
     assert small.tokens_per_request == large.tokens_per_request == pytest.approx(600.0)
 
 
-def test_a_depth_never_loaded_takes_its_share_of_the_whole() -> None:
+def test_starts_and_reading_are_priced_by_what_each_took() -> None:
     table = HistoryTable()
     table.add(finished(S24))
     recorded = replace(SMALL, depths=(DepthRecord(6, load_s=9.0),))
     planner = Planner((recorded,), paper_config(), ChosenDevice(value_bytes=2), table)
-    assert planner.load_s(S6) == 9.0
-    table.row("opt-1.3b", 24).load_s = 2.0  # seen here
-    share = SMALL.sizes.weight_bytes(6, 2) / SMALL.sizes.weight_bytes(24, 2)
-    assert planner.load_s(S6) == pytest.approx(2.0 * share)
-    assert planner.load_s(S24, held=6) == pytest.approx(2.0 * (1 - share))
+    assert planner.load_s(S6) == pytest.approx(9.0)
+    table.row("opt-1.3b", 24).load_s = 15.0  # seen here: the start of a process
+    few, all_ = (SMALL.sizes.weight_bytes(depth, 2) for depth in (6, 24))
+    planner.has_read(S24, 6, 0.3)  # the layers that a process lacked
+    assert planner.load_s(S24, held=6) == pytest.approx(0.3)
+    assert planner.load_s(DepthClass("opt-1.3b", 12), held=6) == pytest.approx(
+        0.3 * (SMALL.sizes.weight_bytes(12, 2) - few) / (all_ - few)
+    )
+    assert planner.load_s(S24) == 15.0
+    assert planner.load_s(S6) == pytest.approx(14.7), "its process reads less"
     table.row("opt-1.3b", 6).load_s = 0.5
     assert planner.load_s(S6) == 0.5
+    device = ChosenDevice(value_bytes=2, starts_anew=True)
+    assert Planner((recorded,), paper_config(), device, table).load_s(S24, held=6) == 15.0
 
 
 def test_what_served_speaks_for_the_whole_where_it_saw_more() -> None:

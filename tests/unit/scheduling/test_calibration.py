@@ -24,6 +24,7 @@ class TimedRunner:
     """
 
     def __init__(self, clock: ManualClock, num_segments: int = 3, capacity: int = 1024) -> None:
+        self.kv_capacity_tokens = 1 << 20
         self.segment_ends = tuple(2 * (s + 1) for s in range(num_segments))
         self.row_capacity_tokens = capacity
         self.attached: dict[int, SequenceState] = {}
@@ -39,6 +40,7 @@ class TimedRunner:
         assert state.num_tokens <= self.row_capacity_tokens
         self.attached[row] = state
         self.longest = max(self.longest, state.num_tokens)
+        assert sum(s.num_tokens for s in self.attached.values()) <= self.kv_capacity_tokens
 
     def detach(self, row: int) -> None:
         del self.attached[row]
@@ -114,11 +116,13 @@ def test_rows_are_freed_when_a_pass_fails() -> None:
     assert not runner.attached
 
 
-def test_short_rows_are_calibrated_with_what_they_hold() -> None:
+@pytest.mark.parametrize(("kv_tokens", "longest"), [(1 << 20, 63), (4 * 40, 40)])
+def test_rows_are_calibrated_with_what_they_can_hold(kv_tokens: int, longest: int) -> None:
     clock = ManualClock()
     runner = TimedRunner(clock, capacity=64)
+    runner.kv_capacity_tokens = kv_tokens
     costs = calibrate(runner, clock, max_rows=4)  # type: ignore[arg-type]
-    assert runner.longest == 63
+    assert runner.longest == longest
     slope_s = costs.forecast_s(1, 2, 4, 1000, tests=False) - costs.forecast_s(
         1, 2, 4, 0, tests=False
     )

@@ -84,6 +84,12 @@ async def test_a_missing_copy_sends_all_of_a_piece_to_its_row() -> None:
     assert staging.held_bytes == 0
 
 
+async def test_what_a_destination_has_in_part_is_read_from_its_row() -> None:
+    feed = KVFeed(StagingBudget(), 6, 1)
+    feed.add(span(0), Copy(60))
+    assert await feed.next(0, held_tokens=4) == KVPiece(KVRange(0, 1, 4, 10), 1, None)
+
+
 async def test_a_closed_feed_keeps_no_copy() -> None:
     staging = StagingBudget(100)
     feed = KVFeed(staging, 6, 1)

@@ -75,13 +75,13 @@ def test_all_are_asked_about_together_every_so_many_tokens() -> None:
     for step in range(1, 41):
         for each in states:
             each.output_ids.append(7)
-        asking.stepped(2, 2)
+        asking.stepped(2, 2, 2)
         assert heads.num_asked == step // 20
         assert heads.num_read == (step - 1) // 20, "the answer is read after the next pass"
     assert [s.predicted_at for s in states] == [25, 25], "the second answer is not read yet"
     assert states[0].prediction == LengthPrediction(250, 249, 251)
     assert asking.num_predictions == 2
-    asking.stepped(0, 2)
+    asking.stepped(0, 0, 2)
     assert [s.predicted_at for s in states] == [45, 45]
     assert states[0].prediction == believed(state_of(250, 25), LengthPrediction(450, 449, 451), 45)
 
@@ -125,11 +125,20 @@ def test_with_exits_passes_follow_until_all_were_asked_about() -> None:
     groups = [[state("a"), state("b"), state("c")], [state("d")]]
     for turn in range(16):
         heads.left = groups[turn % 2]
-        asking.stepped(len(heads.left), 4)
-    asking.stepped(0, 4)
+        asking.stepped(len(heads.left), len(heads.left), 4)
+    asking.stepped(0, 0, 4)
     everybody = [s for group in groups for s in group]
     assert all(s.prediction is not None for s in everybody)
     assert heads.num_asked == 2, "one question, in the two passes that had them all"
+
+
+def test_tokens_of_drafts_bring_the_next_question_sooner() -> None:
+    heads = Heads()
+    heads.left = [state("a"), state("b")]
+    asking = Asking(heads, every_tokens=20)
+    for _ in range(10):
+        asking.stepped(8, 2, 2)
+    assert heads.num_asked == 2, "80 tokens of two sequences, 20 of each"
 
 
 def test_a_pass_without_a_head_asks_nothing() -> None:
@@ -137,7 +146,7 @@ def test_a_pass_without_a_head_asks_nothing() -> None:
     heads.left = None
     asking = Asking(heads, every_tokens=1)
     for _ in range(5):
-        asking.stepped(1, 1)
+        asking.stepped(1, 1, 1)
     assert asking.num_predictions == 0
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quadriga.core.grammar import Grammar
 from quadriga.core.output import EngineOutput
 from quadriga.core.replica import DepthClass
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState, TokenLogprob
@@ -84,6 +85,18 @@ async def test_a_finished_request() -> None:
     assert (report.ttft_s, report.decode_s) == (1.0, 2.0)
     assert report.output_ids == tuple(made.state.output_ids), "the first greedy one is read again"
     assert made.state.logprobs == [], "the client did not ask for them"
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"min_tokens": 2}, {"grammar": Grammar("regex", "a*")}, {"temperature": 1.0}],
+)
+async def test_what_was_forced_or_drawn_is_not_read_again(sampling: dict[str, Any]) -> None:
+    cluster = FakeCluster("quadriga-s", [1])
+    reports, made = AutoReports(cluster, "i"), served(**sampling)
+    reports.ended(made, 10.0)
+    (report,) = await sent(reports, cluster)
+    assert report.kind == "finished" and not report.output_ids
 
 
 async def test_what_was_served_at_two_depths_is_no_row_of_either() -> None:
