@@ -173,10 +173,11 @@ def forecasts_of(llm: LLM, states: Sequence[SequenceState], *, every: int) -> li
     num_tokens, num_layers = 0, 0
     for index, outputs in enumerate(llm.loop.run(states)):
         decoded = [o for o in outputs if o.first_index and o.token_ids]
-        num_tokens += sum(len(o.exit_layers) for o in decoded)
+        count = sum(len(o.exit_layers) for o in decoded)
+        num_tokens += count
         num_layers += sum(sum(o.exit_layers) for o in decoded)
         if asking is not None and decoded:
-            asking.stepped(len(decoded), loop.num_running)
+            asking.stepped(count, len(decoded), loop.num_running)
         if index % every or not num_tokens:
             continue
         running = loop.running

@@ -693,8 +693,8 @@ class NativeRunner:
         """See `ModelRunner.restore`."""
         for extent, kv in zip(suspended.extents, suspended.kv, strict=True):
             if extent.first_layer < self.model.spec.depth:
-                for layer, of_layer in zip(extent.layers, kv.split(1), strict=True):
-                    self.write_kv(row, layer, 0, of_layer)
+                for i, layer in enumerate(extent.layers):
+                    self.write_kv(row, layer, 0, kv[i : i + 1])
         self.resume(row, state, suspended.rest)
 
     def extents(self, row: int) -> list[KVExtent]:
