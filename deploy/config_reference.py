@@ -47,6 +47,8 @@ ENVIRONMENT = {
     "`python -m serve_app` and `make serve`, which else take 8001 if it is free",
     "QUADRIGA_LOG_FORMAT": "how Serve's proxies log, `text` or `json`: `python -m serve_app` and "
     "the chart set it to `logging.format`",
+    "QUADRIGA_READY_WITHIN_S": "an ingress starts once a replica of each role serves, and "
+    "fails after this long; the chart sets 600",
     "QUADRIGA_HOST": "`--host` of `python -m serve_app`: 127.0.0.1",
     "QUADRIGA_HTTP_PORT": "its `--http-port`, and Serve's own port behind HAProxy: 8000",
     "QUADRIGA_GRPC_PORT": "its `--grpc-port`, and Serve's own port behind HAProxy: 9000",

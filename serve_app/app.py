@@ -58,6 +58,7 @@ def application(config: QuadrigaConfig, keys: ApiKeys, *, announces: bool) -> se
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
         "graceful_shutdown_wait_loop_s": 0.5,
+        "max_constructor_retry_count": 10**6,  # RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT decides
     }
     if config.ingress.replicas > 1 and not haproxy_enabled():
         # A resumption must reach the ingress that holds the request, so calls with the same

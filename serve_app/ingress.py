@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, suppress
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 
 from quadriga.config.loader import load_config
+from quadriga.errors import Unavailable
 from quadriga.observability import tracing
 from quadriga.observability.logs import configure_logging
 from serve_app.auth.api_keys import ApiKeys
@@ -64,6 +66,9 @@ class Ingress:
             self._engine_client.tasks.spawn(
                 announce_when_ready(loaded, needs_key=not keys.is_http_open)
             )
+        # KubeRay moves the traffic to a new cluster as soon as this has returned.
+        if within_s := float(os.environ.get("QUADRIGA_READY_WITHIN_S", 0)):
+            await until_ready(self._engine_client.check_ready, within_s)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return HttpServer(self._engine_client).application()
@@ -116,6 +121,15 @@ class Ingress:
         async with aclosing(self._grpc.watch(request.service)) as answers:
             async for answer in answers:
                 yield answer
+
+
+async def until_ready(check_ready: Callable[[], None], within_s: float) -> None:
+    """Wait until the cluster serves. Raises: Unavailable: What it lacks after so long."""
+    for _ in range(int(within_s / LOOK_INTERVAL_S)):
+        with suppress(Unavailable):
+            return check_ready()
+        await asyncio.sleep(LOOK_INTERVAL_S)
+    return check_ready()
 
 
 def _stop_timeout_s() -> float | None:

@@ -68,12 +68,12 @@ EVERYTHING: Values = {
     "huggingFace": {"existingSecret": "hf"},
     "rayAuth": {"existingSecret": "ray-token"},
     "autoscaling": {"enabled": True},
-    "upgradeStrategy": {"type": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "envoy"},
+    "upgradeStrategy": {"type": "None"},
     "gcsFaultTolerance": {
         "enabled": True,
         "redisAddress": "redis:6379",
         "redisPasswordSecret": {"name": "redis"},
-        "externalStorageNamespace": "quadriga",
+        "externalStorageNamespace": "123",
     },
     "env": [{"name": "RAY_enable_timeline", "value": "1"}],
     "envFrom": [{"configMapRef": {"name": "proxy"}}],
@@ -129,6 +129,10 @@ EVERYTHING: Values = {
         }
     ],
 }
+INCREMENTAL: Values = {
+    "autoscaling": {"enabled": True},
+    "upgradeStrategy": {"type": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "envoy"},
+}
 ROCKSDB: Values = {"gcsFaultTolerance": {"enabled": True, "backend": "rocksdb"}}
 BARE: Values = {
     "haproxy": {"enabled": False},
@@ -140,6 +144,7 @@ BARE: Values = {
 CASES: dict[str, Values] = {
     "defaults": {},
     "everything": EVERYTHING,
+    "incremental": INCREMENTAL,
     "rocksdb": ROCKSDB,
     "bare": BARE,
     **{path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in EXAMPLES},

@@ -10,11 +10,13 @@ import pytest
 from quadriga.config.engine import PoolConfig
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.config.resolve import num_replicas
-from tests.deploy.charts import CASES, CHART, needs_helm, render
+from tests.deploy.charts import CASES, CHART, INCREMENTAL, ROCKSDB, needs_helm, render
 
 pytestmark = needs_helm
 
 KEYS = {"apiKeys": {"existingSecret": "keys"}}
+ROUTE = {"enabled": True, "parentRefs": [{"name": "g"}], "hostnames": ["a.b"]}
+REDIS = {"enabled": True, "redisAddress": "r:6379"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     # The schema
     "unknown value": ({"modles": []}, "modles"),
@@ -63,16 +65,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "failureMode",
     ),
     "one host for both routes": (
-        KEYS
-        | {
-            "grpc": {"enabled": True},
-            "gateway": {
-                "enabled": True,
-                "parentRefs": [{"name": "g"}],
-                "hostnames": ["a.b"],
-                "grpcHostnames": ["a.b"],
-            },
-        },
+        KEYS | {"grpc": {"enabled": True}, "gateway": ROUTE | {"grpcHostnames": ["a.b"]}},
         "one kind of route",
     ),
     "TLS without HAProxy": (
@@ -124,40 +117,39 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "streams cut": ({"drainSeconds": 60}, "drainSeconds is 60, less than"),
     "incremental without autoscaling": (
-        {
-            "upgradeStrategy": {
-                "type": "NewClusterWithIncrementalUpgrade",
-                "gatewayClassName": "envoy",
-            }
-        },
+        {"upgradeStrategy": INCREMENTAL["upgradeStrategy"]},
         "needs autoscaling.enabled",
     ),
     "incremental without a class": (
-        {
-            "upgradeStrategy": {"type": "NewClusterWithIncrementalUpgrade"},
-            "autoscaling": {"enabled": True},
-        },
+        INCREMENTAL | {"upgradeStrategy": {"type": "NewClusterWithIncrementalUpgrade"}},
         "upgradeStrategy.gatewayClassName",
     ),
     "steps above surge": (
-        {
-            "upgradeStrategy": {
-                "type": "NewClusterWithIncrementalUpgrade",
-                "gatewayClassName": "envoy",
-                "stepSizePercent": 50,
-                "maxSurgePercent": 20,
-            },
-            "autoscaling": {"enabled": True},
+        INCREMENTAL
+        | {
+            "upgradeStrategy": INCREMENTAL["upgradeStrategy"]
+            | {"stepSizePercent": 50, "maxSurgePercent": 20}
         },
         "more than maxSurgePercent",
     ),
+    "incremental with an Ingress": (
+        INCREMENTAL | KEYS | {"ingress": {"enabled": True, "hosts": ["a"], "tlsSecret": "t"}},
+        "KubeRay's own Gateway",
+    ),
+    "incremental with a route": (INCREMENTAL | KEYS | {"gateway": ROUTE}, "KubeRay's own Gateway"),
     "no Redis": ({"gcsFaultTolerance": {"enabled": True}}, "gcsFaultTolerance.redisAddress"),
     "two Redises": (
-        {
-            "gcsFaultTolerance": {"enabled": True, "redisAddress": "r:6379"},
-            "env": [{"name": "RAY_REDIS_ADDRESS", "value": "r:6379"}],
-        },
+        {"gcsFaultTolerance": REDIS, "env": [{"name": "RAY_REDIS_ADDRESS", "value": "r:6379"}]},
         "RAY_REDIS_ADDRESS",
+    ),
+    "Redis out of reach": (
+        {"gcsFaultTolerance": REDIS, "networkPolicy": {"egress": {"enabled": True}}},
+        "networkPolicy.egress.extra",
+    ),
+    "shared keys": ({"gcsFaultTolerance": REDIS | {"externalStorageNamespace": "x"}}, "one place"),
+    "a claim of both clusters": (
+        {"gcsFaultTolerance": ROCKSDB["gcsFaultTolerance"] | {"storage": {"claimName": "x"}}},
+        "one place for both clusters",
     ),
     "min above max": (
         {"workerGroups": {"decode": {"minReplicas": 3}}},

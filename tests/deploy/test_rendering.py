@@ -233,6 +233,7 @@ def test_the_helm_test_needs_a_key_where_the_service_does() -> None:
     key = [e for e in hook["spec"]["containers"][0]["env"] if e["name"] == "API_KEY"]
     assert key[0]["valueFrom"]["secretKeyRef"]["name"] == "test"
     assert not hooks({"apiKeys": {"existingSecret": "k"}})
+    assert not hooks(CASES["incremental"])
 
 
 def test_every_pod_can_be_placed() -> None:
@@ -282,20 +283,32 @@ def test_without_haproxy_nothing_starts_it() -> None:
         assert not any(name.startswith("RAY_SERVE_HAPROXY_BINARY") for name in names)
 
 
-def test_budgets_are_whole_numbers() -> None:
-    budgets = [d for d in render(EVERYTHING) if d["kind"] == "PodDisruptionBudget"]
-    assert {d["metadata"]["name"]: d["spec"]["minAvailable"] for d in budgets} == {
-        "quadriga-head": 1,
-        "quadriga-decode": 1,
-    }
+def test_the_budget_is_the_heads() -> None:
+    spec = one(render(EVERYTHING), "PodDisruptionBudget")["spec"]
+    assert spec["minAvailable"] == 1
+    assert spec["selector"]["matchLabels"]["quadriga/group"] == "head"
 
 
-def test_a_budget_counts_the_pods_that_there_are() -> None:
-    values = {
-        "podDisruptionBudget": {"enabled": True, "protectHead": False},
-        "workerGroups": {"decode": {"replicas": 4, "maxReplicas": 4}},
-    }
-    assert one(render(values), "PodDisruptionBudget")["spec"]["minAvailable"] == 3
+def test_keys_in_redis_are_removed_once_the_head_has_ended() -> None:
+    service = one(render(EVERYTHING), "RayService")
+    assert service["metadata"]["annotations"]["ray.io/gcs-ft-deletion-timeout"] == str(630 + 600)
+    options = service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    assert options["externalStorageNamespace"] == "123", "a text"
+    assert "annotations" not in one(render({}), "RayService")["metadata"]
+
+
+def test_traffic_moves_to_a_cluster_that_serves() -> None:
+    for template in pod_templates(render({})).values():
+        [ray] = template["spec"]["containers"]
+        within_s = float(_env(ray, "QUADRIGA_READY_WITHIN_S"))
+        assert within_s * int(_env(ray, "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT")) > 7200
+
+
+def test_streams_of_grpc_outlast_the_default_of_envoy() -> None:
+    documents = render(CASES["many-gpus"])
+    policy = one(documents, "BackendTrafficPolicy")["spec"]
+    assert policy["targetRefs"][0]["name"] == one(documents, "GRPCRoute")["metadata"]["name"]
+    assert policy["timeout"]["http"]["requestTimeout"] == "1830s"
 
 
 def test_dashboards_and_alerts_of_the_chart_are_shipped(tmp_path: Path) -> None:

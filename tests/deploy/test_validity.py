@@ -39,6 +39,7 @@ KUBERNETES_VERSIONS = ("1.29", "1.33", "1.37")
 CUSTOM_GROUPS = (
     "ray.io",
     "monitoring.coreos.com",
+    "gateway.envoyproxy.io",
     "gateway.networking.k8s.io",
     "inference.networking.k8s.io",
 )
@@ -127,6 +128,8 @@ def test_notes_tell_how_to_reach_it(case: str) -> None:
     values = CASES[case]
     if values.get("ingress", {}).get("enabled") or values.get("gateway", {}).get("enabled"):
         assert "https://llm.example.com" in text
+    elif case == "incremental":
+        assert "gateway/quadriga-gateway" in text and "helm test" not in text
     else:
         assert "port-forward service/quadriga-serve-svc 8000" in text
     assert ("There are no API keys" in text) == (

@@ -61,6 +61,13 @@ quadriga/release: {{ include "quadriga.fullname" . }}
 {{- include "quadriga.fullname" . }}-serve-svc
 {{- end -}}
 
+{{/* With API keys the test needs one, and the chart knows only their hashes; where the upgrade is
+incremental, KubeRay makes no Service of that name. */}}
+{{- define "quadriga.hasTest" -}}
+{{- $isIncremental := eq .Values.upgradeStrategy.type "NewClusterWithIncrementalUpgrade" -}}
+{{- if and (or .Values.test.keySecret.name (not .Values.apiKeys.existingSecret)) (not $isIncremental) }}true{{ end -}}
+{{- end -}}
+
 {{- define "quadriga.modelClaim" -}}
 {{- default (printf "%s-models" (include "quadriga.fullname" .)) .Values.modelStorage.existingClaim -}}
 {{- end -}}

@@ -15,6 +15,9 @@ RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP: "0"
 RAY_SERVE_GRPC_MAX_MESSAGE_SIZE: "67108864"
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: serve_app.http.header_limits.guard
 RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S: "60"
+{{- /* KubeRay moves the traffic once the ingresses have started. */}}
+QUADRIGA_READY_WITHIN_S: "600"
+RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT: "20"
 QUADRIGA_LOG_FORMAT: {{ dig "logging" "format" "text" .Values.config }}
 {{- /* The last ten seconds of the grace are for what ends after the drain. */}}
 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S: {{ sub (int .Values.drainSeconds) 10 | max 5 | quote }}

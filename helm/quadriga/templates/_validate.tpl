@@ -121,6 +121,9 @@
 {{- if gt (int .stepSizePercent) (int .maxSurgePercent) -}}
 {{- fail (printf "upgradeStrategy.stepSizePercent is %d, more than maxSurgePercent (%d)" (int .stepSizePercent) (int .maxSurgePercent)) -}}
 {{- end -}}
+{{- if or $v.ingress.enabled (and $v.gateway.enabled (not $v.inferencePool.enabled)) -}}
+{{- fail "ingress and gateway lead to a Service that KubeRay does not make with NewClusterWithIncrementalUpgrade: clients use KubeRay's own Gateway" -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -131,6 +134,12 @@
 {{- if .enabled -}}
 {{- if and (eq .backend "redis") (not .redisAddress) -}}
 {{- fail "gcsFaultTolerance.redisAddress: needed with the backend redis" -}}
+{{- end -}}
+{{- if and (or .externalStorageNamespace .storage.claimName) (ne $v.upgradeStrategy.type "None") -}}
+{{- fail "gcsFaultTolerance.externalStorageNamespace and storage.claimName are one place for both clusters of an upgrade: leave them empty, or set upgradeStrategy.type to None" -}}
+{{- end -}}
+{{- if and $v.networkPolicy.enabled $v.networkPolicy.egress.enabled .redisAddress (not $v.networkPolicy.egress.extra) -}}
+{{- fail "networkPolicy.egress.extra: let the pods reach gcsFaultTolerance.redisAddress" -}}
 {{- end -}}
 {{- range concat $v.env $v.head.env -}}
 {{- if eq .name "RAY_REDIS_ADDRESS" -}}

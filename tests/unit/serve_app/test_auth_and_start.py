@@ -11,13 +11,16 @@ import stat
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
 from quadriga.checkpoint.folder import ASSETS
 from quadriga.config.ingress import AuthConfig
-from quadriga.errors import ConfigError, Forbidden, InvalidRequest, Unauthenticated
+from quadriga.config.loader import load_config
+from quadriga.errors import ConfigError, Forbidden, InvalidRequest, Unauthenticated, Unavailable
 from quadriga.ports import free_port
 from serve_app.__main__ import _arguments, _own_key, main
 from serve_app.auth.api_keys import KEY_VARIABLE, LINES_VARIABLE, ApiKeys
@@ -242,3 +245,25 @@ def test_every_key_costs_the_same_comparisons(given: str, monkeypatch: pytest.Mo
             check(f"Bearer {given}")
         assert [known for _, known in compared] == list(keys.digests)
         assert {len(part) for pair in compared for part in pair} == {32}
+
+
+@pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")  # in Ray's schema
+async def test_an_ingress_starts_once_the_cluster_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from serve_app import app, ingress
+
+    for name in ("EngineClient", "ModelDirectory", "configure_logging", "serve_admin", "tracing"):
+        monkeypatch.setattr(ingress, name, MagicMock())
+    monkeypatch.setattr("actors.rpc.lookup.ensure_cluster", MagicMock())
+    monkeypatch.setattr("quadriga.replica.gc_tuning.settle", MagicMock())
+    monkeypatch.setattr(ingress, "LOOK_INTERVAL_S", 0.001)
+    start = partial(ingress.Ingress.__init__, MagicMock(), {}, ApiKeys(), announces=False)
+    check_ready = ingress.EngineClient.return_value.check_ready
+    check_ready.side_effect = lacks = Unavailable("no decode replica is ready")
+    await start()
+    monkeypatch.setenv("QUADRIGA_READY_WITHIN_S", "0.01")
+    with pytest.raises(Unavailable, match="no decode replica"):
+        await start()
+    check_ready.side_effect = [lacks, lacks, None]
+    await start()
+    made = app.application(load_config({}), ApiKeys(), announces=False)._bound_deployment
+    assert made._deployment_config.max_constructor_retry_count > 1000  # the chart says how many
