@@ -272,6 +272,7 @@ class _Driver:
             await self._supervise(load, live)
         except asyncio.CancelledError:
             was_interrupted = True
+            self.stopped_s = self.watch.concluded_s  # what runs yet says nothing of later steps
         finally:
             load.cancel()  # gives up what still runs; nothing where it has ended
         result = await load

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from loadgen.checker import Outcome
 from loadgen.checker.judge import Judgement, score
 from loadgen.checker.verify_text import verify_texts
 from loadgen.load.arrivals import Arrivals
@@ -100,6 +101,7 @@ async def open_stage(
     choose_load(args, target.model)
     load = await build_load(args, arrivals, http, target)
     async with open_client(args, http, live) as client:
+        client.prepare(load.specs[0], target.model, "")  # refuses what it cannot send
         stage = Stage(args, http, client, target, load, Judgement(target))
         await _warm_up(stage)
         yield stage
@@ -120,8 +122,8 @@ async def _warm_up(stage: Stage) -> None:
         specs, stage.client, stage.target.model, stage.judgement, options, Live()
     )
     for record in result.records:
-        if record.verdict.faults:
-            faults = "; ".join(map(str, record.verdict.faults[:3]))
+        if record.verdict.outcome is not Outcome.OK:
+            faults = "; ".join(map(str, record.verdict.faults[:3])) or "it was refused each time"
             raise ConfigError(f"warm-up request {record.spec.index} failed: {faults}")
 
 

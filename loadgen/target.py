@@ -28,10 +28,12 @@ class Target:
     Attributes:
         model: Id to ask for.
         max_model_len: Tokens of prompt and output together; None when the service does not say.
+        is_ours: A Quadriga service, which promises more than others that speak as OpenAI's.
     """
 
     model: str
     max_model_len: int | None
+    is_ours: bool = True
 
     @property
     def expected_model(self) -> str | None:
@@ -47,7 +49,8 @@ async def find_target(client: HttpClient, model: str | None) -> Target:
     """
     document = await _ask(client, "GET", "/v1/models")
     data = document.get("data") if isinstance(document, dict) else None
-    cards = [c for c in data if isinstance(c, dict) and c.get("id")] if data else []
+    listed = data if isinstance(data, list) else []
+    cards = [card for card in listed if isinstance(card, dict) and card.get("id")]
     if not cards:
         raise ConfigError(f"/v1/models lists no models: {document!r:.200}", param="url")
     names = [str(card["id"]) for card in cards]
@@ -57,8 +60,10 @@ async def find_target(client: HttpClient, model: str | None) -> Target:
         raise ConfigError(
             f"--model: {model!r} is not served; there are {', '.join(names)}", param="model"
         )
-    context = cards[names.index(model)].get("max_model_len")
-    return Target(model, context if isinstance(context, int) and context > 1 else None)
+    card = cards[names.index(model)]
+    context = card.get("max_model_len")
+    known = context if isinstance(context, int) and context > 1 else None
+    return Target(model, known, is_ours=card.get("owned_by") == "quadriga")
 
 
 async def token_pool(client: HttpClient, model: str) -> list[int]:

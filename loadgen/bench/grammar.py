@@ -118,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure; prints tables and one JSON line. Returns 1 where an answer was invalid."""
+    """Measure; prints tables and one JSON line. 1: an answer was invalid, or none was judged."""
     from quadriga.llm import LLM
 
     llm = LLM(args.model, decode={"max_slots": args.rows})
@@ -169,7 +169,9 @@ def run(args: argparse.Namespace) -> int:
         costs=[asdict(cost) for cost in costs],
         suite=suite,
     )
-    return 1 if answers.invalid or (suite and suite["wrongly_allowed"]) else 0
+    is_silent = 0 < args.schemas == answers.num_refused + answers.num_cut
+    is_silent |= suite is not None and suite["invalid"] == 0
+    return 1 if is_silent or answers.invalid or (suite and suite["wrongly_allowed"]) else 0
 
 
 def answer_schemas(llm: LLM, count: int) -> Answers:

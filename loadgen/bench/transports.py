@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import multiprocessing
 import statistics
 import threading
@@ -26,6 +27,7 @@ from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError
 from quadriga.kv_transport.channel import ChannelOffer
 from quadriga.kv_transport.gloo import GlooTransport
+from quadriga.kv_transport.nixl import PACKAGES, NixlTransport
 from quadriga.kv_transport.pairs import PairTransport
 from quadriga.kv_transport.payload import checksum
 
@@ -68,7 +70,8 @@ class Discard:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="to compare")
+    found = KINDS if any(map(importlib.util.find_spec, PACKAGES)) else KINDS[:1]
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(found), help="to compare")
     parser.add_argument(
         "--mib", nargs="+", type=whole(1, 256), default=list(SIZES_MIB), help="sizes of a part"
     )
@@ -141,6 +144,7 @@ class _Peer:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_receive, args=(kind, theirs), daemon=True)
         self._process.start()
+        theirs.close()  # so that its death is the end of the pipe
         if not self._pipe.poll(START_S) or self._pipe.recv() != "ready":
             raise RuntimeError(f"the receiving process of {kind} did not start")
         self._transport = _make(kind, "a", None, self._invite)
@@ -176,8 +180,6 @@ def _make(
 
     if kind == "gloo":
         return GlooTransport(me, sink, here, invite)
-    from quadriga.kv_transport.nixl import NixlTransport
-
     return NixlTransport(me, sink, here, invite, torch.device("cpu"))
 
 

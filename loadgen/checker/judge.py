@@ -19,7 +19,7 @@ def expectation(spec: RequestSpec, target: Target, request_id: str) -> Expectati
         num_choices=spec.num_choices,
         prompt_tokens=spec.prompt_tokens,
         ignore_eos=spec.ignore_eos,
-        request_id=request_id,
+        request_id=request_id if target.is_ours else None,
     )
 
 

@@ -110,6 +110,7 @@ class StreamCheck:
             verdict.add(FaultKind.CHOICE, f"{where}: index {index!r:.40}")
             return
         choice = verdict.choices[index]
+        is_ours, had_role = self.expect.request_id is not None, choice.has_role
         text = self._text(found, choice, where)
         check_text(text, where, verdict)
         num_tokens = self._count(found, usage, choice, text, where)
@@ -127,7 +128,7 @@ class StreamCheck:
             if reason not in FINISH_REASONS:
                 verdict.add(FaultKind.FINISH_REASON, f"{where}: {reason!r:.80}")
             choice.finish_reason = str(reason)
-        elif not text and num_tokens == 0:
+        elif not text and num_tokens == 0 and (is_ours or choice.has_role is had_role):
             verdict.add(FaultKind.ORDER, f"{where}: brings neither text, tokens nor an end")
 
     def _text(self, found: dict[str, Any], choice: AnswerChoice, where: str) -> str:

@@ -67,6 +67,7 @@ class Expectation:
         model: As asked for; None accepts any (an alias that lets the service choose).
         prompt_tokens: Exact, where known.
         max_tokens: Most output tokens per choice; exact with `ignore_eos`.
+        request_id: What must be echoed; None: by another service, whose first delta may be a role.
     """
 
     endpoint: Literal["completions", "chat"]

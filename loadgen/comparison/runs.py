@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from loadgen.checker import Outcome
+from loadgen.checker import Outcome, Verdict
 from loadgen.comparison.intervals import (
     Finding,
     MeanDifference,
@@ -21,8 +21,9 @@ from loadgen.comparison.intervals import (
     mean,
     percentile,
 )
+from loadgen.load.workload import RequestSpec
 from loadgen.report.metrics import LoadSlo, is_good, stalls_s, tpot_s, ttft_s
-from loadgen.report.results import RunResults, StepSpan
+from loadgen.report.results import RunResults, StepLine
 from loadgen.runner import Record
 
 MIN_FOR_MEDIAN = 30
@@ -198,8 +199,9 @@ def _of_requests(
 ) -> MeanDifference | None:
     """Compare two runs by their requests."""
     of_a, of_b = _values(figure, left), _values(figure, right)
-    common = sorted(of_a.keys() & of_b.keys())
+    common = [index for index in of_a if index in of_b]
     is_paired = same_load and len(common) >= MIN_PAIRED_SHARE * max(len(of_a), len(of_b))
+    is_paired &= min(of_a.keys() ^ of_b.keys(), default=0) >= 0  # none was given up by one alone
     if is_paired:
         of_a, of_b = ({index: values[index] for index in common} for values in (of_a, of_b))
     if not of_a or not of_b:
@@ -300,17 +302,23 @@ def _groups(a: Sequence[RunResults], b: Sequence[RunResults]) -> list[tuple[str,
     capacity = runs[0].capacity
     unit = "/s" if capacity is not None and capacity.unit == "rate" else " at a time"
     groups: list[tuple[str, _Side, _Side]] = []
-    for steps in zip(*(run.steps for run in runs), strict=False):
-        step = steps[0]
-        if any(other != step for other in steps):
+    for number, lines in enumerate(zip(*(run.steps for run in runs), strict=False)):
+        step = lines[0].step
+        if any(other.step != step for other in lines):
             break
-        sides = [[_due(run.records, step) for run in side] for side in (a, b)]
+        sides = [[_due(run.records, run.steps[number]) for run in side] for side in (a, b)]
         groups.append((f"{step.level:.4g}{unit}", sides[0], sides[1]))
     return groups
 
 
-def _due(records: Sequence[Record], step: StepSpan) -> list[Record]:
-    return [r for r in records if step.counted_from_s <= r.scheduled_s < step.to_s]
+def _due(records: Sequence[Record], line: StepLine) -> list[Record]:
+    """Return the step's requests; those that were given up left no records, and did not pass."""
+    from_s, to_s = line.step.counted_from_s, line.step.to_s
+    due = [r for r in records if from_s <= r.scheduled_s < to_s]
+    for index in range(-line.unfinished, 0):
+        spec = RequestSpec(index, from_s, "", 1)
+        due.append(Record(spec, "", from_s, to_s, to_s, 1, 0, Verdict(Outcome.FAILED)))
+    return due
 
 
 def _seed(method: Method, name: str) -> int:

@@ -51,7 +51,7 @@ _ONLY_FOR: dict[str, tuple[Any, set[str]]] = {
     "scale_lengths": (None, {"trace"}),
     "vocab_size": (None, {"trace", "sessions N"}),
     "task_names": (None, {"tasks"}),
-    "fit_prompts": (False, {"prompts", "tasks"}),
+    "fit_prompts": (False, {"prompts"}),  # token ids of a task cannot be scored
     "max_tokens": (None, {"prompts", "tasks", "sessions FILE"}),
     "turns": (DEFAULT_TURNS, {"sessions N"}),
     "turn_tokens": (DEFAULT_TURN_TOKENS, {"sessions N"}),

@@ -46,18 +46,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """Ask the process itself first, so that it can end its children in order."""
     # A shell's background job ignores SIGINT, and so do its children unless they choose otherwise.
     is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    for number in (signal.SIGTERM,) if is_deaf else (signal.SIGINT, signal.SIGTERM):
-        if process.poll() is None:
-            process.send_signal(number)
-            try:
-                process.wait(END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                continue
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(END_TIMEOUT_S)
-    if process.stdout is not None:
-        process.stdout.close()
+    try:
+        for number in (signal.SIGTERM,) if is_deaf else (signal.SIGINT, signal.SIGTERM):
+            if process.poll() is None:
+                process.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(END_TIMEOUT_S)
+    finally:  # a second Ctrl-C ends the wait only
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(END_TIMEOUT_S)
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def read_line(process: subprocess.Popen[bytes], timeout_s: float) -> str:

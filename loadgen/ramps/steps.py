@@ -208,9 +208,10 @@ class RampWatch:
         return found
 
     @property
-    def is_over(self) -> bool:
-        """Whether all steps are concluded."""
-        return self._num_concluded == len(self._tallies)
+    def concluded_s(self) -> float:
+        """The end of the last step that is concluded, on the run's clock; 0: none is."""
+        concluded = self._tallies[: self._num_concluded]
+        return self.start_s + concluded[-1].step.to_s if concluded else 0.0
 
     def figures(self, until_s: float) -> list[StepFigures]:
         """Return the figures of all steps that were over by then, from what is known now."""

@@ -127,8 +127,11 @@ class StepSpan(_Line):
     to_s: FiniteFloat
 
 
-class _StepLine(_Line):
+class StepLine(_Line):
+    """A step, and how many of its requests were given up; `records` lacks them."""
+
     step: StepSpan
+    unfinished: NonNegativeInt = 0
 
 
 class CapacityLine(_Line):
@@ -153,7 +156,7 @@ class RunResults:
     header: Header
     records: list[Record]
     summary: SummaryLine
-    steps: list[StepSpan]
+    steps: list[StepLine]
     capacity: CapacityLine | None
     answers: dict[int, list[str]]
 
@@ -169,7 +172,7 @@ def read_results(path: Path) -> RunResults:
     summary: SummaryLine | None = None
     capacity: CapacityLine | None = None
     records: list[Record] = []
-    steps: list[StepSpan] = []
+    steps: list[StepLine] = []
     answers: dict[int, list[str]] = {}
     lines = read_objects(file, param=_PARAM, max_rows=MAX_REQUESTS, max_line_bytes=MAX_LINE_BYTES)
     for where, row in lines:
@@ -183,7 +186,7 @@ def read_results(path: Path) -> RunResults:
                     if request.outcome is Outcome.OK and request.answers:
                         answers[request.index] = request.answers
                 case "step" if header is not None:
-                    steps.append(_StepLine.model_validate(row).step)
+                    steps.append(StepLine.model_validate(row))
                 case "capacity" if header is not None:
                     capacity = CapacityLine.model_validate(row)
                 case "summary" if header is not None:

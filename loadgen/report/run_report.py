@@ -94,12 +94,14 @@ def write_results(
     summary: LoadSummary,
     further: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
-    """Write `run.jsonl` and the raw bytes of failed requests.
+    """Write `run.jsonl` and the raw bytes of failed requests, in place of an earlier run's.
 
     Args:
         further: Lines between the requests and the summary.
     """
     path = folder / RESULTS_FILE
+    for earlier in folder.glob("failed-*.txt"):
+        earlier.unlink()
     with path.open("w", encoding="utf-8") as stream:
         for line in (
             head,

@@ -52,10 +52,10 @@ def parse_url(url: str, *, ca_file: str | None = None) -> Address:
     """
     try:
         parts = urlsplit(url)
-        port = parts.port
+        host, port = (parts.hostname or "").encode("idna").decode(), parts.port
     except ValueError as exc:
         raise ConfigError(f"--url: {url!r}: {exc}", param="url") from exc
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+    if parts.scheme not in ("http", "https") or not host or parts.query:
         raise ConfigError(f"--url: {url!r} must look like http://host:port", param="url")
     tls = None
     if parts.scheme == "https":
@@ -64,7 +64,7 @@ def parse_url(url: str, *, ca_file: str | None = None) -> Address:
         except (OSError, ssl.SSLError) as exc:
             raise ConfigError(f"--ca-file: {ca_file}: {exc}", param="ca-file") from exc
     prefix = parts.path.rstrip("/").removesuffix("/v1")
-    return Address(parts.hostname, port or (443 if tls else 80), prefix, tls)
+    return Address(host, port or (443 if tls else 80), prefix, tls)
 
 
 class HttpClient:

@@ -65,6 +65,8 @@ EASY, HARD = 0.3, 0.999
 their threshold there, and it loads the rest."""
 EASY_TURNS, HARD_TURNS = 2, 1
 LOOK_EVERY_S = 1.0
+FEWEST_TOKENS = 0.5
+"""That count for a turn without any, so that its pair has a ratio."""
 COUNTED = {
     "moves": ("quadriga_migrations_total", 'outcome="moved"'),
     "resizes": ("quadriga_resizes_total", 'outcome="resized"'),
@@ -85,17 +87,13 @@ def exact_streams(count: int, *, max_tokens: int, seed: int) -> list[RequestSpec
     rng = random.Random(seed)
     return [
         RequestSpec(
-            index=index,
-            arrival_s=0.0,
+            index=index, arrival_s=0.0, max_tokens=max_tokens, ignore_eos=True,
             prompt=PREFIX * (index % 3 == 0) + QUESTIONS[index % len(QUESTIONS)],
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            temperature=0.0 if index % 2 == 0 else 0.9,
-            seed=rng.randrange(1 << 30),
+            temperature=0.0 if index % 2 == 0 else 0.9, seed=rng.randrange(1 << 30),
             extra={"exit_policy": POLICIES[index // 2 % len(POLICIES)]},
         )
         for index in range(count)
-    ]
+    ]  # fmt: skip
 
 
 def free_streams(
@@ -108,19 +106,12 @@ def free_streams(
     rng = random.Random(seed)
     return [
         RequestSpec(
-            index=index,
-            arrival_s=0.0,
-            prompt=QUESTIONS[index % len(QUESTIONS)],
-            max_tokens=max_tokens,
-            ignore_eos=index % 4 != 3,
-            temperature=0.9,
-            seed=rng.randrange(1 << 30),
-            extra=strict
-            if index % 4 == 1
-            else asked | ({"structured_outputs": FORM} if index % 4 == 3 else {}),
+            index=index, arrival_s=0.0, max_tokens=max_tokens, ignore_eos=index % 4 != 3,
+            prompt=QUESTIONS[index % len(QUESTIONS)], temperature=0.9, seed=rng.randrange(1 << 30),
+            extra=(asked, strict, asked, asked | {"structured_outputs": FORM})[index % 4],
         )
         for index in range(count)
-    ]
+    ]  # fmt: skip
 
 
 Span = tuple[float, float]
@@ -169,7 +160,7 @@ class ReschedulingTurns:
         """Tokens/s with ARES over those without it, counted when they came; None: no pair."""
 
         def rate(span: Span) -> float:
-            return tokens_between(*span) / (span[1] - span[0])
+            return max(tokens_between(*span), FEWEST_TOKENS) / (span[1] - span[0])
 
         return paired_ratio([(rate(on), rate(off)) for on, off in self.pairs])
 

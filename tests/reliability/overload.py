@@ -41,6 +41,7 @@ from loadgen.report.output import add_out_argument
 from loadgen.runner import Live, LoadOptions, Record, RunResult, now_s, run_load
 from loadgen.target import Target, find_target
 from loadgen.wire.client_http import HttpClient, parse_url
+from quadriga.errors import ConfigError
 from tests.reliability.overload_report import (
     PRIORITIES,
     Found,
@@ -84,16 +85,11 @@ PATIENT = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `overload`."""
-    parser.add_argument(
-        "--model", default="quadriga-s", help="bundled id, folder, GGUF file, or hub id"
-    )
+    parser.add_argument("--model", default="quadriga-s",
+                        help="bundled id, folder, GGUF file, or hub id")  # fmt: skip
     parser.add_argument("--seconds", type=number(0), default=600.0, help="of overload")
-    parser.add_argument(
-        "--calm-s",
-        type=number(0),
-        default=None,
-        help="afterwards; default: a third of --seconds, 60 at most",
-    )
+    parser.add_argument("--calm-s", type=number(0),
+                        help="afterwards; default: a third of --seconds, 60 at most")  # fmt: skip
     parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
     parser.add_argument(
         "--proxy",
@@ -117,14 +113,11 @@ def run(args: argparse.Namespace) -> int:
             found = run_event_loop(lambda: Overload(args, service, console).run())
     failures = judge(found)
     console.print(table(found))
+    seconds = round(time.monotonic() - began_s, 1)
     line = print_line(
-        "overload",
-        **figures(found),
-        failures=failures,
-        seconds=round(time.monotonic() - began_s, 1),
-        seed=args.seed,
-        proxy=args.proxy,
-    )
+        "overload", **figures(found), failures=failures, seconds=seconds,
+        seed=args.seed, proxy=args.proxy,
+    )  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "overload.json").write_text(json.dumps(line) + "\n", encoding="utf-8")
     return 1 if failures else 0
@@ -140,11 +133,9 @@ class Overload:
         self._console = console
         self._rng = random.Random(args.seed)
         self._client = HttpClient(
-            parse_url(service.url),
-            now_s=now_s,
-            timeout_s=REQUEST_TIMEOUT_S,
+            parse_url(service.url), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S,
             api_key=service.api_key,
-        )
+        )  # fmt: skip
         self._target = Target(args.model, None)
         self._judge = Judgement(self._target)
         assert service.pid is not None
@@ -161,14 +152,16 @@ class Overload:
         await self._closed("warm-up", 4.0)
         capacity = await self._closed("capacity", calm_s)
         found.phases["capacity"] = capacity
+        if not capacity.goodput:
+            raise ConfigError(f"nothing was served in {calm_s:g} s of full load; raise --calm-s")
         found.capacity_rps = capacity.goodput / mean_tokens(capacity)
         await self._open(found, "calm", CALM * found.capacity_rps, calm_s)
         await self._burst(found)
         rate, returns = OVER * found.capacity_rps, found.overload_returns
         await self._open(found, "overload", rate, seconds, returns)
-        ended_s = now_s()
         recovery = await self._open(found, "recovery", CALM * found.capacity_rps, calm_s)
-        found.recovery_s = recovered_after_s(found.phases["calm"], recovery, ended_s)
+        over = found.phases["overload"]
+        found.recovery_s = recovered_after_s(found.phases["calm"], over, recovery)
         return found
 
     async def _closed(self, name: str, seconds: float) -> Phase:
@@ -193,27 +186,22 @@ class Overload:
         while at_s < seconds:
             times.append(at_s)
             at_s += self._rng.expovariate(rate)
-        specs = [
-            replace(spec, arrival_s=t)
-            for spec, t in zip(self._specs(len(times)), times, strict=True)
-        ]
+        made = zip(self._specs(len(times)), times, strict=True)
+        specs = [replace(spec, arrival_s=t) for spec, t in made]
         before = service_cpu_s(self._pid)
         begin_s = now_s()
         patient = specs[PATIENT - 1 :: PATIENT] if returns is not None else []
         others = [s for i, s in enumerate(specs, 1) if returns is None or i % PATIENT]
+        end_s, told = begin_s + seconds, returns or Returns()
         waiting = [
-            asyncio.create_task(
-                self._insist(
-                    spec, begin_s + spec.arrival_s, returns or Returns(), begin_s + seconds
-                )
-            )
+            asyncio.create_task(self._insist(spec, begin_s + spec.arrival_s, told, end_s))
             for spec in patient
         ]
         result = await self._send(others, LoadOptions())
         records = [*result.records, *await asyncio.gather(*waiting)]
         after, lasted_s = service_cpu_s(self._pid), now_s() - begin_s
-        counted_s, end_s = begin_s + min(5.0, RAMP_SHARE * seconds), begin_s + seconds
-        phase = Phase(name, rate, seconds, records)
+        counted_s = begin_s + min(5.0, RAMP_SHARE * seconds)
+        phase = Phase(name, rate, seconds, records, end_s=end_s)
         phase.goodput = tokens_between(records, counted_s, end_s) / (end_s - counted_s)
         phase.cores = {k: round((v - before.get(k, 0.0)) / lasted_s, 2) for k, v in after.items()}
         phase.cores["client"] = round(result.cpu_s / lasted_s, 2)
@@ -227,13 +215,10 @@ class Overload:
         """Far too many at once; each comes back when told, until it is let in."""
         count = round(OVER * found.capacity_rps * BURST_S)
         specs = self._specs(count)
-        start_s = now_s()
-        records = await asyncio.gather(
-            *(
-                self._insist(spec, start_s + index * BURST_S / count, found.returns)
-                for index, spec in enumerate(specs)
-            )
-        )
+        start_s, told = now_s(), found.returns
+        pause_s = BURST_S / count
+        waiting = (self._insist(s, start_s + i * pause_s, told) for i, s in enumerate(specs))
+        records = await asyncio.gather(*waiting)
         let_in_s = [r.sent_s for r in records if r.verdict.outcome is Outcome.OK]
         found.burst_recovery_s = max(let_in_s, default=start_s) - start_s - BURST_S
         self._say_returns(f"burst of {count}", found.returns)

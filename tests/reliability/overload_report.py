@@ -34,6 +34,7 @@ class Phase:
         rate: Requests a second that were sent; None where clients waited for answers.
         goodput: Output tokens a second of requests that passed.
         cores: Processor cores in use, by kind of process; `client` is this one.
+        end_s: When the last request was due, on the run's clock; answers come later.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Phase:
     records: list[Record]
     goodput: float = 0.0
     cores: dict[str, float] = field(default_factory=dict)
+    end_s: float = 0.0
 
     def passed(self, priority: int | None = None) -> list[Record]:
         return [r for r in self._of(priority) if r.verdict.outcome is Outcome.OK]
@@ -127,8 +129,8 @@ def tokens_between(records: Sequence[Record], begin_s: float, end_s: float) -> i
     )
 
 
-def recovered_after_s(calm: Phase, phase: Phase, ended_s: float) -> float | None:
-    """Seconds after the overload until `CALM_AGAIN` requests in a row were in time; None: never."""
+def recovered_after_s(calm: Phase, over: Phase, phase: Phase) -> float | None:
+    """Seconds from the overload until `CALM_AGAIN` requests in a row were in time; None: never."""
     limit_s = MAX_SLOWER * (calm.ttft().p99 or 0.0)
     in_a_row: list[Record] = []
     for record in sorted(phase.records, key=lambda r: r.sent_s):
@@ -138,7 +140,7 @@ def recovered_after_s(calm: Phase, phase: Phase, ended_s: float) -> float | None
         )
         in_a_row = [*in_a_row, record] if is_fine else []
         if len(in_a_row) == CALM_AGAIN:
-            return max(0.0, in_a_row[0].sent_s - ended_s)
+            return max(0.0, in_a_row[0].sent_s - over.end_s)
     return None
 
 

@@ -37,6 +37,7 @@ from loadgen.report.metrics import LoadSummary, summarise
 from loadgen.runner import Live, LoadOptions, run_load
 from loadgen.target import Target
 from loadgen.wire.client_http import HttpClient
+from quadriga.errors import ConfigError
 from quadriga.ports import free_port
 from tests.reliability.cluster.control import ClusterControl, cluster_control
 
@@ -60,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure; 1 where a response failed its check, or ARES surely costs."""
+    if args.pairs % 2:
+        raise ConfigError(f"--pairs: {args.pairs}: an even number has each way first as often")
     found: dict[str, dict[str, Any]] = {}
     args.out.mkdir(parents=True, exist_ok=True)
     for exits in args.exits:

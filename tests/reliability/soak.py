@@ -69,22 +69,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `soak`."""
     parser.add_argument("--model", help="bundled id, folder, GGUF or hub id; default: quadriga-s")
     parser.add_argument("--minutes", type=number(0), default=60.0, help="of load and harm")
-    parser.add_argument(
-        "--warm-up-s", type=number(0), default=30.0, help="load before the base line"
-    )
+    parser.add_argument("--warm-up-s", type=number(0), default=30.0, help="load before base line")
     parser.add_argument("--places", type=whole(1), default=10, help="clients at once")
     parser.add_argument("--max-tokens", type=whole(2), default=120, help="of each stream")
     parser.add_argument("--every-s", type=number(0), default=2.0, help="mean time between harms")
     parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
-    parser.add_argument(
-        "--max-slope", type=number(0), default=20.0, help="MiB an hour that a process may grow"
-    )
-    parser.add_argument(
-        "--all-on", action="store_true", help="quadriga-s and quadriga-l with every feature in use"
-    )
-    parser.add_argument(
-        "--turn-s", type=number(0), default=20.0, help="rescheduling on and off, with --all-on"
-    )
+    parser.add_argument("--max-slope", type=number(0), default=20.0,
+                        help="MiB an hour that a process may grow")  # fmt: skip
+    parser.add_argument("--all-on", action="store_true",
+                        help="quadriga-s and quadriga-l with every feature in use")  # fmt: skip
+    parser.add_argument("--turn-s", type=number(0), default=20.0,
+                        help="rescheduling on and off, with --all-on")  # fmt: skip
     add_setting_argument(parser)
     add_out_argument(parser, "results/soak")
 
@@ -92,10 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run it; 0 when every answer was right and everything is back at its base line."""
     if args.all_on and args.model:
-        text = (
-            f"--model: {args.model}: --all-on serves two models of its own; leave one of both out"
-        )
-        raise ConfigError(text, param="model")
+        text = f"{args.model}: --all-on serves two models of its own; leave one of both out"
+        raise ConfigError(f"--model: {text}", param="model")
     check_service(model := args.model or "quadriga-s", args.set)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     began_s = time.monotonic()
@@ -174,14 +167,11 @@ class Soak:
             self._say(f"base line: {before}")
             counted = await all_on.counted(clients.http)
             self._load = load(args.seed + 1)
+            weights = all_on.WEIGHTS if args.all_on else WEIGHTS
             self._harm = RandomFaults(
-                control,
-                self._load,
-                random.Random(args.seed),
-                every_s=args.every_s,
-                note=self._note,
-                weights=all_on.WEIGHTS if args.all_on else WEIGHTS,
-            )
+                control, self._load, random.Random(args.seed), every_s=args.every_s,
+                note=self._note, weights=weights,
+            )  # fmt: skip
             sampling = asyncio.create_task(self._sample(control))
             harming = asyncio.create_task(self._harm.run())
             try:
@@ -256,9 +246,8 @@ class Soak:
         """Note every process's memory, for ever."""
         pause_s = max(0.25, min(5.0, self._args.minutes / 4))
         while True:
-            for pid, kind in control.pids(
-                "prefill", "decode", "ingress", "scheduler", "controller"
-            ).items():
+            kinds = ("prefill", "decode", "ingress", "scheduler", "controller")
+            for pid, kind in control.pids(*kinds).items():
                 if (held := process_resources(pid)) is not None:
                     self._series.setdefault(pid, Series(kind)).add(now_s(), held)
             await asyncio.sleep(pause_s)
@@ -280,6 +269,7 @@ class Soak:
             settling_s = min(SETTLING_S, SETTLING_SHARE * 60.0 * self._args.minutes)
             fitted = series.memory_slope(SETTLING_SHARE, settling_s)
             if fitted is None:
+                self._say(f"{series.kind} {pid}: memory not judged, it was seen too seldom")
                 continue
             self._slopes[pid] = fitted
             if fitted.is_leak(self._args.max_slope * MIB):
@@ -354,6 +344,8 @@ class Soak:
     def summary(self) -> dict[str, Any]:
         """The last line."""
         tally = self._load.tally if self._load is not None else Tally()
+        of = self._series
+        judged = [(f"{of[pid].kind} {pid}", of[pid], f) for pid, f in self._slopes.items()]
         return self._summary_of_all(tally) | {
             "failures": self.failures(),
             "sent": dict(tally.sent),
@@ -366,19 +358,10 @@ class Soak:
             "faults": tally.faults[:5] + (self._free.tally.faults[:5] if self._free else []),
             "harms": dict(self._harm.done) if self._harm else {},
             "slopes_mib_per_h": {
-                f"{self._series[pid].kind} {pid}": [
-                    round(fitted.per_h / MIB, 1),
-                    round(fitted.error / MIB, 1),
-                ]
-                for pid, fitted in self._slopes.items()
+                name: [round(fitted.per_h / MIB, 1), round(fitted.error / MIB, 1)]
+                for name, _, fitted in judged
             },
-            "files": {
-                f"{self._series[pid].kind} {pid}": [
-                    self._series[pid].num_fds[0],
-                    self._series[pid].num_fds[-1],
-                ]
-                for pid in self._slopes
-            },
+            "files": {name: [of.num_fds[0], of.num_fds[-1]] for name, of, _ in judged},
             "minutes": self._args.minutes,
             "seed": self._args.seed,
         }

@@ -137,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure at each pace; prints a table and one JSON line."""
+    """Measure at each pace; prints a table and one JSON line. Returns 1 where moves failed."""
     import ray
 
     check_service(args.model, ())
@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
         settings={k: v for k, v in vars(args).items() if isinstance(v, int | str | None)},
         packages=("torch", "ray"),
     )
-    return 0
+    return 1 if any(outcome.failed for outcome in outcomes) else 0
 
 
 def _print(outcomes: Sequence[PaceOutcome]) -> None:

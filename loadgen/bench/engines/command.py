@@ -117,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     results = measure(
         peers, workloads, checkpoint.path, args.threads, args.rounds or (3 if args.suite else 1),
         pythons, plain=plain, gguf=_gguf_file(args.checkpoint), weights=args.weights,
+        needed=(OURS, REFERENCE, *args.peer),
     )  # fmt: skip
     if args.dump is not None:
         _dump(args.dump, results, workloads)
@@ -147,6 +148,7 @@ def measure(
     plain: Path | None = None,
     gguf: Path | None = None,
     weights: str = "auto",
+    needed: Sequence[str] = (OURS,),
 ) -> EngineResults:
     """Run every workload on every peer, `rounds` times, taking turns.
 
@@ -154,6 +156,7 @@ def measure(
         gguf: The file that `checkpoint` was made of, which llama.cpp reads; None: there is none.
         weights: Their form, of `engine.weights`; for `quadriga-plain` it is always `auto`.
         plain: What all but our engine read, where that is another folder than `checkpoint`.
+        needed: Peers without which nothing is measured; others that do not start are left out.
     """
     results = EngineResults()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -164,18 +167,17 @@ def measure(
         for name in peers:
             say(f"{name}: loading, compiling, warming up")
             path = checkpoint if name == OURS or plain is None else plain
-            if name == LLAMA:
-                if gguf is None:
-                    say(f"{name}: left out, {checkpoint.name} is no GGUF file")
-                    continue
-                path = gguf
             form = "auto" if name == PLAIN else weights
-            process = stack.enter_context(PeerProcess(name, path, threads, pythons[name], form))
             try:
+                if name == LLAMA:
+                    if gguf is None:
+                        raise ConfigError(f"{checkpoint.name} is no GGUF file")
+                    path = gguf
+                process = stack.enter_context(PeerProcess(name, path, threads, pythons[name], form))
                 process.prepare(files)
             except ConfigError as exc:
-                if name == OURS:
-                    raise
+                if name in needed:
+                    raise ConfigError(f"{name}: {exc.message}") from exc
                 say(f"{name}: left out, {exc.message}")
                 continue
             running.append(process)

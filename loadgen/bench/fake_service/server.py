@@ -104,8 +104,8 @@ class FakeServer:
             case "/health":
                 self._respond(writer, request, 200, {})
             case "/v1/models":
-                card: Document = {"id": MODEL, "object": "model", "root": MODEL}
-                card["max_model_len"] = self.options.max_model_len
+                card: Document = {"id": MODEL, "object": "model", "owned_by": "quadriga"}
+                card |= {"root": MODEL, "max_model_len": self.options.max_model_len}
                 self._respond(writer, request, 200, {"object": "list", "data": [card]})
             case "/tokenize":
                 body = request.body

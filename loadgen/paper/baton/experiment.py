@@ -36,6 +36,7 @@ from loadgen.report.experiment import publish, say
 from loadgen.report.output import add_out_argument
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.engine.baton.runner import BatonRunner
+from quadriga.errors import ConfigError
 
 BRIEF_CONTESTANTS = ("run_to_completion", "baton", "generate")
 """In the second set only these are compared, as in the paper."""
@@ -68,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spread", choices=("pareto", "uniform"), default="pareto",
                         help="of the short lengths between their limits")  # fmt: skip
     parser.add_argument("--contestant", nargs="+", choices=tuple(CONTESTANTS),
-                        default=list(CONTESTANTS), help="to compare")  # fmt: skip
-    parser.add_argument("--rounds", type=whole(1), default=3, help="of each setting")
+                        help="to compare; default: all, with --quick the headline's")  # fmt: skip
+    parser.add_argument("--rounds", type=whole(1), help="default: 3, with --quick 1")
     parser.add_argument("--seed", type=whole(0), default=_SEED, help="of everything random")
     parser.add_argument("--quick", action="store_true",
                         help="one round, headline only, within 5 minutes")  # fmt: skip
@@ -78,10 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure all settings; returns 0."""
-    if args.quick:
-        args.contestant, args.rounds = list(QUICK_CONTESTANTS), 1
+    args.contestant = args.contestant or list(QUICK_CONTESTANTS if args.quick else CONTESTANTS)
+    args.rounds = args.rounds or (1 if args.quick else 3)
     settings = [BatonSetting("mixed", args.queries[0], b) for b in args.batch_mixed]
     settings += [BatonSetting("brief", args.queries[1], b) for b in args.batch_brief]
+    if not settings:
+        raise ConfigError("--batch-mixed, --batch-brief: give one of them a size")
     loaded = _load(args, settings)
     rows: dict[tuple[BatonSetting, str], BatonRow] = {}
     for round_ in range(args.rounds):

@@ -26,6 +26,7 @@ from loadgen.report.output import add_out_argument
 from quadriga.checkpoint.exits import SkippedKV
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import SystemClock
+from quadriga.errors import ConfigError
 from quadriga.policies.rebatchers import POLICIES
 
 _LESS_SURE = 0.9  # beside the model's own threshold
@@ -41,9 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="bundled ids or checkpoint folders",
     )
-    parser.add_argument(
-        "--batch", nargs="+", type=whole(1), default=[4, 8, 16, 32, 64], help="slots"
-    )
+    parser.add_argument("--batch", nargs="+", type=whole(1), default=[],
+                        help="slots; default: 4 8 16 32 64, with --quick 8 32")  # fmt: skip
     parser.add_argument("--threshold", nargs="+", type=number_from(0, 1), default=[], metavar="T",
                         help=f"default: the model's own, and {_LESS_SURE}")  # fmt: skip
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=[],
@@ -71,8 +71,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure all settings; returns 0."""
     if args.quality:
         return run_quality(args)
-    if args.quick:
-        args.batch, args.rounds = [8, 32], 3
+    if len(args.fill) > 1:
+        raise ConfigError("--fill: give one, or --quality", param="fill")
+    args.batch = args.batch or ([8, 32] if args.quick else [4, 8, 16, 32, 64])
     if args.prompts:
         check_prompts(args.prompts, max(args.batch))
     policies = args.policy or (_QUICK if args.quick else POLICIES)

@@ -13,7 +13,9 @@ other layers once, and the head once. `adaptive` drafts as many as agree, which 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +64,10 @@ def run(args: argparse.Namespace) -> int:
     prompts = [p for p in prompts if not args.domain or p.domain in args.domain][: args.limit]
     if not prompts:
         raise ConfigError("--domain: no prompt is of these; leave it out", param="domain")
-    work: Path = args.out / "draft-bound"
-    work.mkdir(parents=True, exist_ok=True)
-    llm = LLM(args.checkpoint, **{"engine.threads": args.threads})
-    try:
+    with (
+        tempfile.TemporaryDirectory() as folder,  # what is there is taken up, whoever answered
+        closing(LLM(args.checkpoint, **{"engine.threads": args.threads})) as llm,
+    ):
         checkpoint, runner = llm.runner.spec.checkpoint, llm.runner
         layers = checkpoint.exits.layers
         if not layers or not isinstance(runner, NativeRunner):
@@ -73,16 +75,14 @@ def run(args: argparse.Namespace) -> int:
                 f"--checkpoint: {checkpoint.id} has no exits to draft with", param="checkpoint"
             )
         answers = generate_answers(
-            llm, prompts, work, max_tokens=args.max_tokens, temperature=0.0, seed=0,
+            llm, prompts, Path(folder), max_tokens=args.max_tokens, temperature=0.0, seed=0,
             advance=lambda _: None,
         )  # fmt: skip
         full = checkpoint.num_layers
-        store = StateStore(work / "states", checkpoint.hidden_size, (*layers, full), top=0)
+        store = StateStore(Path(folder) / "states", checkpoint.hidden_size, (*layers, full), top=0)
         store.fill(runner, answers, lambda _: None)
         verdicts = judge(store, np.arange(store.num_tokens), runner)
-    finally:
-        llm.close()
-    owners = np.asarray(store.owners, dtype=np.int64)
+        owners = np.array(store.owners, dtype=np.int64)
     rows = [
         bounds(depth, full, args.head_layers, ~changed, owners)
         for depth, changed in zip(verdicts.depths, verdicts.changed, strict=True)

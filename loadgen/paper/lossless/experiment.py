@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompts", type=whole(1), default=None,
                         help="task prompts in a run; default: 6 a slot, at least 48")  # fmt: skip
-    parser.add_argument("--rounds", type=whole(1), default=3, help="of each setting")
+    parser.add_argument("--rounds", type=whole(1), help="default: 3, with --quick 1")
     parser.add_argument("--threads", type=whole(1), default=1, help="CPU threads of the engine")
     parser.add_argument("--max-tokens", type=whole(2), default=400, help="of an answer")
     parser.add_argument("--quick", action="store_true", help="one short round, within 5 minutes")
@@ -119,10 +119,8 @@ def _measure(
 ) -> list[LosslessRow]:
     """All contestants of one setting."""
     rounds: list[dict[str, ClosedLoopRun]] = []
-    least = 3 * slots if args.quick else max(48, 6 * slots)
-    if args.quick:
-        least = max(least, 12)
-    for _ in range(1 if args.quick else args.rounds):
+    least = max(12, 3 * slots) if args.quick else max(48, 6 * slots)
+    for _ in range(args.rounds or (1 if args.quick else 3)):
         suite, runs = race(
             model,
             names,

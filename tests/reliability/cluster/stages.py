@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,19 +139,30 @@ async def started_stage(
 
 
 @asynccontextmanager
+async def in_threads(context: AbstractContextManager[Any]) -> AsyncIterator[Any]:
+    """Enter and leave in threads, also where it is cancelled on its way in. Raises: ConfigError."""
+    entering = asyncio.ensure_future(asyncio.to_thread(context.__enter__))
+    try:
+        try:
+            found = await asyncio.shield(entering)
+        except RuntimeError as exc:
+            raise ConfigError(f"the cluster does not start: {exc}") from exc
+        yield found
+    finally:
+        await asyncio.wait([entering])
+        await asyncio.to_thread(context.__exit__, None, None, None)
+
+
+@asynccontextmanager
 async def _local(
     stage: Stage, settings: dict[str, str], log: Path, agent_log: Path
 ) -> AsyncIterator[ServiceUnderTest]:
     words = [f"{key}={value}" for key, value in settings.items()]
-    context = started_service(words, log=log)
-    service = await asyncio.to_thread(context.__enter__)
-    try:
+    async with in_threads(started_service(words, log=log)) as service:
         assert service.pid is not None
         address = await asyncio.to_thread(gcs_address, service.pid)
         async with started_agent(address, log=agent_log, environment=LOCAL) as agent:
             yield ServiceUnderTest(stage, service, agent)
-    finally:
-        await asyncio.to_thread(context.__exit__, None, None, None)
 
 
 @asynccontextmanager
@@ -169,18 +180,10 @@ async def _on_nodes(
         environment=WATCHFUL,
         disk_bytes=NODE_DISK_BYTES,
     )
-    try:
-        try:
-            await asyncio.to_thread(cluster.__enter__)
-        except RuntimeError as exc:
-            raise ConfigError(f"nodes in namespaces: {exc}") from exc
+    async with in_threads(cluster):
         service = ServiceUnderLoad(cluster.url, cluster.grpc, cluster.api_key, cluster.pid)
         async with started_agent(
-            cluster.gcs_address,
-            log=agent_log,
-            prefix=cluster.on_head(),
+            cluster.gcs_address, log=agent_log, prefix=cluster.on_head(),
             environment=cluster.environment,
-        ) as agent:
+        ) as agent:  # fmt: skip
             yield ServiceUnderTest(stage, service, agent, NodeFaults(cluster))
-    finally:
-        await asyncio.to_thread(cluster.stop)

@@ -28,22 +28,13 @@ from quadriga.errors import ConfigError
 from quadriga.llm import LLM
 from tests.equivalence.models import build, kernel_cache, make_spec, save
 
-GOOD: dict[str, Any] = {
-    "name": "w",
-    "concurrency": 2,
-    "requests": [{"prompt": [4, 5], "max_tokens": 3}],
-}
+REQUEST = {"prompt": [4, 5], "max_tokens": 3}
+GOOD: dict[str, Any] = {"name": "w", "concurrency": 2, "requests": [REQUEST]}
 
 
-def mixed(num_requests: int = 7, concurrency: int = 3) -> Workload:
-    return Workload(
-        "mixed",
-        concurrency,
-        [
-            WorkloadRequest([5 + i, 9, 11][: 1 + i % 3], 2 + (5 * i) % 9)
-            for i in range(num_requests)
-        ],
-    )
+def mixed() -> Workload:
+    asked = [WorkloadRequest([5 + i, 9, 11][: 1 + i % 3], 2 + (5 * i) % 9) for i in range(7)]
+    return Workload("mixed", 3, asked)
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +169,12 @@ def test_what_the_model_cannot_take(
         peer.prepare([file])
 
 
-def test_usage_errors() -> None:
+def test_usage_errors(checkpoint: Path) -> None:
     assert main(["bench", "engine", "--checkpoint", "quadriga-s"]) == 2
+    pythons = interpreters([])
+    assert bench.measure([bench.LLAMA], [], checkpoint, 1, 1, pythons).runs == {}
+    with pytest.raises(ConfigError, match=r"llama\.cpp: llama\d+ is no GGUF file"):
+        bench.measure([bench.LLAMA], [], checkpoint, 1, 1, pythons, needed=[bench.LLAMA])
     with pytest.raises(ConfigError, match="NAME one of"):
         interpreters(["nobody=/usr/bin/python3"])
     assert bench.OURS in interpreters([])

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from loadgen.__main__ import main
+from loadgen.bench import adapters
 from loadgen.bench.adapters import NAME, PROMPT, write_adapter
 from quadriga import LLM, SamplingParams
 
@@ -25,6 +28,13 @@ def test_the_adapter_is_one_and_fits_its_model(tmp_path: Path) -> None:
             for name in ("", NAME)
         ]
     assert said[0] != said[1]
+
+
+def test_a_step_brings_a_token_behind_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_s = [0.0]  # ten for the prompts, one for a token
+    llm: Any = Mock(generate=lambda _, p, **__: at_s.append(at_s[-1] + 10 + p.max_tokens))
+    monkeypatch.setattr(adapters, "time", Mock(process_time=lambda: at_s[-1]))
+    assert adapters._batch(llm, 2, 5, "")() == 1.0
 
 
 def test_the_command_ends_in_its_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from loadgen.__main__ import main
 from loadgen.bench.cluster import migration
+
+
+def test_a_move_that_failed_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    felt = migration.Felt(1, 1.0, 1.0, 1.0)
+    done = migration.PaceOutcome("", 1.0, 9, 1, felt, felt, felt, 1.0, 1.0, 1.0)
+    monkeypatch.setattr(migration._Bench, "run", AsyncMock(return_value=done))
+    monkeypatch.setattr(migration, "os", Mock(environ={}))
+    monkeypatch.setitem(sys.modules, "ray", Mock())
+    assert main(["bench", "migration"]) == 1
 
 
 @pytest.mark.parametrize(("lasts_s", "message"), [(9.0, "no stream was moved"), (0.0, "its end")])

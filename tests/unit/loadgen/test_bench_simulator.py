@@ -7,6 +7,7 @@ import json
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -251,36 +252,43 @@ def test_a_response_that_failed_ends_the_comparison() -> None:
         simulator_fit.load_of(played)
 
 
-@pytest.mark.parametrize(("slower", "status"), [(1.0, 0), (1.5, 1)])
+@pytest.mark.parametrize(("slower", "ticks", "status"), [(1.0, 1, 0), (1.5, 1, 1), (1.0, 0, 1)])
 def test_the_command_passes_a_cluster_it_describes_and_no_other(
     slower: float,
+    ticks: int,
     status: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The second time the cluster is as it was, or half as slow again."""
+    """The second time the cluster is as it was, half as slow again, or records no decision."""
     calls: list[str] = []
 
-    def play(args: argparse.Namespace, policy: str, *_: Any, **__: Any) -> Played:
+    def play(args: argparse.Namespace, policy: str, _: Any, more: Any, **__: Any) -> Played:
         calls.append(policy)
+        if ticks and policy == "ares" and len(calls) > 1:
+            Path(more[-1].partition("=")[2]).write_text(f"{len(calls)}\n")
         name = {"off": "current_load", "ares": "oracle"}[policy]
         if len(calls) == 1:
             return cluster(args.rates[0], args.seed, policy=name)
         return cluster(args.rates[1], args.seed + 1, policy=name, slower=slower)
 
     monkeypatch.setattr(simulator, "play", play)
-    assert simulator.run(arguments("--rounds", "2", "--out", str(tmp_path))) == status
+    monkeypatch.setattr(simulator, "read_ticks", lambda _: [SimpleNamespace(orders=[])])
+    monkeypatch.setattr(simulator, "replay", lambda _: [])
+    words = ["--rounds", "2", "--out", str(tmp_path), "--record", str(tmp_path / "ticks")]
+    assert simulator.run(arguments(*words)) == status
+    assert not ticks or (tmp_path / "ticks").read_text() == "3\n4\n"
     assert calls == ["ares", "off", "ares", "ares", "off"]
     line = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert line["experiment"] == "bench simulator"
-    assert line["headline"]["is_within_tolerance"] is (status == 0)
+    assert line["headline"]["is_within_tolerance"] is (slower == 1.0)
     assert line["commit"] and line["machine"]["cores"]
     worst = line["headline"]["worst_deviation"]
-    assert all((value <= 0.15) == (status == 0) for value in worst.values())
+    assert all((value <= 0.15) == (slower == 1.0) for value in worst.values())
     assert line["results"]["off"]["real"]["tpot_p50_ms"] > 62.0
     told = line["headline"]["fitted_step_over_real"]["off"]
-    assert told == pytest.approx(1.0 if status == 0 else 62 / 93, abs=0.06)
+    assert told == pytest.approx(1.0 if slower == 1.0 else 62 / 93, abs=0.06)
     kept = json.loads((tmp_path / "simulator.json").read_text())
     assert sum(r["is_real"] for r in kept["runs"]) == 4
     assert len(kept["runs"]) == 4 * (1 + simulator.NUM_DRAWS)

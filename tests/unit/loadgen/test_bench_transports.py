@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
 
 from loadgen.__main__ import main
+from loadgen.bench import transports
 
 
-def test_the_command_ends_in_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_end_of_the_other_process_is_seen_at_once() -> None:
+    peer = transports._Peer("gloo")
+    await peer.close()
+    assert peer._pipe.poll(), "there is an end to read"
+
+
+def test_the_command_ends_in_its_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["bench", "transports", "--mib", "1", "2", "--repeats", "1"]) == 0
     line = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert line["experiment"] == "transports"
@@ -17,3 +27,6 @@ def test_the_command_ends_in_its_line(capsys: pytest.CaptureFixture[str]) -> Non
         ("gloo", 1), ("nixl", 1), ("gloo", 2), ("nixl", 2),
     ]  # fmt: skip
     assert all(c["gb_per_s"] > 0 and c["floor_gb_per_s"] > 0 for c in line["costs"])
+    monkeypatch.setattr(transports, "PACKAGES", ("nowhere",))
+    transports.add_arguments(parser := argparse.ArgumentParser())
+    assert parser.parse_args([]).kinds == ["gloo"]

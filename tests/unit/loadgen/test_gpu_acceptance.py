@@ -60,10 +60,13 @@ def test_every_stage_is_rehearsed_where_torch_transformers_and_pytest_are_alone(
 def test_stages_that_fail_or_hang_leave_the_others_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    skipped = tmp_path / "test_skipped.py"
+    skipped.write_text("import pytest\n\n@pytest.mark.skip\ndef test_it(): ...\n")
     stages = (
         AcceptanceStage("absent", 300),
         AcceptanceStage("ceilings", 0.01),
         AcceptanceStage("environment", 300),
+        AcceptanceStage("test_skipped", 300, ("none",), (str(skipped),)),
     )
     monkeypatch.setattr(gpu_acceptance, "STAGES", stages)
     assert gpu_acceptance.main(["--out", str(tmp_path), "--rehearse", "--budget-s", "600"]) == 1
@@ -71,7 +74,11 @@ def test_stages_that_fail_or_hang_leave_the_others_alone(
     assert found["absent"]["outcome"] == "failed with 1" and "KeyError" in found["absent"]["said"]
     assert found["ceilings"]["outcome"] == "stopped after 0 s"
     assert found["environment"]["outcome"] == "done"
+    assert found["test_skipped"]["outcome"] == "nothing was judged"
     assert "torch" in found["environment"]["results"][0]["versions"]
+    monkeypatch.setattr(gpu_acceptance, "_CLAIMING", ("environment",))
+    gpu_acceptance.main(["--out", str(tmp_path), "--rehearse", "--only", "environment"])
+    assert report_of(tmp_path)["stages"]["environment"]["outcome"] == "nothing was judged"
 
 
 def test_a_budget_that_is_used_up_is_told(tmp_path: Path) -> None:

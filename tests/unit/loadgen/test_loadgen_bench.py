@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,7 +105,11 @@ def test_process_is_ended_with_its_children(asked_by: signal.Signals) -> None:
 
 
 def test_process_that_says_nothing_is_named() -> None:
-    with python_process(["-c", "import signal; signal.pause()"]) as process:
+    code = "import signal; signal.pause()"
+    with pytest.raises(SystemExit), python_process(["-c", code]) as process:
+        process.send_signal = sys.exit  # type: ignore[method-assign]  # as a further Ctrl-C
+    assert process.returncode == -signal.SIGKILL
+    with python_process(["-c", code]) as process:
         with pytest.raises(ConfigError, match="said nothing within"):
             read_line(process, 0.05)
         process.send_signal(signal.SIGKILL)

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from loadgen.bench.fake_service.faults import FAULTS
+from loadgen.bench.fake_service.server import MODEL
 from loadgen.checker import FaultKind, Outcome
 from loadgen.checker.fields import read_usage
 from loadgen.checker.verdict import Verdict
+from loadgen.target import Target
 from loadgen.wire.capture import Capture, Transport
 from tests.unit.loadgen.conftest import Exchange, make_spec
 
@@ -84,19 +86,22 @@ def test_fault_fails_the_request(fault: str, exchange: Exchange) -> None:
     assert verdict.faults[0].kind is EXPECTED[fault], verdict.faults
 
 
-def test_text_after_the_finish_reason_fails(exchange: Exchange) -> None:
-    verdict = exchange(make_spec(), fault="text_after_finish")
-    assert FaultKind.AFTER_FINISH in {fault.kind for fault in verdict.faults}
+def test_what_comes_too_late_fails(exchange: Exchange) -> None:
+    for fault, text in {"text_after_finish": ": more for", "second_finish": ": a second"}.items():
+        verdict = exchange(make_spec(), fault=fault)
+        kinds = {one.kind for one in verdict.faults if text in one.detail}
+        assert kinds == {FaultKind.AFTER_FINISH}, fault
 
 
-def test_second_finish_reason_fails(exchange: Exchange) -> None:
-    verdict = exchange(make_spec(), fault="second_finish")
-    assert any("second finish_reason" in fault.detail for fault in verdict.faults)
-
-
-def test_role_without_text_ahead_of_the_first_token_fails(exchange: Exchange) -> None:
-    verdict = exchange(make_spec(**CHAT), fault="role_only_first")
-    assert FaultKind.ORDER in {fault.kind for fault in verdict.faults}
+@pytest.mark.parametrize("fault", ["role_only_first", "wrong_request_id"])
+def test_quadriga_alone_sends_no_role_by_itself_and_echoes_ids(
+    fault: str, exchange: Exchange
+) -> None:
+    capture = exchange.capture(spec := make_spec(**CHAT), fault=fault)
+    kind = FaultKind.ORDER if fault == "role_only_first" else FaultKind.HEADERS
+    assert kind in {one.kind for one in exchange.judge(capture, spec).faults}
+    exchange.target = Target(MODEL, 4096, is_ours=False)
+    assert exchange.judge(capture, spec).faults == []
 
 
 @pytest.mark.parametrize("form", [{}, CHAT], ids=["completions", "chat"])

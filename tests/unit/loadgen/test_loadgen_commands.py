@@ -138,18 +138,14 @@ def test_a_fault_of_the_checks_keeps_the_load(
     assert len(lines(tmp_path)) == 6
 
 
-def test_a_text_file_is_a_chat_question_a_line(service: Service, tmp_path: Path) -> None:
+def test_a_text_file_is_a_chat_question_a_line_in_utf_8(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "questions.txt"
     path.write_text("Why?\n\n  Where to?  \n")
     assert run(service(), tmp_path, "--prompts", str(path), "--max-tokens", "4") == 0
     _, *requests, _ = lines(tmp_path)
     assert [r["endpoint"] for r in requests] == ["chat", "chat"]
-
-
-def test_a_text_file_must_be_utf_8(
-    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "questions.txt"
     path.write_bytes(b"Why?\n\xff\xfe\n")
     assert run(service(), tmp_path, "--prompts", str(path)) == 2
     assert "questions.txt, line 2: not UTF-8" in capsys.readouterr().err
@@ -237,18 +233,20 @@ def test_results_are_written_though_texts_cannot_be_verified(
     assert (f"texts not verified: {why}" in capsys.readouterr().out) == is_for_good
 
 
-def test_failed_check_is_exit_status_1(service: Service, tmp_path: Path) -> None:
+def test_nothing_served_is_exit_status_1(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace = write_trace(tmp_path, "0,5,9\n0,5,9\n")
     words = ["--trace", trace, "--warmup", "0"]
     assert run(service(fault="gap"), tmp_path, *words) == 1
     *_, summary = lines(tmp_path)
     assert summary["failed"] == 2 and summary["ok"] == 0
     assert (tmp_path / "out" / "failed-0.txt").read_text().count("data: ") >= 9
-
-
-def test_all_refused_is_exit_status_1(service: Service, tmp_path: Path) -> None:
-    trace = write_trace(tmp_path, "0,5,9\n")
-    assert run(service(fault="refuse"), tmp_path, "--trace", trace, "--warmup", "0") == 1
+    # Refused ones are no failures, but none was served; what failed before is told no more.
+    assert run(service(fault="refuse"), tmp_path, *words) == 1
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.jsonl"]
+    assert run(service(fault="refuse"), tmp_path, "--trace", trace, "--warmup", "1") == 2
+    assert "warm-up request 0 failed: it was refused" in capsys.readouterr().err
 
 
 def test_plots_are_written(service: Service, tmp_path: Path) -> None:
@@ -270,11 +268,13 @@ def test_plots_are_written(service: Service, tmp_path: Path) -> None:
         (["--tasks", "3", "--extra", "{"], "--extra: not JSON"),
         (["--tasks", "3", "--model", "gpt"], "--model: 'gpt' is not served; there are fake"),
         (["--tasks", "3", "--arrivals", "trace"], "no arrival times of its own"),
-        (["--tasks", "3", "--fit-prompts", "--endpoint", "chat"], "token ids have no chat form"),
+        (["--prompts", "x", "--fit-prompts", "--endpoint", "chat"], "token ids have no chat form"),
+        (["--tasks", "3", "--transport", "grpc", "--extra", '{"nofield": 1}'], "--extra: Message"),
         (["--tasks", "1", "--api-key", "two\nlines"], "--api-key holds no key"),
         (["--tasks", "1", "--api-key", "schlüssel"], "--api-key holds no key"),
         # These would be ignored.
         (["--tasks", "3", "--turns", "4"], "--turns: not for --tasks, but for --sessions N"),
+        (["--tasks", "3", "--fit-prompts"], "--fit-prompts: not for --tasks, but for --prompts"),
         (["--tasks", "3", "--limit", "4"], "--limit: not for --tasks, but for --prompts and"),
         (["--sessions", "3", "--max-tokens", "9"], "--max-tokens: not for --sessions N, but"),
         (["--sessions", "x.jsonl", "--turns", "9"], "--turns: not for --sessions FILE, but"),
@@ -302,9 +302,8 @@ def test_a_wrong_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "--tasks", "many"])
     error = capsys.readouterr().err
-    assert error == "error: argument --tasks: 'many' is not a whole number; see " + (
-        "python -m loadgen run --help\n"
-    )
+    said = "error: argument --tasks: 'many' is not a whole number; see python -m loadgen run --help"
+    assert error == f"{said}\n"
 
 
 def test_api_key_is_sent_and_not_recorded(service: Service, tmp_path: Path) -> None:
@@ -312,25 +311,19 @@ def test_api_key_is_sent_and_not_recorded(service: Service, tmp_path: Path) -> N
     assert "s3cret-key" not in (tmp_path / "out" / "run.jsonl").read_text()
 
 
-def test_unknown_command_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_listed_and_hinted_at(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serv"]) == 2
     error = capsys.readouterr().err
     assert "did you mean 'bench serve'?" in error
     assert all(" ".join(name) in error for name in COMMANDS)
-
-
-def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "bench serve" in capsys.readouterr().out
-    assert main([]) == 2
-
-
-def test_a_group_of_commands_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
     out = capsys.readouterr().out
     assert "bench serve" in out and "paper" not in out
     assert main(["paper"]) == 2
     assert "'paper' alone is no command" in capsys.readouterr().err
+    assert main([]) == 2
 
 
 @pytest.mark.parametrize("command", ["run", "ramp"])

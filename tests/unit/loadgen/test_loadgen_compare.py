@@ -13,7 +13,7 @@ import pytest
 
 from loadgen.__main__ import main
 from loadgen.checker import AnswerChoice, Outcome, Verdict, Write
-from loadgen.comparison import intervals
+from loadgen.comparison import intervals, runs
 from loadgen.comparison.intervals import Finding, difference, difference_of_runs, mean, percentile
 from loadgen.comparison.runs import slo_of
 from loadgen.report import run_report as report
@@ -108,10 +108,8 @@ def test_intervals_hold_the_difference_and_follow_the_seed() -> None:
     rng = np.random.default_rng(5)
     a, b = rng.normal(10, 1, 300), rng.normal(12, 1, 300)
     options: dict[str, Any] = {"is_paired": False, "min_values": 2, "margin_share": 0.0}
-    first, same, other = (
-        difference(a, b, mean, confidence=0.9, num_draws=500, seed=seed, **options)
-        for seed in (1, 1, 2)
-    )
+    options |= {"confidence": 0.9, "num_draws": 500}
+    first, same, other = (difference(a, b, mean, seed=seed, **options) for seed in (1, 1, 2))
     assert first == same != other
     assert first.low is not None and first.high is not None
     assert first.low < first.b - first.a < first.high
@@ -173,17 +171,15 @@ def write(folder: Path, records: list[Record], kind: str = "run", **header: Any)
         "machine": {"cpu": "x", "cores": 2},
         **header,
     }
-    report.write_results(
-        folder, head, result, summarise(result, LoadSlo()), header.get("steps", [])
-    )
+    summary = summarise(result, LoadSlo())
+    report.write_results(folder, head, result, summary, header.get("steps", []))
     return folder
 
 
 def compare(tmp_path: Path, a: Path, b: Path, *words: str) -> tuple[int, dict[str, Any]]:
     out = tmp_path / "out"
-    status = main(
-        ["compare", str(a), str(b), "--output", str(out), "--no-plots", "--draws", "300", *words]
-    )
+    words = ("--output", str(out), "--no-plots", "--draws", "300", *words)
+    status = main(["compare", str(a), str(b), *words])
     file = out / "compare.json"
     rows = json.loads(file.read_text())["rows"] if file.exists() else []
     return status, {(row["group"] + " " + row["figure"]).strip(): row for row in rows}
@@ -209,6 +205,14 @@ def test_alike_runs_do_not_differ(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {row["verdict"] for row in rows.values()} == {"within noise"}
     assert "no difference beyond noise" in capsys.readouterr().out
     assert rows["TTFT P50"]["is_paired"] and rows["TTFT P50"]["num_a"] == 400
+
+
+def test_pairs_are_in_order_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "difference", lambda a, *_, **__: a)
+    later_first = [replace(one, sent_s=-one.sent_s) for one in make_records(40)]
+    figure, method = runs._figures(LoadSlo())[6], runs.Method(0.05, 0.95, 100, seed=0)
+    values: Any = runs._of_requests("", figure, later_first, later_first, method, same_load=True)
+    assert values.tolist() == [1e3 * runs.e2e_s(one) for one in reversed(later_first)]
 
 
 def test_a_slower_run_is_worse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,16 +352,19 @@ def test_an_interrupted_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
 def test_ramps_are_compared_step_by_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def ramp(name: str, slow: float, kept: float) -> Path:
+    def ramp(name: str, slow: float, kept: float, unfinished: int = 0) -> Path:
         steps: list[dict[str, Any]] = [
-            {"kind": "step", "step": {"level": level, "counted_from_s": from_s, "to_s": from_s + 5}}
-            for level, from_s in ((2.0, 0.0), (4.0, 5.0))
-        ]
+            {"kind": "step", "step": {"level": level, "counted_from_s": at_s, "to_s": at_s + 5},
+             "unfinished": unfinished}
+            for level, at_s in ((2.0, 0.0), (4.0, 5.0))
+        ]  # fmt: skip
         steps.append({"kind": "capacity", "unit": "rate", "kept": kept, "broken": None})
         records = make_records(200, slow=slow, rng_seed=round(kept))
         return write(tmp_path / name, records, kind="ramp", steps=steps)
 
-    _, rows = compare(tmp_path, ramp("a", 1.0, 4.0), ramp("b", 1.4, 2.0))
+    _, rows = compare(tmp_path, ramp("a", 1.0, 4.0), ramp("b", 1.4, 2.0, unfinished=9))
+    assert rows["2/s passed"]["verdict"] == rows["4/s passed"]["verdict"] == "worse"
+    assert rows["4/s passed"]["b"] == pytest.approx(100 * 100 / 109)
     assert rows["2/s TTFT P50"]["verdict"] == rows["4/s TTFT P50"]["verdict"] == "worse"
     assert rows["4/s TPOT P50"]["num_a"] == 100
     assert "largest level that kept the SLO: 4/s → 2/s" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from loadgen.__main__ import COMMANDS, main
 from loadgen.options import check_service, setting
 from quadriga.errors import ConfigError
 
+RUN = "run --url http://127.0.0.1:1"  # nobody listens
 NOT_NUMBERS = ("abc", "nan", "-1", "1e400", "99999999999999999999", "")
 
 
@@ -91,17 +92,21 @@ def test_what_a_service_is_started_with() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tasks", "1", "--extra", "{"], "--extra: not JSON"),
-        (["--trace", "nowhere.csv"], "nowhere.csv: cannot be read"),
-        (["--sessions", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
-        (["--tasks", "1", "--turns", "3"], "--turns: not for --tasks"),
-        (["--stream", "false", "--slo-ttft-s", "1"], "--slo-tpot-s: not for --stream false"),
+        (f"{RUN} --tasks 1 --extra {{", "--extra: not JSON"),
+        (f"{RUN} --trace nowhere.csv", "nowhere.csv: cannot be read"),
+        (f"{RUN} --sessions nowhere.jsonl", "nowhere.jsonl: cannot be read"),
+        (f"{RUN} --tasks 1 --turns 3", "--turns: not for --tasks"),
+        (f"{RUN} --stream false --slo-ttft-s 1", "--slo-tpot-s: not for --stream false"),
+        (f"{RUN} --tasks 1 --url http://a..b", "--url: 'http://a..b'"),
+        ("paper drex --fill copy linear", "--fill: give one"),
+        ("paper baton --batch-mixed --batch-brief", "give one of them a size"),
+        ("bench rescheduling-turns --pairs 3", "--pairs: 3: an even number"),
     ],
 )
-def test_a_wrong_load_is_named_though_nobody_listens(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_done_is_named_before_anything_is_asked_or_started(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", "--url", "http://127.0.0.1:1", *words]) == 2
+    assert main(words.split()) == 2
     assert message in capsys.readouterr().err
 
 

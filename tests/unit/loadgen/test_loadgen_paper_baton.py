@@ -160,6 +160,7 @@ def test_the_command(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     """Tiny sets: a table, six figures, everything in a file, and the headline as the last line."""
     words = ["--queries", "8", "3", "--batch-mixed", "2", "--batch-brief", "2", "--scale", "0.004"]
     words += ["--brief-words", "2", "9", "--rounds", "2", "--out", str(tmp_path)]
+    words += ["--quick", "--contestant", *CONTESTANTS]  # the headline's alone, in one round
     assert main(["paper", "baton", "--model", str(path), *words]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(result) == {"experiment", "headline", "commit", "machine"}

@@ -110,31 +110,25 @@ STEP = Step(0, 2.0, from_s=0.0, counted_from_s=5.0, to_s=15.0)
 
 def test_what_ends_after_the_stretch_is_no_goodput_of_it() -> None:
     """A burst at the end of a step, all of it good and served in the next step."""
-    found = figures_of(
-        STEP, [record(index, 114.9) for index in range(10)], start_s=100.0, num_sent=10, goal=GOAL
-    )
+    burst = [record(index, 114.9) for index in range(10)]
+    found = figures_of(STEP, burst, start_s=100.0, num_sent=10, goal=GOAL)
     assert found.good_share == 1.0
     assert found.kept
     assert (found.goodput_rps, found.requests_per_s) == (0.0, 0.0)
 
 
 def test_figures_are_of_the_counted_stretch() -> None:
-    found = figures_of(
-        STEP,
-        [
-            record(0, 104.8),  # due while the level settles; its tokens come afterwards
-            record(1, 106.0),
-            record(2, 107.0, ttft_s=1.5),
-            record(3, 108.0, tpot_s=0.2),
-            record(4, 109.0, outcome=Outcome.FAILED),
-            record(5, 110.0, outcome=Outcome.REFUSED),
-            record(6, 114.8),  # ends in the next step, and is good
-            record(7, 115.0),
-        ],
-        start_s=100.0,
-        num_sent=7,
-        goal=GOAL,
-    )
+    records = [
+        record(0, 104.8),  # due while the level settles; its tokens come afterwards
+        record(1, 106.0),
+        record(2, 107.0, ttft_s=1.5),
+        record(3, 108.0, tpot_s=0.2),
+        record(4, 109.0, outcome=Outcome.FAILED),
+        record(5, 110.0, outcome=Outcome.REFUSED),
+        record(6, 114.8),  # ends in the next step, and is good
+        record(7, 115.0),
+    ]
+    found = figures_of(STEP, records, start_s=100.0, num_sent=7, goal=GOAL)
     assert (found.requests, found.ok, found.failed, found.refused) == (7, 4, 1, 1)
     assert found.unfinished == 1
     assert found.good_share == pytest.approx(2 / 7) and found.goodput_rps == pytest.approx(0.2)
@@ -165,7 +159,7 @@ def test_a_step_is_concluded_when_all_of_it_has_ended() -> None:
     assert watch.conclude(114.9) == []  # more might be sent
     (figures,) = watch.conclude(115.0)  # the first is none of the step's
     assert figures.kept is True and figures.requests == 1
-    assert watch.is_over and watch.conclude(116.0) == []
+    assert watch.concluded_s == 115.0 and watch.conclude(116.0) == []
 
 
 def test_a_step_waits_for_what_can_still_be_good() -> None:
@@ -173,7 +167,7 @@ def test_a_step_waits_for_what_can_still_be_good() -> None:
     watch.ended(record(1, 106.0))
     assert watch.conclude(115.0) == []
     # 1 s, two tokens of 0.1 s and a second for the end: later it cannot be good.
-    assert watch.conclude(114.9 + 2.19) == []
+    assert watch.conclude(114.9 + 2.19) == [] and watch.concluded_s == 0.0
     (figures,) = watch.conclude(114.9 + 2.21)
     assert figures.kept is False and figures.unfinished == 1
 
@@ -243,11 +237,8 @@ def test_a_ramp_within_the_slo_goes_to_its_end(
     assert [request["index"] for request in requests] == list(range(len(requests)))
     assert [(step["step"]["level"], step["kept"]) for step in steps] == [(30, True), (60, True)]
     for step in steps:
-        due = [
-            request
-            for request in requests
-            if step["step"]["counted_from_s"] <= request["scheduled_s"] < step["step"]["to_s"]
-        ]
+        at = step["step"]
+        due = [r for r in requests if at["counted_from_s"] <= r["scheduled_s"] < at["to_s"]]
         assert step["requests"] == len(due) == step["ok"] > 0
     (capacity,) = of_kind(lines, "capacity")
     assert capacity == {"kind": "capacity", "unit": "rate", "kept": 60.0, "broken": None}
@@ -341,7 +332,7 @@ def test_an_interrupted_ramp_keeps_what_has_ended(tmp_path: Path) -> None:
 
         def answer(prompt: str) -> None:
             prompts.append(prompt)
-            if len(prompts) == 40:
+            if len(prompts) == 60:
                 enough.set()
 
         async with FakeServer(FakeOptions(answer=answer)) as server:
@@ -356,7 +347,8 @@ def test_an_interrupted_ramp_keeps_what_has_ended(tmp_path: Path) -> None:
 
     result, figures = asyncio.run(run())
     assert result.was_interrupted
-    assert len(result.records) >= 30 and len(figures) < 50
+    assert len(result.records) >= 30 and 1 <= len(figures) < 50
+    assert all(one.requests and not one.unfinished for one in figures)
     with pytest.raises(ConfigError, match="was interrupted"):
         raise ConfigError("; ".join(load_differences([read_results(tmp_path)] * 2)))
 

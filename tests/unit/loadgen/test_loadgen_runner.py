@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -13,7 +14,7 @@ from loadgen.checker.judge import Judgement
 from loadgen.checker.verify_text import verify_texts
 from loadgen.load.workload import RequestSpec
 from loadgen.runner import Live, LoadOptions, Record, RunResult, now_s, run_load
-from loadgen.target import Target
+from loadgen.target import Target, find_target
 from loadgen.wire.capture import Call, Capture, Transport
 from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError
@@ -90,12 +91,10 @@ def test_interruption_keeps_what_has_ended_for_those_who_ask_for_it() -> None:
     async def run(**options: bool) -> RunResult:
         begun, judge = asyncio.Event(), Judgement(TARGET)
         async with FakeServer(FakeOptions(fault="hang")) as server:
-            client = HttpClient(
-                parse_url(server.url), now_s=now_s, timeout_s=20.0, on_data=lambda _: begun.set()
-            )
-            task = asyncio.create_task(
-                run_load(specs(2), client, MODEL, judge, LoadOptions(), Live(), **options)
-            )
+            client = HttpClient(parse_url(server.url), now_s=now_s, timeout_s=20.0)
+            client.on_data = lambda _: begun.set()
+            run = run_load(specs(2), client, MODEL, judge, LoadOptions(), Live(), **options)
+            task = asyncio.create_task(run)
             await asyncio.wait_for(begun.wait(), 20)
             task.cancel()
             return await task
@@ -132,6 +131,9 @@ def test_bad_urls_are_refused() -> None:
     for url in ("127.0.0.1:8000", "ftp://x", "http://", "http://x:99999", "http://x?y=1"):
         with pytest.raises(ConfigError, match="--url"):
             parse_url(url)
+    client: Any = Mock(fetch=AsyncMock(return_value=(200, {"data": 5})))
+    with pytest.raises(ConfigError, match=r"lists no models: \{'data': 5\}"):
+        asyncio.run(find_target(client, None))
     address = parse_url("http://[::1]:81/proxy/v1/")
     assert (address.host_header, address.prefix) == ("[::1]:81", "/proxy")
 
@@ -170,11 +172,7 @@ def test_stop_string_may_cut_the_text() -> None:
         verdict = Verdict(choices=[choice])
         return Record(make_spec(extra=extra), "id", 0.0, 0.0, 1.0, 1, 10, verdict)
 
-    good, bad, echoed = (
-        record("one t", stop="wo"),
-        record("one t"),
-        record("prompt one", echo=True),
-    )
+    good, bad, echoed = record("one t", stop="wo"), record("one t"), record("prompt one", echo=True)
     client = Client(parse_url("http://nowhere"), now_s=now_s, timeout_s=1.0)
     assert asyncio.run(verify_texts(client, MODEL, [good, bad, echoed])) == 2
     outcomes = [one.verdict.outcome for one in (good, bad, echoed)]

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
+from loadgen.__main__ import main
 from loadgen.paper.lossless.bound import ADAPTIVE, DRAFTS, bounds, chains, rounds
+
+
+def test_answers_of_an_earlier_run_are_not_counted(tmp_path: Path, capsys: Any) -> None:
+    words = ["paper", "draft-bound", "--checkpoint", "quadriga-s", "--limit", "1"]
+    for tokens in (2, 3):
+        assert main([*words, "--max-tokens", str(tokens), "--out", str(tmp_path)]) == 0
+        line = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert line["headline"]["tokens"] == tokens
 
 
 def rounds_by_drafting(agrees: list[bool], most: int) -> list[int]:

@@ -6,15 +6,18 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from loadgen.__main__ import main
 from loadgen.paper.drex.bench import CPU, DrexBench, DrexRow, DrexSetting
 from loadgen.paper.drex.closed_loop import ClosedLoopRun
 from loadgen.paper.drex.judged import Decisions
 from loadgen.paper.drex.quality import Quality, _parted_at, choose
 from loadgen.paper.drex.report import headline, plain, print_table, read_rows
 from quadriga.clock import ManualClock
+from quadriga.errors import ConfigError
 
 HEADLINE = {
     "vs_best_grouped", "share_of_ceiling", "vs_no_exit_equal_memory", "worst_vs_no_exit",
@@ -83,6 +86,13 @@ def test_no_exits_at_equal_bytes_are_run_in_every_round_and_lacking_slots_are_sa
     assert [(r.slots, r.wanted_slots, r.tokens_per_s) for r in rows] == [(8, 0, 8.0), (9, 16, 9.0)]
     print_table(rows)
     assert "9 of 16" in capsys.readouterr().out
+
+
+def test_a_batch_that_is_given_is_run_though_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Mock(side_effect=ConfigError("seen"))
+    monkeypatch.setattr(DrexBench, "load", load)
+    assert main(["paper", "drex", "--quick", "--batch", "3"]) == 2
+    assert load.call_args.args[1] == 3
 
 
 def test_where_no_decision_was_judged_none_is_said_to_be_right(

