@@ -231,10 +231,7 @@ def add_measurement_arguments(parser: argparse.ArgumentParser) -> argparse._Argu
         help="afterwards, compare each text with /detokenize of its token ids",
     )
     measure.add_argument(
-        "--output",
-        type=folder_to_write,
-        metavar="FOLDER",
-        help="default: results/loadgen/TIME",
+        "--output", type=folder_to_write, metavar="FOLDER", help="default: results/loadgen/TIME"
     )
     measure.add_argument("--no-plots", action="store_true", help="write figures only")
     measure.add_argument("--no-progress", action="store_true", help="show no progress bar")

@@ -109,9 +109,7 @@ def run(args: argparse.Namespace) -> int:
                     records.append(_measure(replace(base, depth=depth), steps))
             profiled.append((name, replace(model, depths=_joined(records))))
     measured = Measurement(
-        datetime.now(UTC).isoformat(timespec="seconds"),
-        _machine(),
-        provenance.commit(),
+        datetime.now(UTC).isoformat(timespec="seconds"), _machine(), provenance.commit()
     )
     write_catalogue(args.output, profiled, measured)
     read_catalogue(str(args.output))  # what is written can be read

@@ -256,10 +256,7 @@ def _exits(args: argparse.Namespace) -> SimExits | None:
     if args.front is None:
         return None
     return SimExits(
-        args.front,
-        args.stays,
-        full_share=args.full_depth_share,
-        quality_budget=args.quality_budget,
+        args.front, args.stays, full_share=args.full_depth_share, quality_budget=args.quality_budget
     )
 
 
@@ -459,11 +456,7 @@ def _print_line(
 
 
 def _find_capacity(
-    args: argparse.Namespace,
-    load: SimLoad,
-    config: SimConfig,
-    slo: Slo,
-    console: Console,
+    args: argparse.Namespace, load: SimLoad, config: SimConfig, slo: Slo, console: Console
 ) -> int:
     """Search each policy's largest rate; prints every run of the search, and what it found."""
     if not load.rate > 0.0:

@@ -223,11 +223,7 @@ def token_costs(llm: LLM, rows: int, num_tokens: int, repeats: int) -> list[Toke
     def batch(temperature: float, form: Grammar | None) -> Callable[[], tuple[float, float]]:
         params = [
             SamplingParams(
-                num_tokens,
-                temperature=temperature,
-                seed=row,
-                grammar=form,
-                ignore_eos=form is None,
+                num_tokens, temperature=temperature, seed=row, grammar=form, ignore_eos=form is None
             )
             for row in range(rows)
         ]

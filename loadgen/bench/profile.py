@@ -98,10 +98,7 @@ def fit(terms: NDArray[np.float64], seconds: NDArray[np.float64]) -> Fit:
 
 
 def _print(
-    steps: list[tuple[int, int, float]],
-    prefills: list[tuple[int, float]],
-    step: Fit,
-    prefill: Fit,
+    steps: list[tuple[int, int, float]], prefills: list[tuple[int, float]], step: Fit, prefill: Fit
 ) -> None:
     rows = [(str(b), n, s, np.dot((1.0, b, n), step.coefficients)) for b, n, s in steps]
     rows += [("prefill", n, s, np.dot((1.0, n, n * n), prefill.coefficients)) for n, s in prefills]

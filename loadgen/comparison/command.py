@@ -14,13 +14,7 @@ from rich.progress import track
 from loadgen.comparison.comparable import load_differences, setting_differences
 from loadgen.comparison.plots import write_compare_plots
 from loadgen.comparison.report import Sides, print_comparison
-from loadgen.comparison.runs import (
-    ComparedFigure,
-    Method,
-    compare,
-    num_figures,
-    slo_of,
-)
+from loadgen.comparison.runs import ComparedFigure, Method, compare, num_figures, slo_of
 from loadgen.options import number, number_from, whole
 from loadgen.report import provenance
 from loadgen.report.metrics import LoadSlo

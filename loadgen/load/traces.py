@@ -146,9 +146,7 @@ def scale_lengths(trace: Trace, factor: float) -> Trace:
         return whole.astype(np.int64)
 
     return replace(
-        trace,
-        input_tokens=scaled(trace.input_tokens),
-        output_tokens=scaled(trace.output_tokens),
+        trace, input_tokens=scaled(trace.input_tokens), output_tokens=scaled(trace.output_tokens)
     )
 
 

@@ -223,11 +223,7 @@ class RampWatch:
 
     def _figures(self, tally: _Tally) -> StepFigures:
         return figures_of(
-            tally.step,
-            self.records,
-            start_s=self.start_s,
-            num_sent=tally.num_sent,
-            goal=self.goal,
+            tally.step, self.records, start_s=self.start_s, num_sent=tally.num_sent, goal=self.goal
         )
 
     def _tally(self, time_s: float) -> _Tally | None:

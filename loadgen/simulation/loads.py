@@ -128,12 +128,7 @@ def make_simulation(
 
 
 def summary_of(
-    run: SimulatedRun,
-    load: SimLoad,
-    slo: Slo,
-    *,
-    from_s: float = 0.0,
-    to_s: float = np.inf,
+    run: SimulatedRun, load: SimLoad, slo: Slo, *, from_s: float = 0.0, to_s: float = np.inf
 ) -> RunSummary:
     """Figures of the requests that arrived in a window."""
     return summarise(run, load.arrivals_s, load.output_tokens, slo, from_s=from_s, to_s=to_s)

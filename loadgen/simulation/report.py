@@ -113,10 +113,7 @@ def _sections(outcomes: Sequence[SimOutcome], slo: Slo) -> list[list[tuple[str, 
         [
             ("failed", lambda o: f"{o.summary.num_failed:,} of {o.summary.num_requests:,}"),
             *((f"  {reason}", _failed_for(reason)) for reason in _reasons(outcomes)),
-            (
-                "simulated time / time taken",
-                lambda o: f"{o.run.end_s:,.0f} s / {o.wall_s:,.1f} s",
-            ),
+            ("simulated time / time taken", lambda o: f"{o.run.end_s:,.0f} s / {o.wall_s:,.1f} s"),
         ],
     ]
 

@@ -114,10 +114,7 @@ class HttpClient:
         try:
             async with asyncio.timeout(self.timeout_s):
                 await loop.create_connection(
-                    lambda: connection,
-                    self.address.host,
-                    self.address.port,
-                    ssl=self.address.tls,
+                    lambda: connection, self.address.host, self.address.port, ssl=self.address.tls
                 )
                 await connection.finished
         except TimeoutError:
@@ -199,11 +196,7 @@ class _Connection(asyncio.Protocol):
     """Writes the request, appends every read, and notices the end of the response."""
 
     def __init__(
-        self,
-        capture: Capture,
-        request: bytes,
-        now_s: Callable[[], float],
-        on_data: OnData | None,
+        self, capture: Capture, request: bytes, now_s: Callable[[], float], on_data: OnData | None
     ) -> None:
         self.capture = capture
         self.request = request

@@ -416,10 +416,7 @@ def _spec_at(spec: EngineSpec, started: EngineSpec, depth: int, layer_bytes: int
 
 
 def _load(
-    spec: EngineSpec,
-    eager: Decoder,
-    compiled: CompiledDecoder | None,
-    is_over: Callable[[], bool],
+    spec: EngineSpec, eager: Decoder, compiled: CompiledDecoder | None, is_over: Callable[[], bool]
 ) -> PreparedLayers:
     started_s = time.monotonic()
     before = eager.num_layers

@@ -344,9 +344,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[Sampler]) -> torch.Tensor:
     scaled = _truncate(scaled, rows)
     probs = torch.softmax(scaled, dim=-1).double()
     u = uniforms(
-        [r.params.seed for r in rows],
-        [r.choice for r in rows],
-        [r.position for r in rows],
+        [r.params.seed for r in rows], [r.choice for r in rows], [r.position for r in rows]
     )
     return torch.tensor(invert_cdf(probs.numpy(), u))
 

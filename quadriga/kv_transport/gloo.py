@@ -17,12 +17,7 @@ import torch
 
 from quadriga.errors import KVTransportError
 from quadriga.interfaces import KVSink
-from quadriga.kv_transport.channel import (
-    CONNECT_TIMEOUT_S,
-    ChannelOffer,
-    parse_frame,
-    seconds_to,
-)
+from quadriga.kv_transport.channel import CONNECT_TIMEOUT_S, ChannelOffer, parse_frame, seconds_to
 from quadriga.kv_transport.pairs import Invite, PairTransport
 from quadriga.kv_transport.payload import to_host
 from quadriga.process_groups import host_store, join_store, make_group, route_to
@@ -130,10 +125,6 @@ class GlooTransport(PairTransport):
     """
 
     def __init__(
-        self,
-        me: str,
-        sink: KVSink | None,
-        host_for: Callable[[str], str],
-        invite: Invite,
+        self, me: str, sink: KVSink | None, host_for: Callable[[str], str], invite: Invite
     ) -> None:
         super().__init__(me, sink, GlooChannels(me, host_for), invite)

@@ -14,11 +14,7 @@ from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.depth_pools import DepthPools, is_due, plan_pools
 from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
 from quadriga.policies.ares.governor import DriftMonitor
-from quadriga.policies.ares.overload import (
-    OverloadPlan,
-    is_overdue,
-    plan_overload,
-)
+from quadriga.policies.ares.overload import OverloadPlan, is_overdue, plan_overload
 from quadriga.policies.ares.placement import best_replica
 from quadriga.policies.ares.settings import horizon_s
 from quadriga.policies.least_work import expected_of
@@ -297,10 +293,7 @@ class Placing:
         return np.asarray(np.minimum(wanted, max(longest, tokens + 1)))
 
     def _by_present(
-        self,
-        request: PlaceRequest,
-        used: NDArray[np.float64],
-        reserved: NDArray[np.float64],
+        self, request: PlaceRequest, used: NDArray[np.float64], reserved: NDArray[np.float64]
     ) -> int | None:
         """By what is there now, or was at the last reports."""
         if self._config.report_every_s > 0.0:

@@ -73,8 +73,7 @@ def make_policy(
     """
     if name not in POLICY_NAMES:
         raise ConfigError(
-            f"--policy: {name!r} is not known; use one of {', '.join(POLICY_NAMES)}",
-            param="policy",
+            f"--policy: {name!r} is not known; use one of {', '.join(POLICY_NAMES)}", param="policy"
         )
     settings = settings_under(settings or AresSettings(), reservation)
     if name == "ares-mixed":

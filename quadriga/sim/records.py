@@ -43,12 +43,7 @@ RECOMPUTE = MemoryRules()
 PAUSE = MemoryRules("pause", ADMIT_SHARE, RETURN_SHARE, ADMIT_SHARE)
 VLLM = MemoryRules("vllm")
 VLLM_CACHED = MemoryRules("vllm", caches_prefixes=True)
-MEMORY_RULES = {
-    "recompute": RECOMPUTE,
-    "pause": PAUSE,
-    "vllm": VLLM,
-    "vllm-cached": VLLM_CACHED,
-}
+MEMORY_RULES = {"recompute": RECOMPUTE, "pause": PAUSE, "vllm": VLLM, "vllm-cached": VLLM_CACHED}
 
 
 LOWERED_SHARE = 0.5

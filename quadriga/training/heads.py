@@ -118,13 +118,7 @@ def answers_of(
     most = min(max_tokens, llm.runner.row_capacity_tokens // 2)
     with tempfile.TemporaryDirectory() as folder:
         return generate_answers(
-            llm,
-            prompts,
-            Path(folder),
-            max_tokens=most,
-            temperature=0.0,
-            seed=0,
-            advance=advance,
+            llm, prompts, Path(folder), max_tokens=most, temperature=0.0, seed=0, advance=advance
         )
 
 

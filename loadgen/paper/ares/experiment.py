@@ -117,10 +117,7 @@ def _run_all(
     context = multiprocessing.get_context("spawn")
     # Simulations run side by side; none of them shall spread over the cores.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # looked at when numpy is imported: by the workers
-    with (
-        Steps(console, "simulations", len(points)) as steps,
-        context.Pool(workers) as pool,
-    ):
+    with Steps(console, "simulations", len(points)) as steps, context.Pool(workers) as pool:
         jobs = [(i, points[i]) for i in order]
         for index, found in pool.imap_unordered(_indexed, jobs, chunksize=1):
             if isinstance(found, str):

@@ -155,10 +155,7 @@ def _asked(
     if together >= each:
         return alone, alone, each
     best = LengthPredictor(
-        f"{name}, averaged",
-        averaged(alone.outputs, data, test),
-        alone.parameters,
-        alone.latency_s,
+        f"{name}, averaged", averaged(alone.outputs, data, test), alone.parameters, alone.latency_s
     )
     return best, alone, together
 

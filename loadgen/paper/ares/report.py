@@ -288,8 +288,7 @@ def headline(outcomes: Sequence[PointResult]) -> dict[str, Any]:
         return _p99_reduction(figures, part, rate)
 
     saturated = next(
-        (r for r in rates if mean(r, _BASELINE, lambda s: s.good_share) < _SATURATED),
-        rates[-1],
+        (r for r in rates if mean(r, _BASELINE, lambda s: s.good_share) < _SATURATED), rates[-1]
     )
     paper = min(rates, key=lambda r: abs(r - PAPER_RATE))
     light = min(rates, key=lambda r: abs(r - _LIGHT_RATE))

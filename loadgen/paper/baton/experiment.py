@@ -176,11 +176,7 @@ def _load(args: argparse.Namespace, settings: Sequence[BatonSetting]) -> BatonRu
     )
     runner = BatonRunner.load(
         engine_spec(
-            checkpoint,
-            num_rows=1,
-            row_capacity_tokens=capacity,
-            compile="off",
-            runner="baton",
+            checkpoint, num_rows=1, row_capacity_tokens=capacity, compile="off", runner="baton"
         )
     )
     warm = brief_queries(

@@ -79,12 +79,7 @@ def mixed_queries(
 
 
 def brief_queries(
-    *,
-    count: int,
-    spread: Spread,
-    seed: int,
-    vocab_size: int,
-    words: tuple[int, int] = BRIEF_WORDS,
+    *, count: int, spread: Spread, seed: int, vocab_size: int, words: tuple[int, int] = BRIEF_WORDS
 ) -> list[Query]:
     """Set 2, a token a word."""
     rng = random.Random(seed)

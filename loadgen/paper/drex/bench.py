@@ -150,11 +150,7 @@ class DrexBench:
         checkpoint = read_checkpoint(model)
         rows = batch + -(-batch // _SPARE_SHARE)
         native = load_native(
-            checkpoint,
-            num_rows=rows,
-            threads=threads,
-            skipped_kv=fill,
-            replay_newest=replay_newest,
+            checkpoint, num_rows=rows, threads=threads, skipped_kv=fill, replay_newest=replay_newest
         )
         suite = TaskSuite.make(checkpoint, num_prompts, seed=_SEED)
         return cls(native, suite, batch=batch, max_tokens=max_tokens, clock=clock, say=say)

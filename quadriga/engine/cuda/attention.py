@@ -20,12 +20,7 @@ from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.config.engine_spec import Attention
 from quadriga.engine.cuda.paged_attention import PagedAttention, Runs
 from quadriga.engine.cuda.probe import MakeRecorder, failed_probe
-from quadriga.engine.models.layers import (
-    attend_each,
-    attend_run,
-    by_group,
-    first_visible,
-)
+from quadriga.engine.models.layers import attend_each, attend_run, by_group, first_visible
 from quadriga.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,7 @@ from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.weights.checkpoint_weights import KVMap, Linear, ModelWeights
 from quadriga.engine.weights.matrix import Form, Matrix
 
-_FORMS = {
-    torch.float32: Form.FLOAT32,
-    torch.bfloat16: Form.BFLOAT16,
-    torch.float16: Form.FLOAT16,
-}
+_FORMS = {torch.float32: Form.FLOAT32, torch.bfloat16: Form.BFLOAT16, torch.float16: Form.FLOAT16}
 
 
 def folded_maps(weights: ModelWeights, config: ModelConfig) -> dict[int, Linear]:

@@ -287,8 +287,5 @@ def _fit(
     capacity = min(fitting, spec.num_rows * length)
     logger.info("KV: %d tokens, %d bytes each", capacity, token_bytes)
     return replace(
-        spec,
-        row_capacity_tokens=length,
-        kv_capacity_tokens=capacity,
-        usable_bytes=mine + available,
+        spec, row_capacity_tokens=length, kv_capacity_tokens=capacity, usable_bytes=mine + available
     )

@@ -222,11 +222,7 @@ class SkippedKVStore:
         return common
 
     def restore(
-        self,
-        row: int,
-        suspended: SuspendedSkips,
-        decoder: AnyDecoder,
-        depth: int | None = None,
+        self, row: int, suspended: SuspendedSkips, decoder: AnyDecoder, depth: int | None = None
     ) -> None:
         """Put a copy into a row that was just started and whose KV is there.
 

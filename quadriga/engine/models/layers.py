@@ -191,10 +191,7 @@ def last_states(x: torch.Tensor, head: Head, config: ModelConfig) -> torch.Tenso
 
 
 def add_low_rank(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    loras: Sequence[LowRank | None] | None,
-    adapted: Adapted,
+    y: torch.Tensor, x: torch.Tensor, loras: Sequence[LowRank | None] | None, adapted: Adapted
 ) -> torch.Tensor:
     """Add what the tokens' adapters make of x [T, in] to a projection y [T, out]; returns it."""
     if loras is None:

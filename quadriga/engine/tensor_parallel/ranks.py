@@ -117,15 +117,7 @@ class Ranks:
         lost: Called once, from any thread, when the ranks are of no more use.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        *,
-        rank: int,
-        size: int,
-        host: str,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, store: Any, *, rank: int, size: int, host: str, dtype: torch.dtype) -> None:
         self.rank = rank
         self.size = size
         self.lost: Callable[[str], None] = lambda reason: None
@@ -224,11 +216,7 @@ class Ranks:
             self._is_over.set()
 
     def _tell(
-        self,
-        op: Op,
-        numbers: Sequence[int],
-        tokens: Tokens | None,
-        states: torch.Tensor | None,
+        self, op: Op, numbers: Sequence[int], tokens: Tokens | None, states: torch.Tensor | None
     ) -> None:
         news = tokens if tokens is not None and tokens is not self._tokens else None
         fresh = states if states is not None and states is not self._states else None

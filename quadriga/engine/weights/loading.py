@@ -148,11 +148,7 @@ def kv_maps_of(
 
 
 def read_exit_heads(
-    source: WeightSource,
-    config: ModelConfig,
-    exits: ExitSpec,
-    at: list[int],
-    final: Head,
+    source: WeightSource, config: ModelConfig, exits: ExitSpec, at: list[int], final: Head
 ) -> dict[int, Head]:
     """Heads of some exits, none of them the end of the model; `final` is the model's own."""
     if exits.kind == "shared" or not at:
@@ -175,10 +171,7 @@ def _own_map(layer: LayerWeights, config: ModelConfig) -> KVMap:
 
 
 def _read_fitted(
-    source: WeightSource,
-    config: ModelConfig,
-    kv_maps: dict[int, list[KVMap]],
-    have: dict[int, int],
+    source: WeightSource, config: ModelConfig, kv_maps: dict[int, list[KVMap]], have: dict[int, int]
 ) -> None:
     """Put fitted maps in the place of own ones, for the exits and layers that have some.
 
@@ -257,10 +250,7 @@ def _model(files: TensorFiles, embed: Matrix) -> ModelWeights:
 
 
 def read_final_head(
-    files: TensorFiles,
-    config: ModelConfig,
-    embed: Matrix,
-    weight: Matrix | None = None,
+    files: TensorFiles, config: ModelConfig, embed: Matrix, weight: Matrix | None = None
 ) -> Head:
     """The model's own head, behind its last layer.
 

@@ -88,8 +88,7 @@ async def test_a_finished_request() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [{"min_tokens": 2}, {"grammar": Grammar("regex", "a*")}, {"temperature": 1.0}],
+    "sampling", [{"min_tokens": 2}, {"grammar": Grammar("regex", "a*")}, {"temperature": 1.0}]
 )
 async def test_what_was_forced_or_drawn_is_not_read_again(sampling: dict[str, Any]) -> None:
     cluster = FakeCluster("quadriga-s", [1])
