@@ -18,8 +18,9 @@ import resource
 from socket import IPPROTO_TCP, TCP_USER_TIMEOUT
 from typing import Any, ClassVar
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.flow_control import service_unavailable
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quadriga.errors import (
     HeadersTooLarge,
@@ -48,6 +49,7 @@ STUCK_MS = 300_000
 """A client that takes nothing of what it is sent for so long is cut off, by the kernel."""
 RETRY_S = 1.0
 CLOSE = (b"connection", b"close")
+FRAMING = (b"content-length", b"transfer-encoding")
 WANTED_FILES = 65_536
 FILES_FOR_OTHERS = 4
 """One in so many file descriptors is not used for clients' connections."""
@@ -69,7 +71,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **named)
         self.ws_protocol_class = None  # there are no WebSockets here: they are answered as GET
         self._is_in_head = True
-        self._num_heads = 0
+        self._has_news = False  # the end of a head, a body or its end, in what was received last
+        self._running: RequestResponseCycle | None = None
         self._head_bytes = 0
         self._is_refused = False
         self._timer: asyncio.TimerHandle | None = None
@@ -99,12 +102,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        self._unset_keepalive_if_required()
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
             self._await_head()
-        num_heads = self._num_heads if self._is_in_head else None
-        super().data_received(data)
+        self._has_news = False
+        self._feed(data)
         # A further head that begins in the same piece as a body ends is counted from the next on.
-        if self._is_in_head and self._num_heads == num_heads and not self._is_refused:
+        if not self._has_news and not self._is_refused:
             self._count(len(data))
             self._check_bytes()
 
@@ -112,29 +116,57 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         LimitedHttpProtocol.num_open -= 1
         HTTP_SERVER.connections.set(LimitedHttpProtocol.num_open)
         self._end_head()
+        self.cycle = self._running or self.cycle  # uvicorn tells the newest, which may be waiting
         super().connection_lost(exc)
+
+    def _feed(self, data: bytes) -> None:
+        """Have the parser read `data`. Behind a head that offers an upgrade it would read no more,
+        not even a body: another one, told how the body ends, goes on from there."""
+        while True:
+            try:
+                return self.parser.feed_data(data)
+            except HttpParserUpgrade as exc:
+                framing = [n + b": " + value for n, value in self.headers if n in FRAMING]
+                begun = b"\r\n".join([b"POST / HTTP/1.1", *framing, b"", b""])
+                data = begun + data[exc.args[0] :]
+                self.parser = HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            except HttpParserError:
+                return self.send_400_response("")
 
     # What the parser and uvicorn call.
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # no trailer
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
-        self._num_heads += 1
-        self._end_head()
-        super().on_headers_complete()
+        self._has_news = True
+        if self._is_in_head:  # not what `_feed` began
+            self._is_in_head = False
+            self._end_head()
+            super().on_headers_complete()
+            if len(self.pipeline) == 1:  # uvicorn would read no more, nor see the client go
+                self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        self._has_news = True
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._is_in_head = True
-        super().on_message_complete()
+        self._has_news = True
+        if not self.parser.should_upgrade():
+            self._is_in_head = True
+            self._count(-self._head_bytes)
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP/1.1; uvicorn's own answer is plain text."""
         error = InvalidRequest("the request is not valid HTTP/1.1", code="invalid_http")
         self._refuse("malformed", error)
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """An upgrade that is offered need not be taken; there is nothing to warn of."""
-
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
         super()._start_asgi_task(cycle, _busy if app is service_unavailable else app)
 
     # Limits.
@@ -208,7 +240,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         cycle = self.cycle
-        if self.pipeline:  # of several requests at once; the last of them is at fault
+        if self.pipeline and cycle.more_body:  # the last of several requests at once is at fault
             self._close(reason, error.message)
             return
         if cycle is not None and not cycle.response_complete:
