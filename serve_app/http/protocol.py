@@ -49,7 +49,6 @@ STUCK_MS = 300_000
 """A client that takes nothing of what it is sent for so long is cut off, by the kernel."""
 RETRY_S = 1.0
 CLOSE = (b"connection", b"close")
-FRAMING = (b"content-length", b"transfer-encoding")
 WANTED_FILES = 65_536
 FILES_FOR_OTHERS = 4
 """One in so many file descriptors is not used for clients' connections."""
@@ -90,10 +89,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if cls.num_open <= cls.max_open:
             self._await_head()
             return
-        error = Unavailable(
-            f"this process holds {cls.max_open} connections, the limit; retry shortly",
-            retry_after_s=RETRY_S,
-        )
+        message = f"this process holds {cls.max_open} connections, the limit; retry shortly"
+        error = Unavailable(message, retry_after_s=RETRY_S)
         if cls.num_open <= cls.max_open + cls.max_open // FILES_FOR_OTHERS // 2:
             self._refuse("too_many_connections", error)
         else:  # too many wait already until their clients have read the error
@@ -121,16 +118,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         """Have the parser read `data`. Behind a head that offers an upgrade it would read no more,
-        not even a body: another one, told how the body ends, goes on from there."""
+        not even a body: another one, told the head without the offer, goes on from there."""
         while True:
             try:
                 return self.parser.feed_data(data)
             except HttpParserUpgrade as exc:
-                framing = [n + b": " + value for n, value in self.headers if n in FRAMING]
-                begun = b"\r\n".join([b"POST / HTTP/1.1", *framing, b"", b""])
-                data = begun + data[exc.args[0] :]
-                self.parser = HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                lines = [n + b": " + value for n, value in self.headers if n != b"upgrade"]
+                begun = b"\r\n".join([b"POST / HTTP/1.1", *lines, b"", b""])
+                data, self.parser = begun + data[exc.args[0] :], HttpRequestParser(self)
             except HttpParserError:
                 return self.send_400_response("")
 
@@ -193,17 +188,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _check_bytes(self) -> None:
         if self._head_bytes > MAX_HEAD_BYTES:
-            error: QuadrigaError = HeadersTooLarge(
-                f"request line and headers are larger than {MAX_HEAD_BYTES} bytes, the limit"
-            )
-            self._refuse("head_too_large", error)
+            message = f"request line and headers are larger than {MAX_HEAD_BYTES} bytes, the limit"
+            self._refuse("head_too_large", HeadersTooLarge(message))
         elif LimitedHttpProtocol.all_bytes > MAX_ALL_BYTES:
-            error = Overloaded(
-                f"the requests that are being received have {MAX_ALL_BYTES} bytes of headers, the "
-                "limit; retry shortly",
-                retry_after_s=RETRY_S,
-            )
-            self._refuse("all_heads_too_large", error)
+            message = f"unfinished requests have {MAX_ALL_BYTES} bytes of headers, the limit; retry"
+            self._refuse("all_heads_too_large", Overloaded(message, retry_after_s=RETRY_S))
 
     def _time_out(self) -> None:
         if self._head_bytes:
@@ -222,11 +211,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if left_s > 0:
                 cls._review = loop.call_later(left_s, cls._refuse_silent, loop)
                 return
-            error = Unavailable(
-                f"{MAX_SILENT} connections wait for a request, the limit; this one waited longest",
-                retry_after_s=RETRY_S,
-            )
-            oldest._refuse("too_many_silent", error)
+            why = f"{MAX_SILENT} connections wait for a request, the limit; this one waited longest"
+            oldest._refuse("too_many_silent", Unavailable(why, retry_after_s=RETRY_S))
 
     # Ends.
 
@@ -278,9 +264,8 @@ def _response(error: QuadrigaError) -> bytes:
 
 async def _busy(scope: Any, receive: Any, send: Any) -> None:
     """Answer in place of the application where uvicorn's `limit_concurrency` is reached."""
-    error = Unavailable(
-        "this port has as many requests as it takes; retry shortly", retry_after_s=1
-    )
+    message = "this port has as many requests as it takes; retry shortly"
+    error = Unavailable(message, retry_after_s=RETRY_S)
     HTTP_SERVER.count_answer(error.http_status, error.message)
     await send_error(send, error, [CLOSE])
 

@@ -26,19 +26,17 @@ Connect = Callable[..., Awaitable[Streams]]
 HEAD = b"GET / HTTP/1.1\r\nhost: a\r\n"
 HEAD_TIMEOUT_S = 0.2
 PATIENCE_S = 30.0
-SEEN: list[tuple[bytes, list[bytes]]] = []
-"""The body of each request that was read, and the names of its headers."""
+SEEN: list[tuple[bytes, list[bytes]]] = []  # bodies that were read, and the headers' names
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
-    """Reads the body, but of `/early`; `/slow` takes a moment, `/long` has 16 MiB, and `/wait`
-    waits until its client goes."""
+    """Reads the body, but of `/early`; `/slow` and `/wait` take time, `/long` has 16 MiB."""
     body, more = b"", scope["path"] != "/early"
     while more:
         message = await receive()
-        body += message.get("body", b"")
-        is_gone = message["type"] == "http.disconnect"
-        more = message.get("more_body") or (scope["path"] == "/wait" and not is_gone)
+        body, more = body + message.get("body", b""), message.get("more_body")
+    if scope["path"] == "/wait":
+        await receive()
     SEEN.append((body, [name for name, _ in scope["headers"]]))
     if scope["path"] == "/slow":
         await asyncio.sleep(0.3)
@@ -61,16 +59,9 @@ async def port(monkeypatch: pytest.MonkeyPatch, request: Any) -> AsyncIterator[i
     monkeypatch.setattr(HTTP_SERVER, "_closings", ThrottledLog(logging.getLogger(), 30))
     SEEN.clear()
     assert doorman.guard()
-    server = uvicorn.Server(
-        uvicorn.Config(
-            answer,
-            host="127.0.0.1",
-            port=0,
-            lifespan="off",
-            log_config=None,
-            limit_concurrency=getattr(request, "param", None),
-        )
-    )
+    config = uvicorn.Config(answer, port=0, lifespan="off", log_config=None)
+    config.limit_concurrency = getattr(request, "param", None)
+    server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     task = asyncio.create_task(server.serve())
     await until(lambda: server.started, within_s=PATIENCE_S)
@@ -80,6 +71,12 @@ async def port(monkeypatch: pytest.MonkeyPatch, request: Any) -> AsyncIterator[i
     await until(lambda: LimitedHttpProtocol.num_open == 0, within_s=PATIENCE_S)
     assert not LimitedHttpProtocol.silent
     assert LimitedHttpProtocol.all_bytes == 0
+
+
+@pytest.fixture
+def patient(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server waits for heads."""
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -195,10 +192,8 @@ async def test_a_client_that_takes_nothing_of_its_answer_is_cut_off(
     await until(lambda: LimitedHttpProtocol.num_open == 0, within_s=PATIENCE_S)
 
 
-async def test_a_head_without_end_is_refused_as_too_large(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", PATIENCE_S)
+@pytest.mark.usefixtures("patient")
+async def test_a_head_without_end_is_refused_as_too_large(connect: Connect) -> None:
     reader, writer = await connect()
     writer.write(HEAD + b"x: " + b"y" * (MAX_HEAD_BYTES + 1))
     assert check_error(await rest(reader), 431)["code"] == "headers_too_large"
@@ -207,10 +202,10 @@ async def test_a_head_without_end_is_refused_as_too_large(
 @pytest.mark.parametrize(
     "wrong", [HEAD + b"x: " + b"y" * (MAX_HEAD_BYTES + 1), b"\x00\xff", HEAD + b"\r\n\x00\xff"]
 )
+@pytest.mark.usefixtures("patient")
 async def test_what_is_wrong_behind_a_request_does_not_cut_its_answer(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, wrong: bytes
+    connect: Connect, wrong: bytes
 ) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", PATIENCE_S)
     reader, writer = await connect()
     writer.write(b"GET /slow HTTP/1.1\r\nhost: a\r\n\r\n")
     await asyncio.sleep(0.05)
@@ -329,11 +324,10 @@ async def test_what_is_no_http_is_refused_in_openais_form(
 
 @pytest.mark.parametrize("offer", [b"websocket", b"h2c", b"foo"])
 @pytest.mark.parametrize("size", [1, 60, 1 << 20])
+@pytest.mark.usefixtures("patient")
 async def test_an_upgrade_is_not_taken_and_its_body_begins_no_request(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, offer: bytes, size: int
+    connect: Connect, offer: bytes, size: int
 ) -> None:
-    """In whatever pieces it comes, and however many requests come at once."""
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", PATIENCE_S)
     head, inner = HEAD + b"connection: upgrade\r\nupgrade: " + offer, HEAD + b"\r\n"
     framed = b"\r\ncontent-length: %d\r\n\r\n%s" % (len(inner), inner)
     chunked = b"\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(inner), inner)
@@ -355,9 +349,7 @@ async def test_trailers_are_left_out_and_bounded(connect: Connect) -> None:
     assert check_error(await rest(reader), 431)["code"] == "headers_too_large"
 
 
-async def test_a_client_that_goes_is_noticed_though_it_sent_a_further_request(
-    connect: Connect,
-) -> None:
+async def test_a_client_that_goes_is_noticed_behind_a_further_request(connect: Connect) -> None:
     _, writer = await connect(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n" + HEAD + b"\r\n")
     await asyncio.sleep(0.1)
     writer.close()
