@@ -44,10 +44,7 @@ COSTLY: dict[str, tuple[type[Any], Callable[[], bytes]]] = {
     "lists in lists": (ChatBody, lambda: full(CHAT + b'"x":[', b"[" * 900 + b"]" * 900, b"]}")),
     "objects": (ChatBody, lambda: full(CHAT + b'"x":[', b'{"a":1}', b"]}")),
     "names": (ChatBody, lambda: keys(CHAT, b"0", b"}")),
-    "half a character": (
-        ChatBody,
-        lambda: full(CHAT + b'"y":"\\ud83d\\ude00","x":[', b"[]", b"]}"),
-    ),
+    "escaped": (ChatBody, lambda: full(CHAT + b'"y":"\\ud83d\\ude00","x":[', b"[]", b"]}")),
     "stops that are none": (ChatBody, lambda: full(CHAT + b'"stop":[', b"1", b"]}")),
     "modalities that are none": (ChatBody, lambda: full(CHAT + b'"modalities":[', b"1", b"]}")),
     "messages that are none": (ChatBody, lambda: full(b'{"messages":[', b"1", b"]}")),
