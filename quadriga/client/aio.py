@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, ClassVar, Unpack
 
@@ -121,8 +122,8 @@ class AsyncClient(BaseClient):
                 if progress.received != had:
                     attempts = 1
                 await asyncio.sleep(self._pause_s(error, attempts, deadline))
-        finally:
-            if not progress.is_complete:
+        finally:  # unless in an error: then the request may be another's
+            if not progress.is_complete and not isinstance(sys.exception(), QuadrigaError):
                 self._cancel_soon(request)
 
     async def embed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Generator
 from typing import Any, ClassVar, Unpack
@@ -110,8 +111,8 @@ class Client(BaseClient):
                 if progress.received != had:
                     attempts = 1
                 time.sleep(self._pause_s(error, attempts, deadline))
-        finally:
-            if not progress.is_complete:
+        finally:  # unless in an error: then the request may be another's
+            if not progress.is_complete and not isinstance(sys.exception(), QuadrigaError):
                 with contextlib.suppress(QuadrigaError, ValueError):  # ValueError: channel closed
                     self.cancel(request.request_id)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class _Pattern:
         return k == len(self.text)
 
 
+@lru_cache(1024)
 def _borders(text: str) -> list[int]:
     table = [0] * len(text)
     k = 0

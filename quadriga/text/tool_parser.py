@@ -232,20 +232,20 @@ class _Call:
     def __init__(self, parameters: Schemas) -> None:
         self._parameters = parameters
         self.name: str | None = None
-        self.arguments = ""
-        self.in_arguments = False
+        self.has_arguments = self.in_arguments = False
         self.is_over = self.is_wrong = self.is_shown = False
         self.is_known = False  # it calls a tool: its name stands, and arguments begin or it is over
         self._depth = 0
         self._in_text = self._escaped = False
         self._key: str | None = None
-        self._value = ""
-        self._taken = 0
+        self._value: list[str] = []
+        self._news: list[str] = []  # of the arguments
 
     def take(self) -> str:
         """The arguments that were not taken yet, but for blanks that may stand behind them."""
-        news = self.arguments[self._taken :].rstrip()
-        self._taken += len(news)
+        written = "".join(self._news)
+        news = written.rstrip()
+        self._news = [written[len(news) :]]
         return news
 
     def _know(self) -> None:
@@ -261,19 +261,18 @@ class _Call:
 
     def _step(self, char: str) -> None:
         if self._in_text:
-            self._value += char
+            self._note(char)
             if self._escaped:
                 self._escaped = False
             elif char == "\\":
                 self._escaped = True
             elif char == '"':
                 self._in_text = False
-            self._note(char)
             return
         if self._depth == 1 and char in ":,}":
             if char == ":":
-                self._key, self._value = _text(self._value), ""
-                self.in_arguments = self._key in ARGUMENT_KEYS and not self.arguments
+                self._key, self._value = _text("".join(self._value)), []
+                self.in_arguments = self._key in ARGUMENT_KEYS and not self.has_arguments
                 self.is_wrong = self._key is None
                 if self.in_arguments:
                     self._know()
@@ -281,7 +280,7 @@ class _Call:
             self._end_value()
             if char == "}":
                 self._depth, self.is_over = 0, True
-                self.arguments = self.arguments or "{}"
+                self._news.extend("" if self.has_arguments else "{}")
                 self._know()
             return
         if self._depth == 1 and char in BLANKS and not self._value:
@@ -294,20 +293,21 @@ class _Call:
             self._depth -= 1
         elif char == '"':
             self._in_text = True
-        self._value += char
         self._note(char)
 
     def _note(self, char: str) -> None:
+        self._value.append(char)
         if self.in_arguments:
-            self.arguments += char
+            self._news.append(char)
+            self.has_arguments |= not char.isspace()
 
     def _end_value(self) -> None:
         if self._key == "name" and not self.is_known:
-            self.name = _text(self._value)
+            self.name = _text("".join(self._value))
             self.is_wrong = self.name is None
         if self.in_arguments:
-            self.arguments = self.arguments.rstrip()
-        self.in_arguments, self._key, self._value = False, None, ""
+            self._news = ["".join(self._news).rstrip()]
+        self.in_arguments, self._key, self._value = False, None, []
 
 
 class _NamedCall(_Call):
@@ -363,7 +363,7 @@ class _TagCall(_Call):
             return rest if end else text
         tag = text.lstrip()
         if tag.startswith("</function>"):
-            self.arguments += "}" if self.arguments else "{}"
+            self._news.append("}" if self.has_arguments else "{}")
             self.is_over = True
             self._know()
             return tag.removeprefix("</function>")
@@ -375,8 +375,9 @@ class _TagCall(_Call):
         if end:
             key, _, value = written.partition(">")
             value = value.removeprefix("\n").removesuffix("\n")
-            self.arguments += ", " if self.arguments else "{"
-            self.arguments += f"{json.dumps(key, ensure_ascii=False)}: {self._json(key, value)}"
+            self._news.append(", " if self.has_arguments else "{")
+            self._news.append(f"{json.dumps(key, ensure_ascii=False)}: {self._json(key, value)}")
+            self.has_arguments = True
         return rest if end else text
 
     def _json(self, key: str, value: str) -> str:

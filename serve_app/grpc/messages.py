@@ -260,7 +260,7 @@ def whole_message(request: Request) -> Any:
     """The `GenerateOnceResponse` of a request that has ended."""
     return pb.GenerateOnceResponse(
         request_id=request.request_id,
-        model=request.model,
+        model=request.shown_model,
         choices=[choice_message(request, sequence) for sequence in request.sequences],
         usage=usage_message(request),
     )

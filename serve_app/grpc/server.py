@@ -21,7 +21,7 @@ from serve_app.auth.rate_limiter import MAX_WATCHES, ConcurrencyLimiter
 from serve_app.embeddings.body import EmbeddingsBody, embedding_request
 from serve_app.embeddings.rendering import vectors
 from serve_app.grpc import messages as wire
-from serve_app.openai.bodies import parse_body
+from serve_app.openai.bodies import check_pieces, parse_body
 from serve_app.openai.errors import as_quadriga
 from serve_app.openai.schema import (
     MAX_LOGIT_BIAS,
@@ -68,12 +68,12 @@ class GrpcServer:
             request = stream.request
             with self._engine_client.answering():
                 while deltas := await stream.read():
-                    at_end = request.done and any(d.finish is not None for d in deltas)
+                    messages = map(partial(wire.delta_message, stream), deltas)
                     yield pb.GenerateResponse(
                         request_id=request.request_id,
-                        model=request.model,
-                        choices=[wire.delta_message(stream, delta) for delta in deltas],
-                        usage=wire.usage_message(request) if at_end else None,
+                        model=request.shown_model,
+                        choices=await beside(request, partial(list, messages)),
+                        usage=wire.usage_message(request) if all(stream.finished) else None,
                     )
             code = OK
         except Exception as exc:  # every error is sent in the documented form
@@ -316,7 +316,7 @@ def _traceparent(context: Any) -> str | None:
 
 
 def _check_counts(message: Any, max_n: int) -> None:
-    """Raises: InvalidRequest where a list is longer than it may ever be."""
+    """Raises: InvalidRequest where a list is longer than it may ever be, or schemas are."""
     asked = enumerate(message.chat.messages[: MAX_MESSAGES + 1])
     for field, items, most in (
         ("messages", message.chat.messages, MAX_MESSAGES),
@@ -329,9 +329,9 @@ def _check_counts(message: Any, max_n: int) -> None:
         ("resume_digest", message.resume_digest, max_n),
     ):
         if len(items) > most:
-            raise InvalidRequest(
-                f"{field}: {len(items)} items, above the limit of {most}", param=field
-            )
+            why = f"{field}: {len(items)} items, above the limit of {most}"
+            raise InvalidRequest(why, param=field)
+    check_pieces(*(tool.parameters.encode() for tool in message.tools))
 
 
 def _is_secure(context: Any) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -76,18 +77,19 @@ class Call:
         """Raises: HeadersTooLarge."""
         headers = self.scope["headers"]
         if len(headers) > max_headers:
-            raise HeadersTooLarge(
-                f"the request has {len(headers)} headers, above the limit of {max_headers}"
-            )
+            raise HeadersTooLarge(f"{len(headers)} headers, above the limit of {max_headers}")
         size = sum(len(name) + len(value) for name, value in headers)
         if size > max_bytes:
-            raise HeadersTooLarge(
-                f"the headers have {size} bytes, above the limit of {max_bytes} bytes"
-            )
+            raise HeadersTooLarge(f"headers of {size} bytes, above the limit of {max_bytes}")
 
     async def read_body(self, engine_client: EngineClient) -> bytes:
         """Read the body within the deployment's limits. Raises: as `body`, and Overloaded."""
         limits = engine_client.config.ingress
+        origin, form = self.headers.get("origin"), self.headers.get("content-type", "")
+        is_json = form.partition(";")[0].strip().lower() == "application/json"
+        if not is_json and origin is not None and not {origin, "*"} & {*limits.cors_origins}:
+            # Browsers send other types for any page, and JSON only where they asked before.
+            raise InvalidRequest("content-type: must be application/json", param="content-type")
         with engine_client.body_limiter.slot():
             return await self.body(max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
 
@@ -120,8 +122,9 @@ class Call:
 
     async def watch_disconnect(self, hang_up: Callable[[], None]) -> None:
         """Call `hang_up` when the client goes; for a task beside the answer."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
+        with suppress(Exception):  # whoever received for us is gone, and the client with it
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
         hang_up()
 
     async def start(self, status: int, headers: Headers) -> None:

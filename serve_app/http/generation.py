@@ -8,6 +8,7 @@ import hashlib
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypedDict
 
 from quadriga.errors import InvalidRequest, QuadrigaError
@@ -186,7 +187,8 @@ async def _stream(
     await call.start(200, SSE_HEADERS + headers)
     try:
         while deltas:
-            await call.write(answer_format.events(stream, deltas, tokenizer))
+            render = partial(answer_format.events, stream, deltas, tokenizer)
+            await call.write(await beside(stream.request, render))
             deltas = await stream.read()
         await call.write(answer_format.closing_events(stream.request), more=False)
     except QuadrigaError as exc:

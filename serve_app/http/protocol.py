@@ -18,8 +18,9 @@ import resource
 from socket import IPPROTO_TCP, TCP_USER_TIMEOUT
 from typing import Any, ClassVar
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.flow_control import service_unavailable
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quadriga.errors import (
     HeadersTooLarge,
@@ -69,7 +70,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **named)
         self.ws_protocol_class = None  # there are no WebSockets here: they are answered as GET
         self._is_in_head = True
-        self._num_heads = 0
+        self._has_news = False  # the end of a head, a body or its end, in what was received last
+        self._running: RequestResponseCycle | None = None
         self._head_bytes = 0
         self._is_refused = False
         self._timer: asyncio.TimerHandle | None = None
@@ -87,10 +89,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if cls.num_open <= cls.max_open:
             self._await_head()
             return
-        error = Unavailable(
-            f"this process holds {cls.max_open} connections, the limit; retry shortly",
-            retry_after_s=RETRY_S,
-        )
+        message = f"this process holds {cls.max_open} connections, the limit; retry shortly"
+        error = Unavailable(message, retry_after_s=RETRY_S)
         if cls.num_open <= cls.max_open + cls.max_open // FILES_FOR_OTHERS // 2:
             self._refuse("too_many_connections", error)
         else:  # too many wait already until their clients have read the error
@@ -99,12 +99,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        self._unset_keepalive_if_required()
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
             self._await_head()
-        num_heads = self._num_heads if self._is_in_head else None
-        super().data_received(data)
+        self._has_news = False
+        self._feed(data)
         # A further head that begins in the same piece as a body ends is counted from the next on.
-        if self._is_in_head and self._num_heads == num_heads and not self._is_refused:
+        if not self._has_news and not self._is_refused:
             self._count(len(data))
             self._check_bytes()
 
@@ -112,29 +113,55 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         LimitedHttpProtocol.num_open -= 1
         HTTP_SERVER.connections.set(LimitedHttpProtocol.num_open)
         self._end_head()
+        self.cycle = self._running or self.cycle  # uvicorn tells the newest, which may be waiting
         super().connection_lost(exc)
+
+    def _feed(self, data: bytes) -> None:
+        """Have the parser read `data`. Behind a head that offers an upgrade it would read no more,
+        not even a body: another one, told the head without the offer, goes on from there."""
+        while True:
+            try:
+                return self.parser.feed_data(data)
+            except HttpParserUpgrade as exc:
+                lines = [n + b": " + value for n, value in self.headers if n != b"upgrade"]
+                begun = b"\r\n".join([b"POST / HTTP/1.1", *lines, b"", b""])
+                data, self.parser = begun + data[exc.args[0] :], HttpRequestParser(self)
+            except HttpParserError:
+                return self.send_400_response("")
 
     # What the parser and uvicorn call.
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # no trailer
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
-        self._num_heads += 1
-        self._end_head()
-        super().on_headers_complete()
+        self._has_news = True
+        if self._is_in_head:  # not what `_feed` began
+            self._is_in_head = False
+            self._end_head()
+            super().on_headers_complete()
+            if len(self.pipeline) == 1:  # uvicorn would read no more, nor see the client go
+                self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        self._has_news = True
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._is_in_head = True
-        super().on_message_complete()
+        self._has_news = True
+        if not self.parser.should_upgrade():
+            self._is_in_head = True
+            self._count(-self._head_bytes)
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP/1.1; uvicorn's own answer is plain text."""
         error = InvalidRequest("the request is not valid HTTP/1.1", code="invalid_http")
         self._refuse("malformed", error)
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """An upgrade that is offered need not be taken; there is nothing to warn of."""
-
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
         super()._start_asgi_task(cycle, _busy if app is service_unavailable else app)
 
     # Limits.
@@ -161,17 +188,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _check_bytes(self) -> None:
         if self._head_bytes > MAX_HEAD_BYTES:
-            error: QuadrigaError = HeadersTooLarge(
-                f"request line and headers are larger than {MAX_HEAD_BYTES} bytes, the limit"
-            )
-            self._refuse("head_too_large", error)
+            message = f"request line and headers are larger than {MAX_HEAD_BYTES} bytes, the limit"
+            self._refuse("head_too_large", HeadersTooLarge(message))
         elif LimitedHttpProtocol.all_bytes > MAX_ALL_BYTES:
-            error = Overloaded(
-                f"the requests that are being received have {MAX_ALL_BYTES} bytes of headers, the "
-                "limit; retry shortly",
-                retry_after_s=RETRY_S,
-            )
-            self._refuse("all_heads_too_large", error)
+            message = f"unfinished requests have {MAX_ALL_BYTES} bytes of headers, the limit; retry"
+            self._refuse("all_heads_too_large", Overloaded(message, retry_after_s=RETRY_S))
 
     def _time_out(self) -> None:
         if self._head_bytes:
@@ -190,11 +211,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if left_s > 0:
                 cls._review = loop.call_later(left_s, cls._refuse_silent, loop)
                 return
-            error = Unavailable(
-                f"{MAX_SILENT} connections wait for a request, the limit; this one waited longest",
-                retry_after_s=RETRY_S,
-            )
-            oldest._refuse("too_many_silent", error)
+            why = f"{MAX_SILENT} connections wait for a request, the limit; this one waited longest"
+            oldest._refuse("too_many_silent", Unavailable(why, retry_after_s=RETRY_S))
 
     # Ends.
 
@@ -208,7 +226,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         cycle = self.cycle
-        if self.pipeline:  # of several requests at once; the last of them is at fault
+        if self.pipeline and cycle.more_body:  # the last of several requests at once is at fault
             self._close(reason, error.message)
             return
         if cycle is not None and not cycle.response_complete:
@@ -246,9 +264,8 @@ def _response(error: QuadrigaError) -> bytes:
 
 async def _busy(scope: Any, receive: Any, send: Any) -> None:
     """Answer in place of the application where uvicorn's `limit_concurrency` is reached."""
-    error = Unavailable(
-        "this port has as many requests as it takes; retry shortly", retry_after_s=1
-    )
+    message = "this port has as many requests as it takes; retry shortly"
+    error = Unavailable(message, retry_after_s=RETRY_S)
     HTTP_SERVER.count_answer(error.http_status, error.message)
     await send_error(send, error, [CLOSE])
 

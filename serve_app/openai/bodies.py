@@ -47,14 +47,14 @@ def parse_json(data: bytes) -> Any:
         raise InvalidRequest(f"the body is not valid JSON: {exc}", code="invalid_json") from exc
 
 
-def check_pieces(data: bytes) -> None:
-    """Raises: InvalidRequest: Reading it would take too long."""
+def check_pieces(*texts: bytes) -> None:
+    """Raises: InvalidRequest: Reading these, of one request, would take too long."""
     # Text full of quotes and brackets has many that are no pieces; only then they are counted.
-    most = data.count(b'"') // 2 + data.count(b"[") + data.count(b"{")
+    most = sum(t.count(b'"') // 2 + t.count(b"[") + t.count(b"{") for t in texts)
     if most <= MAX_PIECES:
         return
     # The quote is where the search ends: else it would look for one from every byte of the rest.
-    if _PIECE.subn(b"", data + b'"', MAX_PIECES + 2)[1] - 1 > MAX_PIECES:
+    if sum(_PIECE.subn(b"", t + b'"', MAX_PIECES + 2)[1] - 1 for t in texts) > MAX_PIECES:
         raise InvalidRequest(
             f"the body has more than {MAX_PIECES:,} strings, lists and objects, the limit; "
             "send less in one request",

@@ -154,7 +154,7 @@ class ChoicesFormat(StreamFormat):
             "id": self.id_prefix + request.request_id,
             "object": self.object_name,
             "created": request.created_unix_s,
-            "model": request.model,
+            "model": request.shown_model,
             "choices": [
                 {"index": sequence.index}
                 | self._message(request, sequence, tokenizer)
@@ -169,7 +169,7 @@ class ChoicesFormat(StreamFormat):
         return (
             f'data: {{"id":{quote(self.id_prefix + request.request_id)},'
             f'"object":"{self.chunk_name}","created":{request.created_unix_s},'
-            f'"model":{quote(request.model)},"choices":['
+            f'"model":{quote(request.shown_model)},"choices":['
         )
 
     @abstractmethod

@@ -53,12 +53,15 @@ _TOKENS: dict[str, Any] = {
 }
 
 
-def _bounded_bias(bias: Any) -> Any:
-    """Count the tokens before each is looked at, which costs far more."""
-    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
+def _counted(fields: Any) -> Any:
+    """Count an object's fields before each is looked at, which costs far more."""
+    if isinstance(fields, dict) and len(fields) > MAX_LOGIT_BIAS:
         limits = {"field_type": "Dictionary", "max_length": MAX_LOGIT_BIAS}
-        raise PydanticKnownError("too_long", limits | {"actual_length": len(bias)})
-    return bias
+        raise PydanticKnownError("too_long", limits | {"actual_length": len(fields)})
+    return fields
+
+
+COUNTED = BeforeValidator(_counted)
 
 
 class RequestBody(BaseModel):
@@ -179,7 +182,7 @@ class GenerationFields(RequestFields):
     frequency_penalty: float | None = Field(
         None, ge=-2, le=2, description="The same for each time it was generated; default 0."
     )
-    logit_bias: Annotated[dict[str, Bias] | None, BeforeValidator(_bounded_bias)] = Field(
+    logit_bias: Annotated[dict[str, Bias] | None, COUNTED] = Field(
         None,
         max_length=MAX_LOGIT_BIAS,
         description="Token id (as text) to bias, -100 to 100.",

@@ -285,6 +285,8 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     Raises: InvalidRequest for a part that is not text, and for what is not supported.
     """
     plain: list[dict[str, Any]] = []
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    check_pieces(*(call.function.arguments.encode("utf-8", "replace") for call in calls))
     for i, message in enumerate(messages):
         refuse_unsupported(message.model_extra or {}, message.unsupported, f"messages.{i}.")
         content = message.content
@@ -320,7 +322,6 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 def _plain_call(call: ToolCallBody) -> dict[str, Any]:
     """A call as chat templates want it: with the arguments as an object, where they are one."""
     arguments: Any = call.function.arguments
-    check_pieces(arguments.encode("utf-8", "replace"))
     with suppress(ValueError):
         arguments = from_json(arguments)
     function = {"name": call.function.name, "arguments": arguments}

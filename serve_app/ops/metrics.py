@@ -79,7 +79,7 @@ class IngressMetrics:
         self, request: Request, sequence: SequenceRequest, num_new: int, now_s: float
     ) -> None:
         """Record new tokens of a sequence as the client experiences them; notes their times."""
-        series = self.of(request.model)
+        series = self.of(request.shown_model)
         series.generation_tokens.inc(num_new)
         if sequence.lost_s is not None:
             is_adopted = sequence.num_rebuilds == 0
@@ -101,10 +101,10 @@ class IngressMetrics:
     def count_end(self, request: Request, sequence: SequenceRequest, now_s: float) -> None:
         """Record a sequence that ended without an error."""
         if sequence.finish is not None:
-            self.success.labels(request.model, sequence.finish.value).inc()
+            self.success.labels(request.shown_model, sequence.finish.value).inc()
         num_after_first = len(sequence.state.output_ids) - 1
         if sequence.first_token_s is not None and num_after_first > 0:
-            series = self.of(request.model)
+            series = self.of(request.shown_model)
             decode_s = now_s - sequence.first_token_s
             series.decode_time.observe(decode_s)
             series.per_output_token.observe(decode_s / num_after_first)

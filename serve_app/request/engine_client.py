@@ -312,7 +312,7 @@ class EngineClient:
         """End what still runs of a request in `error`, and free it everywhere."""
         if isinstance(error, Cancelled):
             running = sum(not sequence.done for sequence in request.sequences)
-            self.metrics.of(request.model).cancelled.inc(running)
+            self.metrics.of(request.shown_model).cancelled.inc(running)
         request.fail(error)
         for sequence in request.sequences:
             self._request_manager.retire(sequence, cancel=True)
@@ -387,7 +387,7 @@ class EngineClient:
             for sequence in request.sequences:
                 if sequence.is_auto:
                     self._reports.ended(sequence, request.arrived_s)
-        charge, metrics = request.num_output_tokens, self.metrics.of(request.model)
+        charge, metrics = request.num_output_tokens, self.metrics.of(request.shown_model)
         if not charge and isinstance(request.first_error, Overloaded | Unavailable):
             charge = -request.num_prompt_tokens  # it was refused, not served
         else:

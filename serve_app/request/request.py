@@ -36,6 +36,8 @@ from serve_app.request.sequence_request import SequenceRequest
 NO_STOPS = StopMatcher(())
 """Shared by all sequences without stop strings: it keeps no state."""
 Answer = TypeVar("Answer")
+LOGPROBS_AT_ONCE = 256
+"""Tokens with log-probabilities, of all choices, in one piece of a stream: some milliseconds."""
 KEPT_TOKENS_PER_LOGPROB = 4
 """What a log-probability takes of memory, in tokens: some hundred bytes."""
 
@@ -90,6 +92,7 @@ class Request:
         key: (owner, idempotency key) under which it may be resumed, or None.
         fingerprint: Digest of the request's content; another request under its key is refused.
         caller: Name of the API key at whose expense it is.
+        began_with: The model of its first token, whichever model goes on.
         arrived_s: When it was opened, monotonic.
         ended_s: When the last sequence ended, monotonic; None while it runs.
         num_kept_tokens: Of prompts and answers, once it ended.
@@ -126,6 +129,7 @@ class Request:
     key: tuple[str, str] | None = None
     fingerprint: bytes = b""
     caller: str = ""
+    began_with: str = ""
     arrived_s: float = 0.0
     ended_s: float | None = None
     num_kept_tokens: int = 0
@@ -216,10 +220,12 @@ class Request:
         return sum(len(sequence.state.output_ids) for sequence in self.sequences)
 
     @property
-    def _shown_model(self) -> str:
-        """What ran it: an adapter by its own name, else the model, which may have been chosen."""
-        state = self.sequences[0].state if self.sequences else None
-        return self.model if state is None or state.adapter else state.model
+    def shown_model(self) -> str:
+        """What answers: an adapter by its own name, else the model that began the answer."""
+        begun = (s.state for s in self.sequences if s.state.output_ids or s.done)
+        if not self.began_with and (state := next(begun, None)) is not None:
+            self.began_with = self.model if state.adapter else state.model
+        return self.began_with or self.model
 
     def prompt_text(self, index: int) -> str:
         """The prompt of the sequence with this index, as text."""
@@ -278,7 +284,7 @@ class Request:
         return {
             "request_id": self.request_id,
             "api_key": self.caller,
-            "model": self._shown_model,
+            "model": self.shown_model,
             "result": error.code if error is not None else "+".join(sorted(finishes)),
             "replicas": " ".join(sorted({s.replica for s in sequences if s.replica is not None})),
             "num_prompt_tokens": self.num_prompt_tokens,
@@ -299,10 +305,11 @@ class OutputStream:
         text_offsets: Characters shown so far of each sequence, which completions name in their
             log-probabilities.
         tool_parsers: By sequence, where calls are read out of the answer.
+        finished: Whether the end of each sequence was read.
     """
 
     __slots__ = (
-        "_cursors", "_digests", "_finished", "_gone", "_pacers", "_started", "news", "request",
+        "_cursors", "_digests", "_gone", "_pacers", "_started", "finished", "news", "request",
         "text_offsets", "tool_parsers",
     )  # fmt: skip
 
@@ -316,7 +323,7 @@ class OutputStream:
         self._cursors = list(cursors)
         self._digests: list[int | None] = [*digests] if digests else [None] * len(cursors)
         self._started = [False] * len(cursors)
-        self._finished = [False] * len(cursors)
+        self.finished = [False] * len(cursors)
         self._gone = False
         gap_s = request.exits.sla_tbt_s
         self._pacers = [TokenPacer(gap_s) for _ in cursors] if gap_s else []
@@ -345,7 +352,7 @@ class OutputStream:
             error = self.request.first_error
             if error is not None:
                 raise error
-            if all(self._finished):
+            if all(self.finished):
                 return []
             self.news.clear()
             await self._wait()
@@ -393,7 +400,10 @@ class OutputStream:
         deltas = []
         for i, sequence in enumerate(self.request.sequences):
             start, stop = self._cursors[i], len(sequence.pieces)
-            ends = sequence.finish is not None and not self._finished[i]
+            ends = sequence.finish is not None and not self.finished[i]
+            if sequence.state.logprobs:
+                stop = min(stop, start + max(1, LOGPROBS_AT_ONCE // len(self.finished)))
+                ends = ends and stop == len(sequence.pieces)
             if self._pacers and not sequence.done and self.request.error is None:
                 stop = self._paced(i, start, stop)
             if start >= stop and not ends:
@@ -407,7 +417,7 @@ class OutputStream:
             text = "".join(sequence.pieces[start:stop])
             if ends:
                 text += sequence.tail
-                self._finished[i] = True
+                self.finished[i] = True
             deltas.append(
                 OutputDelta(
                     choice=i,
@@ -425,7 +435,7 @@ class OutputStream:
 
 
 async def beside(request: Request, render: Callable[[], Answer]) -> Answer:
-    """Write a whole answer, by another thread where that may take long."""
+    """Write an answer, or a piece of it, by another thread where that may take long."""
     sampling = request.sampling
     is_long = sampling.num_logprobs is not None or sampling.pooling is not None
     return await asyncio.to_thread(render) if is_long else render()

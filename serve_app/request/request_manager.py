@@ -235,7 +235,8 @@ class RequestManager:
         if is_accepted and sequence.accepted_s is None:
             sequence.accepted_s = self._clock.now_s()
             waited_s = sequence.accepted_s - request.arrived_s
-            self._metrics.of(request.model).queue_time.observe(waited_s)
+            model = sequence.state.model if sequence.is_auto else request.model
+            self._metrics.of(model).queue_time.observe(waited_s)
 
     async def _submit(self, sequence: SequenceRequest, name: str) -> bool:
         """Have a sequence accepted under the name `name`.

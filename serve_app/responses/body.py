@@ -12,6 +12,7 @@ from quadriga.errors import InvalidRequest
 from serve_app.openai.bodies import parse_body, refuse_unsupported, shown
 from serve_app.openai.schema import (
     CACHE_SALT,
+    COUNTED,
     INT32_MAX,
     INT64_MAX,
     INT64_MIN,
@@ -99,7 +100,9 @@ class ResponsesBody(RequestBody):
     )
     stream: bool | None = Field(None, description="Answer as events, as it is generated.")
     store: bool | None = Field(None, description="Accepted; nothing is stored.")
-    metadata: dict[str, str] | None = Field(None, description="Repeated in the answer.")
+    metadata: Annotated[dict[str, str] | None, COUNTED] = Field(
+        None, max_length=16, description="Repeated in the answer."
+    )
     user: str | None = Field(None, max_length=4096, description="Accepted; changes nothing.")
     cache_salt: CacheSalt | None = Field(None, description=CACHE_SALT)
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX, description="As for chats.")

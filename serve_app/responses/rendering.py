@@ -157,7 +157,7 @@ class ResponsesFormat(StreamFormat):
             "status": status,
             "error": None,
             "incomplete_details": reason,
-            "model": request.model,
+            "model": request.shown_model,
             "output": items,
             "temperature": request.sampling.temperature,
             "top_p": request.sampling.top_p,

@@ -150,6 +150,7 @@ def test_errors_that_a_retry_cannot_help_are_raised_at_once(
         got.extend(client.stream("x"))
     assert caught.value.param == "n"
     assert len(servicer.requests) == 1
+    assert servicer.cancelled == [], "the request may be another's"
 
 
 def test_a_message_that_grpc_does_not_send_is_not_tried_again(
@@ -233,7 +234,10 @@ async def test_the_async_client(servicer: Servicer, target: str) -> None:
 
 
 async def test_the_async_client_leaves_a_stream(servicer: Servicer, target: str) -> None:
+    servicer.faults = [(2, InvalidRequest("no", param="n"))]
     async with AsyncClient(target, api_key="k", timeout_s=20) as client:
+        with pytest.raises(InvalidRequest):
+            [p async for p in client.stream("x", request_id="of another")]
         pieces = client.stream("x", request_id="left")
         await anext(pieces)
         await pieces.aclose()
@@ -258,12 +262,9 @@ def test_an_option_that_is_none_is_as_one_left_out() -> None:
 
 
 def test_requests_as_messages() -> None:
-    request = make_request(
-        [Message("system", "s"), Message("user", "u", name="n")],
-        "m",
-        None,
-        {"stop": "one", "logit_bias": {3: 1.5}, "n": 2, "seed": -1},
-    )
+    messages = [Message("system", "s"), Message("user", "u", name="n")]
+    options: Any = {"stop": "one", "logit_bias": {3: 1.5}, "n": 2, "seed": -1}
+    request = make_request(messages, "m", None, options)
     assert [(m.role, m.content) for m in request.chat.messages] == [("system", "s"), ("user", "u")]
     assert list(request.stop) == ["one"]
     assert dict(request.logit_bias) == {3: 1.5}
@@ -281,12 +282,8 @@ def test_messages_may_be_dicts() -> None:
         {"role": "assistant", "content": "c", "name": "n", "tool_calls": None},
     ]
     sent = make_request(messages, None, None, {}).chat.messages
-    assert [(m.role, m.content) for m in sent] == [
-        ("system", "s"),
-        ("user", "u"),
-        ("user", "ab"),
-        ("assistant", "c"),
-    ]
+    wanted = [("system", "s"), ("user", "u"), ("user", "ab"), ("assistant", "c")]
+    assert [(m.role, m.content) for m in sent] == wanted
     assert sent[3].name == "n"
     assert not sent[0].HasField("name")
 

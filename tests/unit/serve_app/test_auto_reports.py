@@ -13,28 +13,23 @@ from quadriga.core.request import FinishReason, SamplingParams, SequenceState, T
 from quadriga.core.routing import AutoReport
 from quadriga.errors import ReplicaError
 from quadriga.text import StopMatcher
-from serve_app.grpc.messages import usage_message
+from serve_app.grpc.messages import usage_message, whole_message
 from serve_app.openai.models import ModelDirectory
-from serve_app.openai.rendering import usage
+from serve_app.openai.rendering import COMPLETION, usage
 from serve_app.ops import auto_reports
 from serve_app.ops.auto_reports import AutoReports
+from serve_app.ops.metrics import IngressMetrics
 from serve_app.request.request import Request
 from serve_app.request.sequence_request import SequenceRequest
+from serve_app.responses.body import ResponsesBody
+from serve_app.responses.rendering import ResponsesFormat
 from tests.fakes import FakeCluster
 from tests.unit.serve_app.conftest import MODEL
 
 
 def sequence(**sampling: Any) -> SequenceRequest:
-    state = SequenceState(
-        sequence_id="s",
-        request_id="r",
-        model="quadriga-s",
-        prompt_ids=[5, 6, 7],
-        sampling=SamplingParams(max_tokens=8, **({"temperature": 0.0} | sampling)),
-        ingress_id="i",
-        arrival_unix_s=0.0,
-        deadline_unix_s=9e9,
-    )
+    params = SamplingParams(max_tokens=8, **({"temperature": 0.0} | sampling))
+    state = SequenceState("s", "r", "quadriga-s", [5, 6, 7], params, "i", 0.0, 9e9)
     made = SequenceRequest(0, state, MODEL.tokenizer.detokenizer(), StopMatcher(()))
     made.is_auto = True
     return made
@@ -43,19 +38,10 @@ def sequence(**sampling: Any) -> SequenceRequest:
 def say(
     to: SequenceRequest, first: int, depth: int, layers: list[int], *, last: bool = False
 ) -> None:
-    to.accept(
-        "decode",
-        EngineOutput(
-            "s",
-            0,
-            first,
-            [20 + i for i in range(len(layers))],
-            layers,
-            logprobs=[TokenLogprob(20 + i, -0.5) for i in range(len(layers))],
-            finish=FinishReason.LENGTH if last else None,
-            depth=depth,
-        ),
-    )
+    said = EngineOutput("s", 0, first, [20 + i for i in range(len(layers))], layers, depth=depth)
+    said.logprobs = [TokenLogprob(token_id, -0.5) for token_id in said.token_ids]
+    said.finish = FinishReason.LENGTH if last else None
+    to.accept("decode", said)
 
 
 def served(*, depths: tuple[int, int] = (4, 4), **sampling: Any) -> SequenceRequest:
@@ -145,6 +131,18 @@ async def test_spans_in_the_usage_and_nothing_where_depths_never_change() -> Non
     say(plain, 0, 0, [8], last=True)
     counts = usage(request_of(plain))
     assert "spans" not in counts["quadriga"]
+
+
+def test_an_answer_names_the_model_that_began_it() -> None:
+    request, metrics = request_of(sequence()), IngressMetrics("i")
+    (made,) = request.sequences
+    for first, made.state.model in enumerate(("quadriga-l", "quadriga-m")):
+        say(made, first, 8, [8], last=first == 1)
+        metrics.count_tokens(request, made, 1, 1.0)
+    formats = (COMPLETION, ResponsesFormat(ResponsesBody(input="a")))
+    shown = {answer.whole(request, MODEL.tokenizer)["model"] for answer in formats}
+    assert shown | {whole_message(request).model, *metrics._series} == {"quadriga-l"}
+    assert '"model":"quadriga-l"' in COMPLETION._head(request)
 
 
 def test_auto_is_a_choice_only_with_helios() -> None:

@@ -51,6 +51,10 @@ async def test_another_origin_is_refused_in_openais_form(
     reply = await stand.http.get("/live", headers={"origin": origin})
     assert reply.status_code == 200, "the browser keeps it from the page"
     assert "access-control-allow-origin" not in reply.headers
+    for form, status in (("text/plain", 400), ("", 400), ("Application/JSON; charset=utf-8", 200)):
+        headers = {"origin": origin, "content-type": form}
+        reply = await stand.http.post("/tokenize", content=b'{"prompt": "a"}', headers=headers)
+        assert reply.status_code == status, "who sends it without asking is refused"
 
 
 async def test_streams_and_errors_can_be_read_by_the_page(make_stand: MakeStand) -> None:
@@ -64,6 +68,7 @@ async def test_streams_and_errors_can_be_read_by_the_page(make_stand: MakeStand)
         await stand.http.delete("/v1/models", headers=origin),
     ):
         assert reply.headers["access-control-allow-origin"] == ALLOWED, reply.status_code
+        assert "content-type" not in reply.text, "which may be any"
         assert "retry-after" in reply.headers["access-control-expose-headers"]
 
 

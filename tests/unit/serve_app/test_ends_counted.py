@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from quadriga.observability.metrics import parse_exposition
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
+from serve_app.http.call import Call
 from serve_app.http.server import HttpServer
 from serve_app.openai.rendering import COMPLETION
 from tests.unit.serve_app.conftest import MakeStand, Stand
@@ -74,6 +76,9 @@ async def test_an_http_call_that_is_cancelled_before_its_answer(make_stand: Make
     await asyncio.wait({call})
     await until(lambda: stand.cluster.num_held == 0)
     assert await counted(stand, "http") == {"499": 1}
+    hang_up = Mock()
+    await Call(scope, AsyncMock(side_effect=KeyError), send).watch_disconnect(hang_up)
+    hang_up.assert_called_once_with()
 
 
 async def test_a_stream_that_our_own_fault_breaks_counts_as_500(

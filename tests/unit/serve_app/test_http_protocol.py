@@ -26,12 +26,18 @@ Connect = Callable[..., Awaitable[Streams]]
 HEAD = b"GET / HTTP/1.1\r\nhost: a\r\n"
 HEAD_TIMEOUT_S = 0.2
 PATIENCE_S = 30.0
+SEEN: list[tuple[bytes, list[bytes]]] = []  # bodies that were read, and the headers' names
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
-    """Reads the body, but of `/early`; `/slow` takes a moment, `/long` has 16 MiB."""
-    while scope["path"] != "/early" and (await receive()).get("more_body"):
-        pass
+    """Reads the body, but of `/early`; `/slow` and `/wait` take time, `/long` has 16 MiB."""
+    body, more = b"", scope["path"] != "/early"
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body")
+    if scope["path"] == "/wait":
+        await receive()
+    SEEN.append((body, [name for name, _ in scope["headers"]]))
     if scope["path"] == "/slow":
         await asyncio.sleep(0.3)
     pieces = [bytes(1 << 16)] * 256 if scope["path"] == "/long" else []
@@ -51,17 +57,11 @@ async def port(monkeypatch: pytest.MonkeyPatch, request: Any) -> AsyncIterator[i
     monkeypatch.setattr(LimitedHttpProtocol, "max_open", 0)
     monkeypatch.setattr(LimitedHttpProtocol, "_review", None)
     monkeypatch.setattr(HTTP_SERVER, "_closings", ThrottledLog(logging.getLogger(), 30))
+    SEEN.clear()
     assert doorman.guard()
-    server = uvicorn.Server(
-        uvicorn.Config(
-            answer,
-            host="127.0.0.1",
-            port=0,
-            lifespan="off",
-            log_config=None,
-            limit_concurrency=getattr(request, "param", None),
-        )
-    )
+    config = uvicorn.Config(answer, port=0, lifespan="off", log_config=None)
+    config.limit_concurrency = getattr(request, "param", None)
+    server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     task = asyncio.create_task(server.serve())
     await until(lambda: server.started, within_s=PATIENCE_S)
@@ -71,6 +71,12 @@ async def port(monkeypatch: pytest.MonkeyPatch, request: Any) -> AsyncIterator[i
     await until(lambda: LimitedHttpProtocol.num_open == 0, within_s=PATIENCE_S)
     assert not LimitedHttpProtocol.silent
     assert LimitedHttpProtocol.all_bytes == 0
+
+
+@pytest.fixture
+def patient(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server waits for heads."""
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -186,20 +192,20 @@ async def test_a_client_that_takes_nothing_of_its_answer_is_cut_off(
     await until(lambda: LimitedHttpProtocol.num_open == 0, within_s=PATIENCE_S)
 
 
-async def test_a_head_without_end_is_refused_as_too_large(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", PATIENCE_S)
+@pytest.mark.usefixtures("patient")
+async def test_a_head_without_end_is_refused_as_too_large(connect: Connect) -> None:
     reader, writer = await connect()
     writer.write(HEAD + b"x: " + b"y" * (MAX_HEAD_BYTES + 1))
     assert check_error(await rest(reader), 431)["code"] == "headers_too_large"
 
 
-@pytest.mark.parametrize("wrong", [HEAD + b"x: " + b"y" * (MAX_HEAD_BYTES + 1), b"\x00\xff\r\n"])
+@pytest.mark.parametrize(
+    "wrong", [HEAD + b"x: " + b"y" * (MAX_HEAD_BYTES + 1), b"\x00\xff", HEAD + b"\r\n\x00\xff"]
+)
+@pytest.mark.usefixtures("patient")
 async def test_what_is_wrong_behind_a_request_does_not_cut_its_answer(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, wrong: bytes
+    connect: Connect, wrong: bytes
 ) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", PATIENCE_S)
     reader, writer = await connect()
     writer.write(b"GET /slow HTTP/1.1\r\nhost: a\r\n\r\n")
     await asyncio.sleep(0.05)
@@ -316,13 +322,38 @@ async def test_what_is_no_http_is_refused_in_openais_form(
     assert check_error(await rest(reader), 400)["code"] == "invalid_http"
 
 
-async def test_an_upgrade_is_answered_as_a_plain_request(connect: Connect) -> None:
-    for protocol in (b"websocket", b"h2c"):
-        reader, _ = await connect(
-            HEAD + b"connection: upgrade\r\nupgrade: " + protocol + b"\r\n"
-            b"sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\nsec-websocket-version: 13\r\n\r\n"
-        )
-        assert await status(reader) == b"200"
+@pytest.mark.parametrize("offer", [b"websocket", b"h2c", b"foo"])
+@pytest.mark.parametrize("size", [1, 60, 1 << 20])
+@pytest.mark.usefixtures("patient")
+async def test_an_upgrade_is_not_taken_and_its_body_begins_no_request(
+    connect: Connect, offer: bytes, size: int
+) -> None:
+    head, inner = HEAD + b"connection: upgrade\r\nupgrade: " + offer, HEAD + b"\r\n"
+    framed = b"\r\ncontent-length: %d\r\n\r\n%s" % (len(inner), inner)
+    chunked = b"\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(inner), inner)
+    data = b"".join(head + rest for rest in (framed, chunked, b"\r\n\r\n")) * 2
+    reader, writer = await connect()
+    for at in range(0, len(data), size):
+        writer.write(data[at : at + size])
+        await asyncio.sleep(0.001)
+    assert [await status(reader) for _ in range(6)] == [b"200"] * 6
+    assert [body for body, _ in SEEN] == [inner, inner, b""] * 2
+
+
+async def test_trailers_are_left_out_and_bounded(connect: Connect) -> None:
+    begun = HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\nz\r\n0\r\nx-a: "
+    reader, writer = await connect(begun + b"1\r\nx-b: 2\r\n\r\n" + HEAD + b"\r\n")
+    assert [await status(reader) for _ in range(2)] == [b"200"] * 2
+    assert SEEN == [(b"z", [b"host", b"transfer-encoding"]), (b"", [b"host"])]
+    writer.write(begun + b"y" * (MAX_HEAD_BYTES + (1 << 20)))
+    assert check_error(await rest(reader), 431)["code"] == "headers_too_large"
+
+
+async def test_a_client_that_goes_is_noticed_behind_a_further_request(connect: Connect) -> None:
+    _, writer = await connect(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n" + HEAD + b"\r\n")
+    await asyncio.sleep(0.1)
+    writer.close()
+    await until(lambda: len(SEEN) == 1, within_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("port", [1], indirect=True)

@@ -18,13 +18,14 @@ from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.grpc.server import GrpcServer
 from serve_app.openai.bodies import MAX_PIECES, parse_body, parse_json
 from serve_app.openai.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationFields
-from serve_app.openai.validation import SLICE_TOKENS, check_token_ids
+from serve_app.openai.validation import SLICE_TOKENS, check_token_ids, plain_messages
 from tests.unit.serve_app.conftest import MODEL, MakeStand
 from tests.unit.serve_app.test_grpc_server import KEYS, Context
 
 SIZE = 4_000_000
 LIMIT_S = 0.4
 """Of processor time. These take some 50 ms; what each of them took before were seconds."""
+Asked = pb.GenerateRequest
 CHAT = b'{"messages": [{"role": "user", "content": "a"}], '
 
 
@@ -43,10 +44,7 @@ COSTLY: dict[str, tuple[type[Any], Callable[[], bytes]]] = {
     "lists in lists": (ChatBody, lambda: full(CHAT + b'"x":[', b"[" * 900 + b"]" * 900, b"]}")),
     "objects": (ChatBody, lambda: full(CHAT + b'"x":[', b'{"a":1}', b"]}")),
     "names": (ChatBody, lambda: keys(CHAT, b"0", b"}")),
-    "lists beside half a character": (
-        ChatBody,
-        lambda: full(CHAT + b'"y":"\\ud83d\\ude00","x":[', b"[]", b"]}"),
-    ),
+    "escaped": (ChatBody, lambda: full(CHAT + b'"y":"\\ud83d\\ude00","x":[', b"[]", b"]}")),
     "stops that are none": (ChatBody, lambda: full(CHAT + b'"stop":[', b"1", b"]}")),
     "modalities that are none": (ChatBody, lambda: full(CHAT + b'"modalities":[', b"1", b"]}")),
     "messages that are none": (ChatBody, lambda: full(b'{"messages":[', b"1", b"]}")),
@@ -79,10 +77,7 @@ HONEST: dict[str, tuple[type[GenerationFields], dict[str, Any]]] = {
     "token ids": (CompletionBody, {"prompt": [123_456] * 131_072}),
     "sixteen prompts": (CompletionBody, {"prompt": [[1234] * 32_768] * 16}),
     "messages": (ChatBody, {"messages": [message("word " * 150)] * 4096}),
-    "biases": (
-        ChatBody,
-        {"messages": [message("a")], "logit_bias": {str(i): 1 for i in range(1024)}},
-    ),
+    "biases": (CompletionBody, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1024)}}),
 }
 
 
@@ -102,6 +97,17 @@ def test_pieces_are_counted_to_the_last(piece: str) -> None:
         with pytest.raises(InvalidRequest, match="65,536 strings, lists and objects") as caught:
             parse_json(more)
         assert caught.value.code == "body_too_complex"
+
+
+async def test_pieces_of_all_arguments_and_schemas_are_counted(make_stand: MakeStand) -> None:
+    text = json.dumps([[]] * 40_000)
+    call = {"id": "a", "function": {"name": "a", "arguments": text}}
+    body = parse_body(ChatBody, {"messages": [{"role": "assistant", "tool_calls": [call] * 2}]})
+    with pytest.raises(InvalidRequest, match="65,536 strings, lists and objects"):
+        plain_messages(body.messages)
+    data = Asked(prompt="a", tools=[pb.Tool(parameters=text)] * 2).SerializeToString()
+    reply = await GrpcServer((await make_stand(keys=KEYS)).engine).generate_once(data, Context())
+    assert reply.error.code == "body_too_complex"
 
 
 VALUES = st.recursive(
@@ -174,19 +180,13 @@ async def test_the_event_loop_runs_while_tokens_are_checked() -> None:
 
 
 TOO_MANY = {
-    "messages": lambda: pb.GenerateRequest(
-        chat=pb.ChatMessages(messages=[pb.ChatMessage()] * 400_000)
-    ),
-    "stop": lambda: pb.GenerateRequest(prompt="a", stop=[""] * 400_000),
-    "stop_token_ids": lambda: pb.GenerateRequest(prompt="a", stop_token_ids=[1] * 129),
-    "logit_bias": lambda: pb.GenerateRequest(
-        prompt="a", logit_bias=dict.fromkeys(range(1025), 1.0)
-    ),
-    "resume_from": lambda: pb.GenerateRequest(prompt="a", request_id="r", resume_from=[1] * 17),
-    "resume_digest": lambda: pb.GenerateRequest(prompt="a", request_id="r", resume_digest=[1] * 17),
-    "prompt": lambda: pb.GenerateRequest(
-        prompt_token_ids=pb.TokenIds(ids=[1] * (MODEL.max_model_len + 1))
-    ),
+    "messages": lambda: Asked(chat=pb.ChatMessages(messages=[pb.ChatMessage()] * 400_000)),
+    "stop": lambda: Asked(prompt="a", stop=[""] * 400_000),
+    "stop_token_ids": lambda: Asked(prompt="a", stop_token_ids=[1] * 129),
+    "logit_bias": lambda: Asked(prompt="a", logit_bias=dict.fromkeys(range(1025), 1.0)),
+    "resume_from": lambda: Asked(prompt="a", request_id="r", resume_from=[1] * 17),
+    "resume_digest": lambda: Asked(prompt="a", request_id="r", resume_digest=[1] * 17),
+    "prompt": lambda: Asked(prompt_token_ids=pb.TokenIds(ids=[1] * (MODEL.max_model_len + 1))),
 }
 
 

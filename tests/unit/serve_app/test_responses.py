@@ -74,6 +74,7 @@ async def test_the_last_item_of_an_answer_that_was_cut_is_incomplete(make_stand:
 
 
 CALL = {"type": "function_call", "call_id": "1", "name": "a", "arguments": "{}"}
+CHOICE = {"type": "function", "name": "b"}
 LONG = "a" * 513
 
 
@@ -82,13 +83,11 @@ LONG = "a" * 513
     [
         ({"tools": [TOOL, TOOL]}, "tools.1.name", "tools.0 as"),
         ({"tools": [TOOL | {"name": "a b"}]}, "tools.0.name", "tools.0.name: String"),
-        (
-            {"tools": [TOOL], "tool_choice": {"type": "function", "name": "b"}},
-            "tool_choice.name",
-            "tool_choice.name: 'b'",
-        ),
+        ({"tools": [TOOL], "tool_choice": CHOICE}, "tool_choice.name", "tool_choice.name: 'b'"),
         ({"tools": [TOOL | {"parameters": {"required": 5}}]}, "tools.0.parameters.required", ""),
         ({"input": [CALL] * 129}, "input.128", "128 calls"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "at most 16 items"),
+        ({"metadata": {str(i): i for i in range(1025)}}, "metadata", "at most 1024 items"),
         ({"input": [CALL | {"call_id": LONG}]}, "input.0.call_id", "512"),
         ({"input": [CALL | {"name": LONG}]}, "input.0.name", "512"),
         (

@@ -10,7 +10,7 @@ import pytest
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.output import EngineOutput
-from quadriga.core.request import FinishReason, SamplingParams, SequenceState
+from quadriga.core.request import FinishReason, SamplingParams, SequenceState, TokenLogprob
 from quadriga.errors import Cancelled, InvariantViolation, ReplicaDied, ReplicaError
 from quadriga.text import StopMatcher
 from serve_app.openai.models import ServedModel
@@ -192,6 +192,14 @@ async def test_readers_are_independent_and_coalesce(sequence: SequenceRequest) -
     assert delta.token_ids == [40, 41, 42, 43, 44]
     late = request.reader([3])
     assert (await late.read())[0].token_ids == [43, 44]
+
+
+async def test_few_log_probabilities_are_read_at_once(sequence: SequenceRequest) -> None:
+    sequence.accept("p", tokens(0, *[40] * 300, finish=FinishReason.LENGTH))
+    sequence.state.logprobs = [TokenLogprob(40, -1.0)] * 300
+    reader = request_of(sequence).reader()
+    read = [(await reader.read())[0] for _ in range(2)]
+    assert [(len(d.token_ids), d.finish) for d in read] == [(256, None), (44, FinishReason.LENGTH)]
 
 
 async def test_a_waiting_reader_wakes(sequence: SequenceRequest) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.http import call, generation, server
-from serve_app.openai import validation
+from serve_app.openai import rendering, validation
 from tests.hostile import tried
 from tests.unit.serve_app.conftest import MakeStand, Stand
 
@@ -52,7 +52,8 @@ def put_together(events: bytes) -> tuple[dict[int, dict[str, Any]], dict[str, An
 
 
 @pytest_asyncio.fixture(params=[1, 5])
-async def stand(make_stand: MakeStand, request: pytest.FixtureRequest) -> Stand:
+async def stand(make_stand: MakeStand, request: Any, monkeypatch: pytest.MonkeyPatch) -> Stand:
+    monkeypatch.setattr("serve_app.request.request.LOGPROBS_AT_ONCE", 3)
     return await make_stand(tokens_per_step=request.param)
 
 
@@ -110,14 +111,21 @@ async def test_log_probabilities_that_no_memory_holds_are_refused(
 async def test_long_answers_are_written_beside_the_event_loop(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads: list[threading.Thread] = []
+    on_loop: list[bool] = []
 
-    def rendered(answer: dict[str, Any]) -> bytes:
-        threads.append(threading.current_thread())
-        return call.json_in_parts(answer)
+    def noted(place: Any, name: str) -> None:
+        render = getattr(place, name)
 
-    for module in (generation, server):
-        monkeypatch.setattr(module, "json_in_parts", rendered)
+        def note(*args: Any) -> bytes:
+            on_loop.append(threading.current_thread() is threading.main_thread())
+            return bytes(render(*args))
+
+        monkeypatch.setattr(place, name, note)
+
+    noted(rendering.COMPLETION, "events")
+    noted(generation, "json_in_parts")
+    noted(server, "json_in_parts")
+    assert (await stand.complete(logprobs=1, stream=True)).status_code == 200
     monkeypatch.setattr(call, "PLAIN_ITEMS", 1000)
     for logprobs in (None, 1):
         assert (await stand.complete(logprobs=logprobs)).status_code == 200
@@ -125,4 +133,4 @@ async def test_long_answers_are_written_beside_the_event_loop(
     answer = (await stand.http.post("/tokenize", json=body)).json()
     assert "".join(answer["token_strs"]) == body["prompt"]
     assert len(answer["tokens"]) == answer["count"] == len(answer["token_strs"])
-    assert [thread is threading.main_thread() for thread in threads] == [True, False, False]
+    assert on_loop == [False] * (len(on_loop) - 3) + [True, False, False]

@@ -40,6 +40,8 @@ def test_the_longest_of_those_that_end_together_counts() -> None:
 
 def test_a_stop_that_repeats_itself() -> None:
     assert run(("aab",), ["aa", "aa", "b"]) == ("aa", True)
+    tables = [StopMatcher(("aab",))._patterns[0].fallback for _ in range(2)]
+    assert tables[0] is tables[1], "made once for all choices"
 
 
 @given(st.lists(SMALL, min_size=1, max_size=3), st.lists(st.text(alphabet="abc", max_size=5)))

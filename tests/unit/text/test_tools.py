@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -166,6 +167,12 @@ def test_arguments_come_as_they_are_written_and_a_cut_call_stays_cut() -> None:
     seen = [parser.push(char).calls for char in '<tool_call>\n{"name": "add", "arguments": {"a": 1']
     assert "".join(c.arguments for calls in seen for c in calls) == '{"a": 1'
     assert not parser.flush().text
+
+
+def test_long_arguments_take_time_by_their_length() -> None:
+    began_s = time.thread_time()
+    read(HERMES, [written(HERMES, [("add", f'{{"a": "{"b" * 500_000}"}}')])])
+    assert time.thread_time() - began_s < 3.0
 
 
 @pytest.mark.parametrize(("form", "key"), [(HERMES, "parameters"), (LLAMA, "arguments")])
