@@ -19,9 +19,9 @@ BOUNDS = {
     "request_classes": Bound(12, 10),
     "service_lines": Bound(47_420, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(103_600, 58_000),
-    "test_lines": Bound(81_330, 38_000),
-    "reliability_lines": Bound(5_245, 4_000),
+    "product_lines": Bound(103_560, 58_000),
+    "test_lines": Bound(81_580, 38_000),
+    "reliability_lines": Bound(5_200, 4_000),
     "actors_lines": Bound(6_485, 6_485),
     "llm_lines": Bound(250, 250),
     "readme_words": Bound(900, 900),
