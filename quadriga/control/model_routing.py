@@ -111,8 +111,9 @@ class AutoRouter:
         if by_name:
             return request, self._deep_enough(request, others, snapshots, by_name), decision
         # A scout reads prompts where no other replica of a model that serves can: one has died.
-        readers = [s for s in snapshots if s.info.role is Role.PREFILL]
-        for usable in (others, others + readers):
+        scouts = [s for s in snapshots if s.info.name in route.scouts]
+        scouts = [s for s in scouts if s.info.role is Role.PREFILL]
+        for usable in (others, others + scouts):
             for depth_class in route.serve:
                 of_model = [s for s in usable if s.info.depth_class.model == depth_class.model]
                 if {s.info.role for s in of_model} == {*PARTS}:

@@ -89,7 +89,10 @@ class Call:
         is_json = form.partition(";")[0].strip().lower() == "application/json"
         if not is_json and origin is not None and not {origin, "*"} & {*limits.cors_origins}:
             # Browsers send other types for any page, and JSON only where they asked before.
-            raise InvalidRequest("content-type: must be application/json", param="content-type")
+            raise InvalidRequest(
+                f"content-type: {form[:80]!r} from a page of {origin[:80]}; send application/json, "
+                "or name the page in ingress.cors_origins", param="content-type",
+            )  # fmt: skip
         with engine_client.body_limiter.slot():
             return await self.body(max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -182,10 +183,13 @@ def test_deep_pages_are_for_those_that_go_deep(tmp_path: Path) -> None:
         runner.advance([0], 0, 1)
         state.output_ids.append(runner.emit([0])[0].token_id)
     assert pages.held_pages(0) == 4 + 1 + 1, "50 positions in layer 1, 10 in layers 2 and 3"
-    suspended = runner.suspend(0)
+    kv = runner.read_kv(0, 0, 3, 0, 10)
+    with patch.object(runner, "read_kv", wraps=runner.read_kv) as reads:
+        suspended = runner.suspend(0)
+    assert {call.args[2] for call in reads.mock_calls} == {1}, "a full device has no more memory"
     assert pages.held_pages(0) == 0
     runner.restore(1, state, suspended)
-    assert pages.held_pages(1) == 4 + 1 + 1
+    assert pages.held_pages(1) == 4 + 1 + 1 and torch.equal(runner.read_kv(1, 0, 3, 0, 10), kv)
     runner.advance([1], 0, 2)
     assert pages.held_pages(1) == 4 + 4 + 4
 

@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, fit, check; 1 when a figure is off by more than the tolerance, or a decision."""
+    """Measure, fit, check; 1: a figure or a decision is off, or none was recorded."""
     say(f"fitting: {args.rates[0]:g} requests/s, seed {args.seed}, ares")
     settings = [*settings_of(args, "ares", 1), *SETTINGS]
     config = load_config(dict(s.split("=", 1) for s in settings))

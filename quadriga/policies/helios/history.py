@@ -41,7 +41,7 @@ class HistoryRow:
         decode_s, decoded: Seconds, and tokens after the first ones.
         joules, joule_tokens: Energy, and the tokens it was for.
         num_requests: All there ever were; never forgotten.
-        load_s: Seconds of the last load to this depth; None where it never was loaded.
+        load_s: Seconds of the last start of a process at this depth; None where none was.
         weight_bytes, max_batch: As the replica reported them.
     """
 

@@ -24,14 +24,14 @@ from quadriga.clock import ManualClock
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.config.resolve import Hardware, resolve
 from quadriga.control.helios_operator import MAX_INGRESSES
-from quadriga.control.helios_setup import set_up, with_a_choice
+from quadriga.control.helios_setup import _device, set_up, with_a_choice
 from quadriga.control.replica_record import ParkedSequence, ReplicaLoad, ReplicaStatus, place_name
 from quadriga.control.strict_requests import escalations
 from quadriga.core.migration import MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, ResizeReport, Role
 from quadriga.core.routing import AutoReport
 from quadriga.errors import ConfigError, ReplicaDied
-from quadriga.policies.helios import Resize, Switch
+from quadriga.policies.helios import OrderDone, OrderFailed, Resize, Switch
 from quadriga.policies.helios.history import unpack_table
 from tests.settled import settled
 
@@ -184,16 +184,10 @@ def resized(name: str, depth: int, deadline_s: float) -> ResizeReport:
 
 def finished(replica: str, depth_class: DepthClass, **exits: int) -> AutoReport:
     return AutoReport(
-        kind="finished",
-        replica=replica,
-        depth_class=depth_class,
-        exit_tokens={int(k[1:]): n for k, n in exits.items()},
-        nll=10.0,
-        scored_tokens=100,
-        prompt_tokens=20,
-        ttft_s=0.02,
-        decode_s=0.5,
-    )
+        kind="finished", replica=replica, depth_class=depth_class,
+        exit_tokens={int(k[1:]): n for k, n in exits.items()}, nll=10.0, scored_tokens=100,
+        prompt_tokens=20, ttft_s=0.02, decode_s=0.5,
+    )  # fmt: skip
 
 
 async def test_profile_choose_resize_and_serve(make_stand: MakeStand) -> None:
@@ -282,6 +276,23 @@ async def test_a_late_answer_leaves_the_next_order_alone(
     await settled()
     assert control.pools.changing == PREFILL
     assert control.operator.under_way is not None and control.operator.under_way.order.order_id == 2
+
+
+async def test_what_came_of_an_order_is_told_as_it_was(
+    make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand = make_stand()
+    stand.add_all()
+    operator, told = stand.control.operator, list[Any]()
+    monkeypatch.setattr(operator.machine, "handle", lambda e, now_s: told.append(e) or [])
+    stand.answers["resize"] = lambda *_: ResizeReport("blocked", reason="12 need the layers")
+    operator.carry_out(Resize(1, "decode:0", S4, 500.0, "why"))
+    await settled()
+    operator.carry_out(Switch(2, "prefill:0", L12, 500.0, "why"))
+    stand.add(PREFILL, L12, "p-l")
+    operator.tick()
+    assert OrderFailed(1, "12 need the layers", is_held_up=True) in told
+    assert [e.is_start for e in told if isinstance(e, OrderDone)] == [True]
 
 
 async def test_an_abandoned_switch_is_undone(make_stand: MakeStand) -> None:
@@ -737,6 +748,7 @@ async def test_on_a_gpu_a_resize_is_carried_out_as_a_switch(make_stand: MakeStan
     assert all(spec.changes_depth for spec in specs.values()), "on a CPU"
     for key, spec in specs.items():
         specs[key] = replace(spec, engine=replace(spec.engine, device="cuda"))
+        assert _device(specs[key].engine).starts_anew and not _device(spec.engine).starts_anew
     control.operator.carry_out(Resize(1, "decode:0", S4, 500.0, "why"))
     await settled()
     assert not stand.of("resize"), "the engine would refuse it"

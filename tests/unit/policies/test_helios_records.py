@@ -103,6 +103,21 @@ def test_what_loading_takes_is_learnt_where_something_was_loaded() -> None:
     cluster.tick(0.2)
     cluster.breach(1, 1)
     assert cluster.trace == ["keep", "choose opt-1.3b@24", "resize decode-0 opt-1.3b@24"]
+    cluster.done(load_s=0.3)
+    whole = cluster.machine.table.find("opt-1.3b", 24)
+    assert whole is not None and whole.load_s != 0.3, "no process was started"
+    planner = cluster.machine._planner
+    assert planner.load_s(S24, held=6) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(("looked_at", "depths"), [(19, []), (20, [6])])
+def test_a_share_of_few_tokens_that_were_looked_at_is_none(
+    looked_at: int, depths: list[int]
+) -> None:
+    table = HistoryTable()
+    table.add(finished(S24, exit_tokens={24: 500}, sure_tokens={6: looked_at}))
+    planner = Planner((SMALL, LARGE), paper_config(), ChosenDevice(), table)
+    assert planner.worth_loading("opt-1.3b")[:1] == depths
 
 
 def test_dropping_layers_says_nothing_of_loading() -> None:

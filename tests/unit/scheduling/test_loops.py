@@ -30,16 +30,10 @@ def sequence(
     name: str, prompt: list[int], max_tokens: int = 5, deadline: float = 1e9, priority: int = 0
 ) -> SequenceState:
     return SequenceState(
-        sequence_id=name,
-        request_id=name,
-        model="m",
-        prompt_ids=prompt,
-        sampling=SamplingParams(max_tokens=max_tokens),
-        ingress_id="i",
-        arrival_unix_s=0,
-        deadline_unix_s=deadline,
-        priority=priority,
-    )
+        sequence_id=name, request_id=name, model="m", prompt_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens), ingress_id="i", arrival_unix_s=0,
+        deadline_unix_s=deadline, priority=priority,
+    )  # fmt: skip
 
 
 @dataclass
@@ -90,17 +84,10 @@ class Harness:
         self.slots = SlotTable(num_rows=rows, row_capacity_tokens=256, kv_capacity_tokens=capacity)
         self.queue = PrefillQueue(max_sequences=queued, max_tokens=queued_tokens, max_age_s=1.0)
         self.loop = PrefillLoop(
-            runner=self.runner,
-            slots=self.slots,
-            queue=self.queue,
-            eos_token_ids=(EOS,),
-            chunk_tokens=chunk,
-            layer_groups=3,
-            clock=self.clock,
-            max_unplaced=max_unplaced,
-            on_start=self.events.on_start,
-            on_kv=self.events.on_kv,
-        )
+            runner=self.runner, slots=self.slots, queue=self.queue, eos_token_ids=(EOS,),
+            chunk_tokens=chunk, layer_groups=3, clock=self.clock, max_unplaced=max_unplaced,
+            on_start=self.events.on_start, on_kv=self.events.on_kv,
+        )  # fmt: skip
 
     def submit(self, state: SequenceState) -> RunningSequence:
         sequence = RunningSequence(state)
@@ -338,6 +325,19 @@ def test_sequences_join_and_leave_between_steps_and_none_changes_another() -> No
         assert indices == sorted(set(indices))
     assert loop.slots.num_held == 0
     assert not runner.attached
+
+
+@pytest.mark.parametrize("num_tokens", [2, 9])
+def test_the_step_time_counts_those_that_end_in_the_step(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    loop, runner, clock = decode_loop()
+    decode = runner.decode
+    monkeypatch.setattr(runner, "decode", lambda rows: [clock.advance(0.03), *decode(rows)][1:])
+    hand_off(loop, runner, sequence("a", [1, 2], num_tokens))
+    for _ in range(num_tokens):
+        loop.step()
+    assert loop.step_time_s == pytest.approx(0.03)
 
 
 def test_leave_returns_the_state_of_the_running_and_frees_the_reserved() -> None:
