@@ -251,8 +251,9 @@ def test_every_key_costs_the_same_comparisons(given: str, monkeypatch: pytest.Mo
 async def test_an_ingress_starts_once_the_cluster_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     from serve_app import app, ingress
 
-    for name in ("EngineClient", "ModelDirectory", "configure_logging", "serve_admin", "tracing"):
+    for name in ("EngineClient", "ModelDirectory", "ClusterClient", "serve_admin", "tracing"):
         monkeypatch.setattr(ingress, name, MagicMock())
+    monkeypatch.setattr(ingress, "configure_logging", MagicMock())
     monkeypatch.setattr("actors.rpc.lookup.ensure_cluster", MagicMock())
     monkeypatch.setattr("quadriga.replica.gc_tuning.settle", MagicMock())
     monkeypatch.setattr(ingress, "LOOK_INTERVAL_S", 0.001)
