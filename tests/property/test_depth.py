@@ -50,16 +50,12 @@ class Life:
 
 
 lives = st.builds(
-    Life,
-    prompt=st.integers(1, 100),
-    max_tokens=st.integers(2, 20),
+    Life, prompt=st.integers(1, 100), max_tokens=st.integers(2, 20),
     threshold=st.sampled_from([0.0, 0.1, 0.4, 0.7, 0.95, NEVER]),
-    policy=st.sampled_from(["bounded", "strict"]),
-    max_depth=st.sampled_from([0, 0, 0, 2, 5]),
-    arrival=st.integers(0, 40),
-    cancel=st.one_of(st.none(), st.none(), st.integers(0, 60)),
+    policy=st.sampled_from(["bounded", "strict"]), max_depth=st.sampled_from([0, 0, 0, 2, 5]),
+    arrival=st.integers(0, 40), cancel=st.one_of(st.none(), st.none(), st.integers(0, 60)),
     pause=st.one_of(st.none(), st.integers(1, 60)),
-)
+)  # fmt: skip
 
 
 class Replica:
@@ -77,14 +73,10 @@ class Replica:
             reservation="used" if reservation == "used" else "longest",
         )
         self.loop = DecodeLoop(
-            runner=self.runner,
-            slots=self.slots,
-            eos_token_ids=(EOS,),
-            clock=self.clock,
-            rebatcher=POLICIES[policy](costs, self.counters),
-            counters=self.counters,
+            runner=self.runner, slots=self.slots, eos_token_ids=(EOS,), clock=self.clock,
+            rebatcher=POLICIES[policy](costs, self.counters), counters=self.counters,
             is_partial=depth < FULL,
-        )
+        )  # fmt: skip
         self.allowed: dict[tuple[str, int], set[int]] = {}  # token → how deep its row could go then
         self.last_depth: dict[str, int] = {}  # also of one whose row is paused away
         self.finished: set[str] = set()

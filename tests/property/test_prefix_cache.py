@@ -91,14 +91,9 @@ def answers(loop: ColocatedLoop, states: Sequence[SequenceState]) -> dict[str, S
 
 def loop_over(runner: NativeRunner, capacity: int, *, caching: bool) -> ColocatedLoop:
     return ColocatedLoop(
-        runner,
-        runner.spec,
-        clock=ManualClock(),
-        chunk_tokens=CHUNK,
-        kv_capacity_tokens=capacity,
-        reservation="used",
-        prefix_caching=caching,
-    )
+        runner, runner.spec, clock=ManualClock(), chunk_tokens=CHUNK, kv_capacity_tokens=capacity,
+        reservation="used", prefix_caching=caching,
+    )  # fmt: skip
 
 
 TREES = st.lists(
@@ -271,14 +266,9 @@ class Place:
         spec = make_spec(checkpoint.path, num_rows=4, row_capacity_tokens=256)
         self.runner: Any = TensorRunner(spec)
         self.loops = ColocatedLoop(
-            self.runner,
-            spec,
-            clock=ManualClock(),
-            chunk_tokens=32,
-            kv_capacity_tokens=capacity,
-            reservation="used",
-            prefix_caching=True,
-        )
+            self.runner, spec, clock=ManualClock(), chunk_tokens=32, kv_capacity_tokens=capacity,
+            reservation="used", prefix_caching=True,
+        )  # fmt: skip
         self.loop = self.loops.decode
         self.table = LeaseTable(spec.depth_class, max_live=99)
 

@@ -173,27 +173,19 @@ def plan(seed: int, *, num_requests: int = 30, num_faults: int = 8) -> Plan:
             at_s = chooses.uniform(0.0, until_s)
             faults.append(Fault(at_s, "kill controller", chooses.getrandbits(32)))
     return Plan(
-        seed,
-        settings,
-        rng.choice(paces),
-        rng.randint(1, 2),
-        tuple(requests),
-        tuple(sorted(faults, key=lambda f: f.at_s)),
-        rng.random() < COUNTS_SHARE,
-    )
+        seed, settings, rng.choice(paces), rng.randint(1, 2), tuple(requests),
+        tuple(sorted(faults, key=lambda f: f.at_s)), rng.random() < COUNTS_SHARE,
+    )  # fmt: skip
 
 
 def _request(rng: random.Random, lengths: Sequence[int]) -> Asked:
     length = rng.choice([3, 10, 40, 100])
     return Asked(
-        rng.uniform(0.0, REQUESTS_WITHIN_S),
-        _prompt(rng, length),
-        rng.choice(lengths),
-        rng.choice([0, 0, 0, 5]),
-        rng.uniform(0.0, 3.0) if rng.random() < 0.1 else None,
+        rng.uniform(0.0, REQUESTS_WITHIN_S), _prompt(rng, length), rng.choice(lengths),
+        rng.choice([0, 0, 0, 5]), rng.uniform(0.0, 3.0) if rng.random() < 0.1 else None,
         rng.choice(SHORT_TIMEOUTS_S) if rng.random() < 0.1 else TIMEOUT_S,
         rng.getrandbits(20) if rng.random() < 0.5 else None,
-    )
+    )  # fmt: skip
 
 
 def _prompt(rng: random.Random, length: int) -> tuple[int, ...]:

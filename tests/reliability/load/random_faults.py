@@ -22,6 +22,7 @@ AFTER_KILL_S = 8.0
 """Nothing is harmed for a while after a death: failures faster than service are not promised."""
 REBUILD_S = 15.0
 RESIZE_KEEPS_S = 0.5
+FAIR_TRIES = 3
 
 
 class RandomFaults:
@@ -33,7 +34,7 @@ class RandomFaults:
     Args:
         every_s: Mean pause.
         note: Called with the name of what was done.
-        weights: How often each kind of harm is done.
+        weights: How often each kind of harm is done; first each in turn, until it succeeds.
 
     Attributes:
         done: How often each succeeded.
@@ -68,7 +69,8 @@ class RandomFaults:
             self._spared.add(min(self._control.pids(kind)))
         while True:
             await asyncio.sleep(self._rng.expovariate(1.0 / self._every_s))
-            what = self._rng.choices(list(self._weights), list(self._weights.values()))[0]
+            todo = [w for w in self._weights if not self.done[w] and self.tried[w] <= FAIR_TRIES]
+            what = (todo or self._rng.choices([*self._weights], [*self._weights.values()]))[0]
             self.tried[what] += 1
             try:
                 if await getattr(self, f"_{what}")():
@@ -89,24 +91,23 @@ class RandomFaults:
 
     def never_done(self) -> list[str]:
         """What was tried several times, and never succeeded."""
-        return [what for what, count in self.tried.items() if count > 3 and not self.done[what]]
+        tried = (what for what, count in self.tried.items() if count > FAIR_TRIES)
+        return [what for what in tried if not self.done[what]]
 
     async def _migrate(self) -> bool:
         replicas = await self._control.replicas("decode")
-        if not replicas:
-            return False
         agent = self._control.agent
         classes = {name: await agent.call("depth_class", name) for name in replicas}
-        source = self._rng.choice(replicas)
-        others = [n for n in replicas if n != source and classes[n] == classes[source]]
-        running = [name for name, _ in await agent.call("running", source)]
-        if not others or not running:
-            return False
-        destination = self._rng.choice(others)
-        said = await agent.call("migrate", self._rng.choice(running), source, destination)
-        outcome = said.split()[0]
-        self.done[f"move {outcome}"] += 1
-        return bool(outcome == "moved")
+        for source in self._rng.sample(replicas, len(replicas)):
+            others = [n for n in replicas if n != source and classes[n] == classes[source]]
+            running = [name for name, _ in await agent.call("running", source)] if others else []
+            if running:
+                destination = self._rng.choice(others)
+                said = await agent.call("migrate", self._rng.choice(running), source, destination)
+                outcome = said.split()[0]
+                self.done[f"move {outcome}"] += 1
+                return bool(outcome == "moved")
+        return False
 
     async def _resize(self) -> bool:
         """Take layers from a decode replica, and give them back a little later."""

@@ -34,25 +34,14 @@ def forecast(
 ) -> LoadForecast:
     n = len(tokens)
     rows = forecast_rows(
-        tokens=tokens,
-        remaining=remaining,
-        lower=np.zeros(n),
-        upper=remaining,
-        moves=np.zeros(n),
-        since_move_s=np.full(n, np.inf),
-        movable=np.full(n, RUNS),
-        share=share,
-    )
+        tokens=tokens, remaining=remaining, lower=np.zeros(n), upper=remaining, moves=np.zeros(n),
+        since_move_s=np.full(n, np.inf), movable=np.full(n, RUNS), share=share,
+    )  # fmt: skip
     ids = [f"s{i}" for i in range(n)]
     return pack(
-        rows,
-        ids,
-        grid_s=GRID,
-        step_s=STEP_S,
-        base_s=STEP_S,
-        costs=StepCosts(1e-3, 0.0),
+        rows, ids, grid_s=GRID, step_s=STEP_S, base_s=STEP_S, costs=StepCosts(1e-3, 0.0),
         has_predictions=predicted,
-    )
+    )  # fmt: skip
 
 
 def replica(

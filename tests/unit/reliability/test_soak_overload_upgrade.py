@@ -10,7 +10,9 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
@@ -40,6 +42,7 @@ from tests.reliability.cluster.process_resources import (
     slope,
 )
 from tests.reliability.load.mixed_load import Silence, SlowHttpClient, Tally, silences_of
+from tests.reliability.load.random_faults import WEIGHTS, RandomFaults
 from tests.reliability.load.streams import StreamAnswer, make_streams
 from tests.reliability.overload import Overload
 from tests.reliability.overload_report import Found, Phase, Returns, recovered_after_s
@@ -84,6 +87,33 @@ def test_a_new_process_may_fill_up_first() -> None:
     grows = old.memory_slope(0.5, 300.0)
     assert grows is not None and grows.is_leak(20.0 * MIB)
     assert young.memory_slope(0.5, 500.0) is None
+
+
+def test_replicas_that_live_through_show_leaks_and_later_ones_touch_their_memory_first() -> None:
+    args = argparse.Namespace(minutes=20.0, max_slope=20.0)
+    run = soak.Soak(args, ServiceUnderLoad("", None, None, None), Console(quiet=True))
+    for pid, kind in enumerate(("decode", "decode", "scheduler")):
+        run._series[pid] = Series(
+            kind, [5.0 * i for i in range(240)], [i * MIB for i in range(240)]
+        )
+    run._judge_memory(ResourceBaseline(by_pid={0: ("decode", ProcessResources(MIB, {}))}))
+    assert [text.split(" grows")[0] for text in run._troubles] == ["decode 0", "scheduler 2"]
+
+
+async def test_each_harm_is_done_once_before_chance_decides() -> None:
+    faults = RandomFaults(MagicMock(), MagicMock(), random.Random(0), every_s=1e-6, weights=WEIGHTS)
+    faults._control.pids.return_value = {1: ""}  # type: ignore[attr-defined]
+    done: list[str] = []
+
+    async def harm(what: str) -> bool:
+        done.append(what)
+        assert len(done) < 6, "enough"
+        return len(done) > 2
+
+    harms = {f"_{what}": partial(harm, what) for what in WEIGHTS}
+    with patch.multiple(faults, **harms), pytest.raises(AssertionError, match="enough"):
+        await faults.run()
+    assert done[:5] == ["migrate"] * 3 + ["resize", "kill"] and not faults.never_done()
 
 
 def test_what_a_process_holds() -> None:

@@ -28,19 +28,11 @@ from quadriga.sim.results import SimulatedRun, Slo, latencies, summarise
 from tests.unit.sim.stepwise import StepwiseReplica
 
 SMALL = CostProfile(
-    step=PaceProfile("small", 10e-3, 0.1e-3, 2e-6, "made up"),
-    prefill_base_s=5e-3,
-    prefill_per_token_s=1e-4,
-    prefill_per_pair_s=1e-8,
-    prefill_budget_tokens=512,
-    kv_bytes_per_token=1000,
-    kv_capacity_tokens=2000,
-    num_slots=16,
-    max_tokens=1200,
-    bandwidth_bytes_per_s=1e7,
-    round_trip_s=2e-3,
-    host_bandwidth_bytes_per_s=5e6,
-)
+    step=PaceProfile("small", 10e-3, 0.1e-3, 2e-6, "made up"), prefill_base_s=5e-3,
+    prefill_per_token_s=1e-4, prefill_per_pair_s=1e-8, prefill_budget_tokens=512,
+    kv_bytes_per_token=1000, kv_capacity_tokens=2000, num_slots=16, max_tokens=1200,
+    bandwidth_bytes_per_s=1e7, round_trip_s=2e-3, host_bandwidth_bytes_per_s=5e6,
+)  # fmt: skip
 SETTINGS = AresSettings(cooldown_s=1.0, max_moves=3)
 Load = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]
 
@@ -222,16 +214,9 @@ def test_no_request_is_lost_and_no_memory_overflows(
         return replicas[-1]
 
     run = simulate(
-        policy,
-        requests,
-        num_decode=num_decode,
-        memory=rules,
-        failures=tuple(failures),
-        bandwidth_bytes_per_s=bandwidth,
-        precopy=precopy,
-        make_replica=make,
-        seed=seed,
-    )
+        policy, requests, num_decode=num_decode, memory=rules, failures=tuple(failures),
+        bandwidth_bytes_per_s=bandwidth, precopy=precopy, make_replica=make, seed=seed,
+    )  # fmt: skip
     check_conserved(run, requests)
     refused = {"overloaded"} if policy in ("ares", "oracle") else set()
     assert set(run.failures.values()) <= refused
