@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: A model or an option cannot be used, or torch is not installed.
     """
     if not has_torch():
-        raise ConfigError("profile loads models: pip install 'quadriga[engine]' beside this extra")
+        raise ConfigError("profile loads models: in a checkout, pip install '.[loadgen,engine]'")
     models = _models(args)
     console = Console(stderr=True)
     profiled: list[tuple[str, CatalogueModel]] = []

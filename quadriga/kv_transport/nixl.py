@@ -65,7 +65,7 @@ def find_nixl() -> Any:
             logging.getLogger(package).setLevel(logging.WARNING)
             return api
     raise KVTransportError(
-        f"NIXL cannot be imported ({'; '.join(reasons)}); install quadriga[nixl]", code=NO_ROUTE
+        f"no NIXL ({'; '.join(reasons)}); in a checkout: pip install '.[nixl]'", code=NO_ROUTE
     )
 
 

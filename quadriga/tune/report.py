@@ -28,8 +28,8 @@ def check_plots() -> None:
     """Raises: ConfigError: The report's plots cannot be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            "--parts: the report has plots, and matplotlib is not installed; pip install "
-            "'quadriga[tune]', or leave `report` out"
+            "--parts: the report has plots, and matplotlib is not installed; in a checkout: "
+            "pip install '.[tune]'; or leave `report` out"
         )
 
 
