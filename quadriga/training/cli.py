@@ -234,7 +234,8 @@ def _prompts(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from quadriga.training.checkpoint_io import save_checkpoint
+    from quadriga.checkpoint.length_heads import LENGTH_FILE
+    from quadriga.training.checkpoint_io import EXITS_FILE, save_checkpoint
     from quadriga.training.model import EarlyExitLlama
     from quadriga.training.recipe.state import LATEST, load
     from quadriga.training.tokenizer import build_tokenizer
@@ -243,6 +244,12 @@ def _export(args: argparse.Namespace) -> int:
     state = args.state or RESULTS / args.model / LATEST
     if not state.is_file():
         raise ConfigError(f"--state: {state} is not there; `train` writes it")
+    folder = args.to or ASSETS / args.model
+    held = {path.name for path in folder.glob("*")}
+    if folder.is_file() or (held and not held >= {EXITS_FILE, "config.json"}):
+        raise ConfigError(
+            f"--to: {folder} holds other files, which the export would delete; name a new folder"
+        )
     payload = load(state)
     model = EarlyExitLlama(member.shape, build_tokenizer().get_vocab_size())
     model.load_state_dict(payload["model"])
@@ -251,10 +258,11 @@ def _export(args: argparse.Namespace) -> int:
     if args.figures is not None:
         report = json.loads(args.figures.read_text())
         facts["figures"] = {**report["models"][args.model], **_of(report, "examples", "seed")}
-    folder = args.to or ASSETS / args.model
     save_checkpoint(model, member, folder, facts=facts)
     print(f"{args.model} at step {progress['step']} → {folder}")
     _fit(folder)
+    if LENGTH_FILE in held:
+        print(f"its length heads were those of the old weights: run `length --models {folder}`")
     return 0
 
 

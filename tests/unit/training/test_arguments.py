@@ -42,6 +42,15 @@ def test_a_state_that_is_not_there_is_named(tmp_path: Path) -> None:
         main(["export", "--model", "quadriga-s", "--state", str(tmp_path / "none.pt")])
 
 
+def test_an_export_deletes_nothing_but_a_checkpoint(tmp_path: Path) -> None:
+    mine = tmp_path / "thesis.tex"
+    for to in (tmp_path, mine):
+        mine.write_bytes(b"years of work")
+        with pytest.raises(SystemExit, match=r"--to: .* holds other files"):
+            main(["export", "--model", "quadriga-s", "--state", str(mine), "--to", str(to)])
+        assert list(tmp_path.iterdir()) == [mine]
+
+
 def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--device: 'tpu9' cannot be used"):
         main([*TRAIN, "--steps", "1", "--device", "tpu9", "--folder", str(tmp_path)])
