@@ -21,6 +21,7 @@ from quadriga.config.loader import load_config
 from quadriga.core.request import SamplingParams
 from quadriga.errors import ConfigError
 from quadriga.llm import LLM
+from quadriga.tune import outcome, tuning
 from quadriga.tune.cli import main
 from quadriga.tune.distillation import DistillOptions
 from quadriga.tune.exit_heads import TunedKind
@@ -144,6 +145,16 @@ def test_an_exit_that_was_dropped_comes_back_with_another_budget(
     shutil.rmtree(out / "work")
     tune(some, Console(quiet=True))
     check_exits(model, out, llama[1])
+
+
+def test_prompts_without_room_for_a_timed_answer_are_left_out(
+    llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(llama[1], tmp_path / "out")
+    for module in (outcome, tuning):
+        monkeypatch.setattr(module, "SPEED_TOKENS", 159)
+    some = replace(options(llama[0], tmp_path / "out"), parts=("report",))
+    assert tune(some, Console(quiet=True))["speed_prompts"] == 0
 
 
 def check_exits(model: Path, out: Path, wanted: Path) -> None:
