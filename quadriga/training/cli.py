@@ -368,6 +368,7 @@ def _train(args: argparse.Namespace) -> int:
         dtype=dtype,
         steps=args.steps,
         deadline_s=_deadline_s(args),
+        minutes=args.minutes,
         tokens_per_step=args.tokens_per_step or member.recipe.tokens_per_step,
         compile=args.compile,
     )
