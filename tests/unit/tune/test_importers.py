@@ -327,12 +327,15 @@ def test_what_calls_itself_megatrons_or_numpys_is_not_called(
     assert not called and not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02}."])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02}.", b"junk"])
 def test_damaged_files_are_refused(content: bytes, checkpoint: Checkpoint, tmp_path: Path) -> None:
     save_with({}, tmp_path)
     (tmp_path / "mp_rank_00" / "model_optim_rng.pt").write_bytes(content)
     with pytest.raises(ConfigError, match="cannot be read"):
         import_exits("ee-llm", tmp_path, checkpoint)
+    (tmp_path / "heads.pt").write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        import_exits("linear", tmp_path / "heads.pt", checkpoint)
 
 
 def test_args_that_say_nothing_of_the_exits_are_refused(
@@ -347,6 +350,10 @@ def test_args_that_say_nothing_of_the_exits_are_refused(
 
 def test_heads_of_another_model_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     torch.save([torch.randn(VOCAB, HIDDEN + 1)], tmp_path / "heads.pt")
+    with pytest.raises(ConfigError, match="hidden size of"):
+        import_exits("linear", tmp_path / "heads.pt", checkpoint)
+    heads = {"0.weight": torch.randn(VOCAB, HIDDEN), "0.norm.weight": torch.tensor(1.0)}
+    torch.save(heads, tmp_path / "heads.pt")
     with pytest.raises(ConfigError, match="hidden size of"):
         import_exits("linear", tmp_path / "heads.pt", checkpoint)
     torch.save([torch.randn(VOCAB - 1, HIDDEN)], tmp_path / "heads.pt")
