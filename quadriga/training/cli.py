@@ -5,6 +5,8 @@ import datetime
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,6 +203,26 @@ def _folders(args: argparse.Namespace) -> list[Path]:
     return folders
 
 
+def _by_name(args: argparse.Namespace) -> dict[str, Path]:
+    """The checkpoints by what figures name them. Raises: ConfigError: As `_folders`; two names."""
+    folders = _folders(args)
+    named = {folder.name: folder for folder in folders}
+    if len(named) < len(folders):
+        raise ConfigError(f"--models: of {len(folders)} folders some have one name; rename them")
+    return named
+
+
+@contextmanager
+def _reading(option: str, path: Path) -> Iterator[None]:
+    """Raises: ConfigError: What is read is damaged, or something else."""
+    from quadriga.tune.importers.head_files import DAMAGED, reason
+
+    try:
+        yield
+    except DAMAGED as exc:
+        raise ConfigError(f"{option}: {path} is of another model or none: {reason(exc)}") from exc
+
+
 def _device(name: str) -> "torch.device":
     """Raises: ConfigError: This torch has no such device."""
     import torch
@@ -250,14 +272,16 @@ def _export(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--to: {folder} holds other files, which the export would delete; name a new folder"
         )
-    payload = load(state)
     model = EarlyExitLlama(member.shape, build_tokenizer().get_vocab_size())
-    model.load_state_dict(payload["model"])
-    progress = payload["progress"]
-    facts = {"steps": progress["step"], "tokens": progress["tokens_seen"]}
+    with _reading("--state", state):
+        payload = load(state)
+        model.load_state_dict(payload["model"])
+        progress = payload["progress"]
+        facts = {"steps": progress["step"], "tokens": progress["tokens_seen"]}
     if args.figures is not None:
-        report = json.loads(args.figures.read_text())
-        facts["figures"] = {**report["models"][args.model], **_of(report, "examples", "seed")}
+        with _reading("--figures", args.figures):
+            report = json.loads(args.figures.read_text())
+            facts["figures"] = {**report["models"][args.model], **_of(report, "examples", "seed")}
     save_checkpoint(model, member, folder, facts=facts)
     print(f"{args.model} at step {progress['step']} → {folder}")
     _fit(folder)
@@ -289,10 +313,10 @@ def _length(args: argparse.Namespace) -> int:
 
     report: dict[str, Any] = {}
     columns = ("requests", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    for folder in _folders(args):
+    for name, folder in _by_name(args).items():
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("requests", total=args.requests * len(TASKS))
-            report[folder.name] = train_lengths(
+            report[name] = train_lengths(
                 folder,
                 requests_per_task=args.requests,
                 seed=args.seed,
@@ -322,8 +346,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     from quadriga.training.tokenizer import build_tokenizer
 
     torch.set_num_threads(args.threads)
-    folders = _folders(args)
-    models = {folder.name: load_checkpoint(folder).to(_device(args.device)) for folder in folders}
+    device, named = _device(args.device), _by_name(args)
+    models = {name: load_checkpoint(folder).to(device) for name, folder in named.items()}
     answers = len(models) * len(TASKS) * (2 * args.examples + max(1, args.examples // 2))
     errors = Console(stderr=True)
     columns = ("answers", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -381,9 +405,11 @@ def _train(args: argparse.Namespace) -> int:
         )
     trainer = Trainer(member, options)
     if args.init_from is not None:
-        trainer.start_from(args.init_from)
+        with _reading("--init-from", args.init_from):
+            trainer.start_from(args.init_from)
     if args.resume:
-        resume(trainer, budget_name(options))
+        with _reading("--resume", options.folder):
+            resume(trainer, budget_name(options))
     print(f"{args.model}: {dtype} on {device}, from step {trainer.progress.step}", flush=True)
 
     def report(record: dict[str, object]) -> None:

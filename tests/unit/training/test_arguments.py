@@ -37,6 +37,34 @@ def test_a_model_that_is_not_there_is_named(command: str) -> None:
         main([command, "--models", "/nowhere"])
 
 
+@pytest.mark.parametrize("command", ["evaluate", "length"])
+def test_models_of_one_name_are_refused(command: str, tmp_path: Path) -> None:
+    for folder in (found := [tmp_path / "a" / "model", tmp_path / "b" / "model"]):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match="--models: of 2 folders some have one name"):
+        main([command, "--models", *map(str, found)])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*TRAIN, "--steps", "1", "--resume", "--folder", "."),
+        (*TRAIN, "--steps", "1", "--folder", "new", "--init-from", "nowhere"),
+        (*TRAIN, "--steps", "1", "--folder", "new", "--init-from", LATEST),
+        ("export", "--model", "quadriga-s", "--to", "new", "--state", LATEST),
+    ],
+)
+def test_what_holds_no_training_is_named(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / LATEST).write_bytes(b"junk")
+    monkeypatch.chdir(tmp_path)
+    option = next(word for word in words if word in ("--resume", "--init-from", "--state"))
+    with pytest.raises(SystemExit, match=f"{option}: .* is of another model or none"):
+        main(list(words))
+
+
 def test_a_state_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"--state: .* is not there"):
         main(["export", "--model", "quadriga-s", "--state", str(tmp_path / "none.pt")])
