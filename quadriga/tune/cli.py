@@ -73,9 +73,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--rate", type=_above_zero, default=2e-3, help="greatest learning rate (default: 0.002)")
     add("--batch-tokens", type=_count, default=512, help="of a training step (default: 512)")
     add("--max-tokens", type=_count, default=256, help="of an answer (default: 256)")
-    add("--temperature", type=float, default=None,
+    add("--temperature", type=_temperature, default=None,
         help="of the answers (default: what the checkpoint recommends)")  # fmt: skip
-    add("--seed", type=int, default=0, help="of everything random (default: 0)")
+    add("--seed", type=partial(_count, least=0, most=2**40 - 1), default=0,
+        help="of everything random (default: 0)")  # fmt: skip
     add("--threads", type=_count, default=1, help="on a CPU (default: 1)")
     add("--slots", type=_count, default=32, help="answers generated at once (default: 32)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
@@ -146,10 +147,11 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _count(text: str, least: int = 1) -> int:
+def _count(text: str, least: int = 1, most: float = math.inf) -> int:
     """An argparse type: a whole number."""
-    if not (text.isascii() and text.isdecimal() and int(text) >= least):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+    if not (text.isascii() and text.isdecimal() and least <= int(text) <= most):
+        end = "on" if most == math.inf else f"to {most}"
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} {end}")
     return int(text)
 
 
@@ -165,6 +167,13 @@ def _above_zero(text: str) -> float:
     """An argparse type: a number above 0."""
     if not 0 < _number(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return float(text)
+
+
+def _temperature(text: str) -> float:
+    """An argparse type: what a request may say."""
+    if not 0 <= _number(text) <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to a million")
     return float(text)
 
 

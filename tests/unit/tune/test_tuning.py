@@ -26,7 +26,7 @@ from quadriga.tune.cli import main
 from quadriga.tune.distillation import DistillOptions
 from quadriga.tune.exit_heads import TunedKind
 from quadriga.tune.thresholds import QualityBudget
-from quadriga.tune.tuning import TuneOptions, tune
+from quadriga.tune.tuning import TuneOptions, Tuning, tune
 from serve_app.cli.launch import find_models
 from tests.unit.tune.models import LAYERS, save_model
 
@@ -168,6 +168,8 @@ def check_exits(model: Path, out: Path, wanted: Path) -> None:
 
 def test_layers_of_other_exits_than_were_made_are_refused(llama: tuple[Path, Path]) -> None:
     model, out = llama
+    again = replace(options(model, out), parts=("exits", "thresholds"), layers=())
+    assert Tuning(again, Console(quiet=True)).layers == (1, 3), "those that were made"
     asked = replace(options(model, out), parts=("thresholds",), layers=(2,))
     with pytest.raises(ConfigError, match=r"--layers: \[2\] are asked for.*exits after \[1, 3\]"):
         tune(asked, Console(quiet=True))
@@ -254,6 +256,9 @@ def test_answers_to_other_prompts_are_not_mixed_in(llama: tuple[Path, Path]) -> 
     [
         (["--layers", "0"], "no whole number from 1 on"),
         (["--speed-prompts", "-1"], "no whole number from 0 on"),
+        (["--seed", "-1"], "no whole number from 0 to 1099511627775"),
+        (["--seed", f"{2**40}"], "no whole number from 0 to 1099511627775"),
+        (["--temperature", "nan"], "no number from 0"),
         (["--epochs", "nan"], "no number above 0"),
         (["--rate", "0"], "no number above 0"),
         (["--budget", "changed=x"], "must be changed=X"),
