@@ -288,7 +288,7 @@ class Tuning:
             )
         there = self.made.exits.layers
         if "exits" in options.parts or not there:
-            return asked or _usual_layers(self.checkpoint.num_layers)
+            return asked or there or _usual_layers(self.checkpoint.num_layers)
         if asked and asked != there:
             raise ConfigError(
                 f"--layers: {list(asked)} are asked for, and {self.folder.path} has exits after "
