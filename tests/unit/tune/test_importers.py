@@ -29,6 +29,7 @@ from quadriga.errors import ConfigError
 from quadriga.tune.folder import save_halves
 from quadriga.tune.importers import import_exits
 from quadriga.tune.importers.ee_llm import Unread, _load
+from quadriga.tune.importers.split_layers import write_split
 from quadriga.tune.states import run_passes
 from tests.equivalence.models import make_spec
 from tests.unit.tune.models import HIDDEN, LAYERS, VOCAB, save_model
@@ -231,6 +232,18 @@ def test_mlp_exits_leave_in_the_middle_of_their_layer(
             expected = rms_norm(left, norm, 1e-6) @ head[:VOCAB].T
             said = runner.model.decoder.logits(seen.states[depth], depth)
             torch.testing.assert_close(said, expected, atol=0.1, rtol=0.02)
+
+
+def test_layers_that_say_that_they_are_all_alike_are_divided(tmp_path: Path) -> None:
+    model = read_checkpoint(str(save_model("qwen3", tmp_path / "model")))
+    config = json.loads((file := tmp_path / "model" / "config.json").read_text())
+    kinds = ["full_attention"] * LAYERS
+    file.write_text(json.dumps(config | {"layer_types": kinds, "use_sliding_window": False}))
+    made = json.loads((write_split(model, [1, 3], tmp_path / "new") / "config.json").read_text())
+    assert made["layer_types"] == [*kinds, *kinds[:2]]
+    file.write_text(json.dumps(config | {"layer_types": [*kinds[1:], "sliding_attention"]}))
+    with pytest.raises(ConfigError, match="layer_types"):
+        write_split(model, [1, 3], tmp_path / "new")
 
 
 def add_branches(root: Path, checkpoint: Checkpoint, ranks: int) -> dict[int, Any]:
