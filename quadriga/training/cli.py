@@ -19,6 +19,7 @@ from quadriga.training.recipe.family import (
     on_mix,
     with_reworded_share,
 )
+from quadriga.tune.cli import count
 
 if TYPE_CHECKING:
     import torch
@@ -56,12 +57,12 @@ def _parser() -> argparse.ArgumentParser:
         help="of the matrix products (default: auto, the fastest here)",
     )
     train.add_argument(
-        "--threads", type=_count, default=1, help="torch threads on a CPU (default: 1)"
+        "--threads", type=count, default=1, help="torch threads on a CPU (default: 1)"
     )
-    train.add_argument("--steps", type=_count, help="optimiser steps of this run")
+    train.add_argument("--steps", type=count, help="optimiser steps of this run")
     train.add_argument("--minutes", type=_minutes, help="wall-clock budget of this run")
     train.add_argument("--finish-by", type=_clock, metavar="HH:MM", help="end by this local time")
-    train.add_argument("--tokens-per-step", type=_count, help="default: the recipe's")
+    train.add_argument("--tokens-per-step", type=count, help="default: the recipe's")
     train.add_argument(
         "--resume", action="store_true", help="go on from the run's folder, if it has a state"
     )
@@ -108,24 +109,24 @@ def _parser() -> argparse.ArgumentParser:
 
     fit = commands.add_parser("fit-kv", help="fit the stand-ins for skipped layers' K and V anew")
     _add_models(fit)
-    fit.add_argument("--threads", type=_count, default=1, help="torch threads (default: 1)")
+    fit.add_argument("--threads", type=count, default=1, help="torch threads (default: 1)")
     fit.set_defaults(run=_fit_kv)
 
     length = commands.add_parser("length", help="train the length heads on real generation runs")
     _add_models(length)
-    length.add_argument("--requests", type=_count, default=400, help="per task (default: 400)")
+    length.add_argument("--requests", type=count, default=400, help="per task (default: 400)")
     length.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
-    length.add_argument("--threads", type=_count, default=1, help="torch threads (default: 1)")
+    length.add_argument("--threads", type=count, default=1, help="torch threads (default: 1)")
     length.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     length.set_defaults(run=_length)
 
     evaluate = commands.add_parser("evaluate", help="measure the stored checkpoints")
     _add_models(evaluate)
-    evaluate.add_argument("--examples", type=_count, default=200, help="per task (default: 200)")
+    evaluate.add_argument("--examples", type=count, default=200, help="per task (default: 200)")
     evaluate.add_argument(
         "--seed", type=int, default=2024, help="of everything random (default: 2024)"
     )
-    evaluate.add_argument("--threads", type=_count, default=1, help="torch threads (default: 1)")
+    evaluate.add_argument("--threads", type=count, default=1, help="torch threads (default: 1)")
     evaluate.add_argument("--device", default="cpu", help="torch device (default: cpu)")
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     evaluate.set_defaults(run=_evaluate)
@@ -147,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         help="prompts whose texts to take, in their order (default: english.jsonl.gz)",
     )
     prompts.add_argument(
-        "--more", type=_count, default=0, help="texts to draw beside them (default: 0)"
+        "--more", type=count, default=0, help="texts to draw beside them (default: 0)"
     )
     prompts.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     prompts.set_defaults(run=_prompts)
@@ -166,13 +167,6 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="checkpoint folders of that family; default: the bundled family",
     )
-
-
-def _count(text: str) -> int:
-    """An argparse type: a whole number above 0."""
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(text)
 
 
 def _minutes(text: str) -> float:
@@ -264,8 +258,6 @@ def _export(args: argparse.Namespace) -> int:
 
     member = FAMILY[args.model]
     state = args.state or RESULTS / args.model / LATEST
-    if not state.is_file():
-        raise ConfigError(f"--state: {state} is not there; `train` writes it")
     folder = args.to or ASSETS / args.model
     held = {path.name for path in folder.glob("*")}
     if folder.is_file() or (held and not held >= {EXITS_FILE, "config.json"}):

@@ -123,7 +123,7 @@ def test_a_second_run_finds_everything_and_makes_the_same(
 
 
 def test_an_exit_that_was_dropped_comes_back_with_another_budget(
-    llama: tuple[Path, Path], tmp_path: Path
+    llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a large one all leave at the first, with none at the last; no run names layers."""
     model, out = llama[0], tmp_path / "out"
@@ -137,7 +137,10 @@ def test_an_exit_that_was_dropped_comes_back_with_another_budget(
     tune(replace(some, parts=("maps", "lengths", "report")), Console(quiet=True))
     tune(some, Console(quiet=True))
     check_exits(model, out, llama[1])
+    for module in (outcome, tuning):
+        monkeypatch.setattr(module, "SPEED_TOKENS", 159)
     figures = tune(replace(some, parts=("report",)), Console(quiet=True))
+    assert figures["speed_prompts"] == 0, "no prompt leaves room for a timed answer"
     assert [line for line in figures["given_up"] if "maps" in line] == [
         "maps for exits after 1: not fitted, so the layers' own projections stand in; do the part "
         "maps"
@@ -145,16 +148,6 @@ def test_an_exit_that_was_dropped_comes_back_with_another_budget(
     shutil.rmtree(out / "work")
     tune(some, Console(quiet=True))
     check_exits(model, out, llama[1])
-
-
-def test_prompts_without_room_for_a_timed_answer_are_left_out(
-    llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(llama[1], tmp_path / "out")
-    for module in (outcome, tuning):
-        monkeypatch.setattr(module, "SPEED_TOKENS", 159)
-    some = replace(options(llama[0], tmp_path / "out"), parts=("report",))
-    assert tune(some, Console(quiet=True))["speed_prompts"] == 0
 
 
 def check_exits(model: Path, out: Path, wanted: Path) -> None:
