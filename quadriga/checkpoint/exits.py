@@ -364,12 +364,14 @@ def read_exits(path: Path, num_layers: int) -> ExitSpec:
         layers=_layers(data.get("layers", []), num_layers, file),
         kind=_one_of(data, "kind", get_args(ExitKind), "shared", file),
         criterion=_one_of(data, "criterion", get_args(Criterion), "top", file),
-        threshold=_threshold(data.get("threshold", DEFAULT_THRESHOLD), file),
+        threshold=_threshold(data.get("threshold", DEFAULT_THRESHOLD), "threshold", file),
         replay_newest=_replay_newest(data.get("replay_newest", 0), file),
         has_norm=_flag(data, "has_norm", True, file),
         own_head=_flag(data, "own_head", False, file),
         sure_from=_sure_from(data.get("sure_from", {}), num_layers, file),
-        calibrated_at=_threshold(data.get("calibrated_at", DEFAULT_THRESHOLD), file),
+        calibrated_at=_threshold(
+            data.get("calibrated_at", DEFAULT_THRESHOLD), "calibrated_at", file
+        ),
     )
 
 
@@ -408,14 +410,8 @@ def _sure_from(value: Any, num_layers: int, file: Path) -> tuple[tuple[int, floa
             f"{num_layers - 1}, and confidences",
             param="model",
         )
-    return tuple(sorted((int(k), _confidence(sure, file)) for k, sure in value.items()))
-
-
-def _confidence(value: Any, file: Path) -> float:
-    sure = _threshold(value, file)
-    if not sure:
-        raise ConfigError(f"model: {file} says sure_from 0; it must be above 0", param="model")
-    return sure
+    sure_from = {int(k): _threshold(sure, "sure_from", file) for k, sure in value.items()}
+    return tuple(sorted(sure_from.items()))
 
 
 def _layers(value: Any, num_layers: int, file: Path) -> tuple[int, ...]:
@@ -452,9 +448,11 @@ def _replay_newest(value: Any, file: Path) -> int:
     return value
 
 
-def _threshold(value: Any, file: Path) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+def _threshold(value: Any, key: str, file: Path) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 1 or not (value or key == "threshold"):
+        above = "" if key == "threshold" else ", and above 0"
         raise ConfigError(
-            f"model: {file} says threshold {value!r}; it must be a number in 0..1", param="model"
+            f"model: {file} says {key} {value!r}; it must be a number in 0..1{above}", param="model"
         )
     return float(value)

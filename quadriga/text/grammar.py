@@ -237,25 +237,19 @@ def grammar_source(grammar: Grammar) -> str:
     Raises:
         InvalidRequest: It cannot even be written so.
     """
-    if grammar.kind == "json_schema":
-        try:
-            return str(
-                _llguidance().LLMatcher.grammar_from_json_schema(
-                    grammar.text, defaults={"whitespace_pattern": WHITESPACE}
-                )
-            )
-        except ValueError as exc:
-            raise InvalidRequest(
-                f"the schema cannot be read: {exc}", code="invalid_grammar"
-            ) from exc
-    if grammar.kind == "regex":
-        return str(_llguidance().LLMatcher.grammar_from_regex(grammar.text))
-    if grammar.kind == "lark":
-        return str(_llguidance().LLMatcher.grammar_from_lark(grammar.text))
+    text, matcher = grammar.text, _llguidance().LLMatcher
     try:
-        return str(_llguidance().grammar_from("grammar", grammar.text))
+        if grammar.kind == "json_schema":
+            defaults = {"whitespace_pattern": WHITESPACE}
+            return str(matcher.grammar_from_json_schema(text, defaults=defaults))
+        if grammar.kind == "regex":
+            return str(matcher.grammar_from_regex(text))
+        if grammar.kind == "lark":
+            return str(matcher.grammar_from_lark(text))
+        return str(_llguidance().grammar_from("grammar", text))
     except ValueError as exc:
-        raise InvalidRequest(f"the grammar cannot be read: {exc}", code="invalid_grammar") from exc
+        what = "schema" if grammar.kind == "json_schema" else "grammar"
+        raise InvalidRequest(f"the {what} cannot be read: {exc}", code="invalid_grammar") from exc
 
 
 def grammars_of(checkpoint: Checkpoint) -> TokenGrammars:

@@ -15,6 +15,12 @@ MAX_HELD_CHARS = 4096
 """Of what may be a call but has no name yet; longer, it is text."""
 MAX_HEAD_CHARS = 256
 """Before the arguments of `NAME[CALL_ID]ID[ARGS]`; names have at most 64."""
+TYPES: Mapping[type, str] = {
+    str: "string", bool: "boolean", type(None): "null", int: "integer", float: "number",
+    dict: "object", list: "array",
+}  # fmt: skip
+ANY = frozenset(TYPES.values())
+PYTHON = {"True": "true", "False": "false", "None": "null"}
 BLANKS = " \n\r\t"
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 """Models mix up the key of their own form with the other one."""
@@ -385,9 +391,11 @@ class _TagCall(_Call):
         properties = self._parameters.get(self.name or "", {}).get("properties") or {}
         schema = properties.get(key)
         if not is_bare_text(schema):
-            must_be_text = isinstance(schema, Mapping) and schema.get("type") == "string"
-            if _text(value) is not None or (not must_be_text and _is_json(value)):
-                return value
+            types = _types(schema)
+            said = value if types == ANY else PYTHON.get(value, value)
+            kind = _json_type(said)
+            if kind == "string" or (kind and (kind in types or "string" not in types)):
+                return said
         return json.dumps(value, ensure_ascii=False)
 
 
@@ -403,12 +411,28 @@ def _text(written: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _is_json(written: str) -> bool:
+def _json_type(written: str) -> str | None:
+    """Of what is written; None if it is no JSON."""
     try:
-        json.loads(written, parse_constant=_refuse_constant)
+        return TYPES[type(json.loads(written, parse_constant=_refuse_constant))]
     except (ValueError, RecursionError):
-        return False
-    return True
+        return None
+
+
+def _types(schema: Any, depth: int = 8) -> frozenset[str]:
+    """What a schema allows: as far as it says so at its top, else anything."""
+    if not isinstance(schema, Mapping) or not depth:
+        return ANY
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    parts, named = schema.get("anyOf") or schema.get("oneOf"), schema.get("type")
+    if isinstance(values, list):
+        return frozenset(TYPES.get(type(value), "string") for value in values)
+    if isinstance(named, str | list):
+        found = frozenset([named] if isinstance(named, str) else map(str, named))
+        return found | {"integer"} if "number" in found else found
+    if isinstance(parts, list):
+        return frozenset[str]().union(*(_types(part, depth - 1) for part in parts))
+    return ANY
 
 
 def _refuse_constant(name: str) -> None:

@@ -5,6 +5,8 @@ import datetime
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from quadriga.training.recipe.family import (
     on_mix,
     with_reworded_share,
 )
+from quadriga.tune.cli import count
 
 if TYPE_CHECKING:
     import torch
@@ -54,12 +57,12 @@ def _parser() -> argparse.ArgumentParser:
         help="of the matrix products (default: auto, the fastest here)",
     )
     train.add_argument(
-        "--threads", type=_count, default=1, help="torch threads on a CPU (default: 1)"
+        "--threads", type=count, default=1, help="torch threads on a CPU (default: 1)"
     )
-    train.add_argument("--steps", type=_count, help="optimiser steps of this run")
+    train.add_argument("--steps", type=count, help="optimiser steps of this run")
     train.add_argument("--minutes", type=_minutes, help="wall-clock budget of this run")
     train.add_argument("--finish-by", type=_clock, metavar="HH:MM", help="end by this local time")
-    train.add_argument("--tokens-per-step", type=_count, help="default: the recipe's")
+    train.add_argument("--tokens-per-step", type=count, help="default: the recipe's")
     train.add_argument(
         "--resume", action="store_true", help="go on from the run's folder, if it has a state"
     )
@@ -106,24 +109,24 @@ def _parser() -> argparse.ArgumentParser:
 
     fit = commands.add_parser("fit-kv", help="fit the stand-ins for skipped layers' K and V anew")
     _add_models(fit)
-    fit.add_argument("--threads", type=_count, default=1, help="torch threads (default: 1)")
+    fit.add_argument("--threads", type=count, default=1, help="torch threads (default: 1)")
     fit.set_defaults(run=_fit_kv)
 
     length = commands.add_parser("length", help="train the length heads on real generation runs")
     _add_models(length)
-    length.add_argument("--requests", type=_count, default=400, help="per task (default: 400)")
+    length.add_argument("--requests", type=count, default=400, help="per task (default: 400)")
     length.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
-    length.add_argument("--threads", type=_count, default=1, help="torch threads (default: 1)")
+    length.add_argument("--threads", type=count, default=1, help="torch threads (default: 1)")
     length.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     length.set_defaults(run=_length)
 
     evaluate = commands.add_parser("evaluate", help="measure the stored checkpoints")
     _add_models(evaluate)
-    evaluate.add_argument("--examples", type=_count, default=200, help="per task (default: 200)")
+    evaluate.add_argument("--examples", type=count, default=200, help="per task (default: 200)")
     evaluate.add_argument(
         "--seed", type=int, default=2024, help="of everything random (default: 2024)"
     )
-    evaluate.add_argument("--threads", type=_count, default=1, help="torch threads (default: 1)")
+    evaluate.add_argument("--threads", type=count, default=1, help="torch threads (default: 1)")
     evaluate.add_argument("--device", default="cpu", help="torch device (default: cpu)")
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     evaluate.set_defaults(run=_evaluate)
@@ -145,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         help="prompts whose texts to take, in their order (default: english.jsonl.gz)",
     )
     prompts.add_argument(
-        "--more", type=_count, default=0, help="texts to draw beside them (default: 0)"
+        "--more", type=count, default=0, help="texts to draw beside them (default: 0)"
     )
     prompts.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     prompts.set_defaults(run=_prompts)
@@ -164,13 +167,6 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="checkpoint folders of that family; default: the bundled family",
     )
-
-
-def _count(text: str) -> int:
-    """An argparse type: a whole number above 0."""
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(text)
 
 
 def _minutes(text: str) -> float:
@@ -199,6 +195,26 @@ def _folders(args: argparse.Namespace) -> list[Path]:
         if not (folder / "config.json").is_file():
             raise ConfigError(f"--models: {folder} is no checkpoint folder: no config.json there")
     return folders
+
+
+def _by_name(args: argparse.Namespace) -> dict[str, Path]:
+    """The checkpoints by what figures name them. Raises: ConfigError: As `_folders`; two names."""
+    folders = _folders(args)
+    named = {folder.name: folder for folder in folders}
+    if len(named) < len(folders):
+        raise ConfigError(f"--models: of {len(folders)} folders some have one name; rename them")
+    return named
+
+
+@contextmanager
+def _reading(option: str, path: Path) -> Iterator[None]:
+    """Raises: ConfigError: What is read is damaged, or something else."""
+    from quadriga.tune.importers.head_files import DAMAGED, reason
+
+    try:
+        yield
+    except DAMAGED as exc:
+        raise ConfigError(f"{option}: {path} is of another model or none: {reason(exc)}") from exc
 
 
 def _device(name: str) -> "torch.device":
@@ -234,27 +250,35 @@ def _prompts(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from quadriga.training.checkpoint_io import save_checkpoint
+    from quadriga.checkpoint.length_heads import LENGTH_FILE
+    from quadriga.training.checkpoint_io import EXITS_FILE, save_checkpoint
     from quadriga.training.model import EarlyExitLlama
     from quadriga.training.recipe.state import LATEST, load
     from quadriga.training.tokenizer import build_tokenizer
 
     member = FAMILY[args.model]
     state = args.state or RESULTS / args.model / LATEST
-    if not state.is_file():
-        raise ConfigError(f"--state: {state} is not there; `train` writes it")
-    payload = load(state)
-    model = EarlyExitLlama(member.shape, build_tokenizer().get_vocab_size())
-    model.load_state_dict(payload["model"])
-    progress = payload["progress"]
-    facts = {"steps": progress["step"], "tokens": progress["tokens_seen"]}
-    if args.figures is not None:
-        report = json.loads(args.figures.read_text())
-        facts["figures"] = {**report["models"][args.model], **_of(report, "examples", "seed")}
     folder = args.to or ASSETS / args.model
+    held = {path.name for path in folder.glob("*")}
+    if folder.is_file() or (held and not held >= {EXITS_FILE, "config.json"}):
+        raise ConfigError(
+            f"--to: {folder} holds other files, which the export would delete; name a new folder"
+        )
+    model = EarlyExitLlama(member.shape, build_tokenizer().get_vocab_size())
+    with _reading("--state", state):
+        payload = load(state)
+        model.load_state_dict(payload["model"])
+        progress = payload["progress"]
+        facts = {"steps": progress["step"], "tokens": progress["tokens_seen"]}
+    if args.figures is not None:
+        with _reading("--figures", args.figures):
+            report = json.loads(args.figures.read_text())
+            facts["figures"] = {**report["models"][args.model], **_of(report, "examples", "seed")}
     save_checkpoint(model, member, folder, facts=facts)
     print(f"{args.model} at step {progress['step']} → {folder}")
     _fit(folder)
+    if LENGTH_FILE in held:
+        print(f"its length heads were those of the old weights: run `length --models {folder}`")
     return 0
 
 
@@ -281,10 +305,10 @@ def _length(args: argparse.Namespace) -> int:
 
     report: dict[str, Any] = {}
     columns = ("requests", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    for folder in _folders(args):
+    for name, folder in _by_name(args).items():
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("requests", total=args.requests * len(TASKS))
-            report[folder.name] = train_lengths(
+            report[name] = train_lengths(
                 folder,
                 requests_per_task=args.requests,
                 seed=args.seed,
@@ -314,8 +338,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     from quadriga.training.tokenizer import build_tokenizer
 
     torch.set_num_threads(args.threads)
-    folders = _folders(args)
-    models = {folder.name: load_checkpoint(folder).to(_device(args.device)) for folder in folders}
+    device, named = _device(args.device), _by_name(args)
+    models = {name: load_checkpoint(folder).to(device) for name, folder in named.items()}
     answers = len(models) * len(TASKS) * (2 * args.examples + max(1, args.examples // 2))
     errors = Console(stderr=True)
     columns = ("answers", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -360,6 +384,7 @@ def _train(args: argparse.Namespace) -> int:
         dtype=dtype,
         steps=args.steps,
         deadline_s=_deadline_s(args),
+        minutes=args.minutes,
         tokens_per_step=args.tokens_per_step or member.recipe.tokens_per_step,
         compile=args.compile,
     )
@@ -372,9 +397,11 @@ def _train(args: argparse.Namespace) -> int:
         )
     trainer = Trainer(member, options)
     if args.init_from is not None:
-        trainer.start_from(args.init_from)
+        with _reading("--init-from", args.init_from):
+            trainer.start_from(args.init_from)
     if args.resume:
-        resume(trainer, budget_name(options))
+        with _reading("--resume", options.folder):
+            resume(trainer, budget_name(options))
     print(f"{args.model}: {dtype} on {device}, from step {trainer.progress.step}", flush=True)
 
     def report(record: dict[str, object]) -> None:

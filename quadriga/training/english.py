@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def _texts(path: Path) -> Iterable[TunePrompt]:
             if domain in WORDINGS:
                 messages = WORDINGS[domain](data["prompt"])
                 yield TunePrompt(data["id"].strip(), domain, tuple(messages))
-    except (OSError, EOFError, *GARBLED) as exc:
+    except (OSError, EOFError, RecursionError, zlib.error, *GARBLED) as exc:
         raise ConfigError(f"--texts: {path} cannot be read: {exc!r:.200}", param="texts") from exc
 
 

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kind", choices=KINDS, default="mlp",
         help="of the exits: norm; mlp, a bottleneck and a norm; head; linear, a head without a "
         "norm (default: mlp)")  # fmt: skip
-    add("--width", type=_count, default=256, help="of the MLP's bottleneck (default: 256)")
+    add("--width", type=count, default=256, help="of the MLP's bottleneck (default: 256)")
     add("--import", dest="imported", type=_imported, default=None, metavar="FORMAT:PATH",
         help=f"exits of another project instead of trained ones: {', '.join(FORMATS)}")  # fmt: skip
     add(
@@ -71,25 +71,26 @@ def _parser() -> argparse.ArgumentParser:
     add("--epochs", type=_above_zero, default=3.0,
         help="times each token is learned from (default: 3)")  # fmt: skip
     add("--rate", type=_above_zero, default=2e-3, help="greatest learning rate (default: 0.002)")
-    add("--batch-tokens", type=_count, default=512, help="of a training step (default: 512)")
-    add("--max-tokens", type=_count, default=256, help="of an answer (default: 256)")
-    add("--temperature", type=float, default=None,
+    add("--batch-tokens", type=count, default=512, help="of a training step (default: 512)")
+    add("--max-tokens", type=count, default=256, help="of an answer (default: 256)")
+    add("--temperature", type=_temperature, default=None,
         help="of the answers (default: what the checkpoint recommends)")  # fmt: skip
-    add("--seed", type=int, default=0, help="of everything random (default: 0)")
-    add("--threads", type=_count, default=1, help="on a CPU (default: 1)")
-    add("--slots", type=_count, default=32, help="answers generated at once (default: 32)")
+    add("--seed", type=partial(count, least=0, most=2**40 - 1), default=0,
+        help="of everything random (default: 0)")  # fmt: skip
+    add("--threads", type=count, default=1, help="on a CPU (default: 1)")
+    add("--slots", type=count, default=32, help="answers generated at once (default: 32)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="of the model and of the training's products (default: float32)")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    add("--map-answers", type=_count, default=400,
+    add("--map-answers", type=count, default=400,
         help="that the maps are fitted on, at most (default: 400)")  # fmt: skip
     add(
         "--test-tokens",
-        type=_count,
+        type=count,
         default=20_000,
         help="that thresholds are chosen on, and reported on, at most (default: 20000)",
     )
-    add("--speed-prompts", type=partial(_count, least=0), default=32,
+    add("--speed-prompts", type=partial(count, least=0), default=32,
         help="that the speed is measured with; 0: not (default: 32)")  # fmt: skip
     return parser
 
@@ -146,10 +147,11 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _count(text: str, least: int = 1) -> int:
+def count(text: str, least: int = 1, most: float = math.inf) -> int:
     """An argparse type: a whole number."""
-    if not (text.isascii() and text.isdecimal() and int(text) >= least):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+    if not (text.isascii() and text.isdecimal() and least <= int(text) <= most):
+        end = "on" if most == math.inf else f"to {most}"
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} {end}")
     return int(text)
 
 
@@ -168,13 +170,20 @@ def _above_zero(text: str) -> float:
     return float(text)
 
 
+def _temperature(text: str) -> float:
+    """An argparse type: what a request may say."""
+    if not 0 <= _number(text) <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to a million")
+    return float(text)
+
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word for word in text.split(",") if word)
 
 
 def _layers(text: str) -> tuple[int, ...]:
     """An argparse type: whole numbers above 0."""
-    return tuple(sorted({_count(word) for word in _words(text)}))
+    return tuple(sorted({count(word) for word in _words(text)}))
 
 
 def _parts(text: str) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from quadriga.core.request import SamplingParams
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.llm import LLM
 from quadriga.tune.answers import OwnAnswer
+from quadriga.tune.prompts import ALL
 from quadriga.tune.states import run_passes
 from quadriga.tune.thresholds import Verdicts, outcome
 
@@ -49,8 +50,8 @@ def by_domain(
     asked = verdicts.only(spec.layers)
     names = np.array(domains)
     rows = []
-    for domain in [*sorted(set(domains)), "all"]:
-        which = np.ones(len(names), dtype=bool) if domain == "all" else names == domain
+    for domain in [*sorted(set(domains)), ALL]:
+        which = np.ones(len(names), dtype=bool) if domain == ALL else names == domain
         part = asked.part(which)
         rows += [
             {

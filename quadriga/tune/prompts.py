@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ SHARES: dict[Part, float] = {"train": 0.70, "calibrate": 0.15, "test": 0.15}
 TASK_SEED = 99_000
 """Of prompts from the tasks; no other measurement uses it."""
 TASKS_NAME = "tasks:"
+ALL = "all"
 _MAX_CHARS = 1_000_000
 
 
@@ -62,7 +64,7 @@ def read_prompts(source: str) -> list[TunePrompt]:
             `messages`, and may have `id` and `domain`; or `tasks:N`, N prompts of each task.
 
     Raises:
-        ConfigError: It cannot be read, a line is no prompt, or two have one id.
+        ConfigError: It cannot be read, a line is no prompt, two have one id, or a domain is `all`.
     """
     if source.startswith(TASKS_NAME):
         return _of_tasks(source)
@@ -80,7 +82,7 @@ def read_prompts(source: str) -> list[TunePrompt]:
                 for number, line in enumerate(lines, 1)
                 if line.strip()
             ]
-    except (OSError, UnicodeDecodeError, EOFError) as exc:
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as exc:
         raise ConfigError(f"--prompts: {path} cannot be read: {exc}", param="prompts") from exc
     if not found:
         raise ConfigError(f"--prompts: {path} holds no prompts", param="prompts")
@@ -112,7 +114,9 @@ def _read(line: str, number: int, path: Path, is_text: bool) -> TunePrompt:
         )
         if not content or not (isinstance(content, str) or is_chat) or len(line) > _MAX_CHARS:
             raise ValueError("neither a text `prompt` nor `messages` with role and content")
-    except (ValueError, AttributeError) as exc:
+        if data.get("domain") == ALL:
+            raise ValueError(f"{ALL!r} is what reports call all domains; name this one otherwise")
+    except (ValueError, AttributeError, RecursionError) as exc:
         raise ConfigError(f"--prompts: {path}:{number}: {exc}", param="prompts") from exc
     return TunePrompt(
         str(data.get("id", number)),

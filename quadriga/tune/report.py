@@ -14,6 +14,7 @@ from quadriga.checkpoint.exits import NEVER
 from quadriga.errors import ConfigError
 from quadriga.files import write_atomically
 from quadriga.tune.outcome import BATCHES
+from quadriga.tune.prompts import ALL
 from quadriga.tune.thresholds import Verdicts
 
 REPORT_FILE = "report.md"
@@ -143,7 +144,7 @@ def plot(file: Path, figures: Mapping[str, Any], verdicts: Verdicts) -> None:
         skip = max(1, len(order) // 400)
         left.plot(share[::skip], agree[::skip], label=f"after {depth} layers")
         right.plot(share[::skip], loss[::skip], label=f"after {depth} layers")
-    chosen = [r for r in figures.get("domains", []) if r["domain"] == "all"]
+    chosen = [r for r in figures.get("domains", []) if r["domain"] == ALL]
     for row in chosen:
         left.plot(row["early"], row["agreement"], "k+")
         right.plot(row["early"], row["loss"], "k+")

@@ -29,7 +29,7 @@ from quadriga.tune.answers import OwnAnswer, generate_answers
 from quadriga.tune.distillation import Distiller, DistillOptions
 from quadriga.tune.exit_heads import TunedKind
 from quadriga.tune.folder import TuneFolder, save_maps
-from quadriga.tune.outcome import by_domain, compare_answers, measure_speed
+from quadriga.tune.outcome import SPEED_TOKENS, by_domain, compare_answers, measure_speed
 from quadriga.tune.prompts import Part, distinct, read_prompts
 from quadriga.tune.skipped_kv import fit_maps
 from quadriga.tune.states import StateStore
@@ -288,7 +288,7 @@ class Tuning:
             )
         there = self.made.exits.layers
         if "exits" in options.parts or not there:
-            return asked or _usual_layers(self.checkpoint.num_layers)
+            return asked or there or _usual_layers(self.checkpoint.num_layers)
         if asked and asked != there:
             raise ConfigError(
                 f"--layers: {list(asked)} are asked for, and {self.folder.path} has exits after "
@@ -334,7 +334,8 @@ class Tuning:
             self.figures["domains"] = by_domain(verdicts, spec, domains, options.held_back)
             self._verdicts = verdicts
             tests = [a.prompt_ids for a in answers if self._parts[a.id] == "test"]
-            tests = tests[: options.speed_prompts]
+            most = runner.row_capacity_tokens - SPEED_TOKENS  # may be less than their answers had
+            tests = [ids for ids in tests if len(ids) <= most][: options.speed_prompts]
             self.figures["speed_prompts"] = len(tests)
             if tests:
                 with self._progress("timed runs", None) as advance:

@@ -80,7 +80,9 @@ def test_all_layers(tmp_path: Path) -> None:
         ({"sure_from": {"x": 0.5}}, "1 to 7"),
         ({"sure_from": [0.5]}, "sure_from [0.5]"),
         ({"sure_from": {"2": 0}}, "sure_from 0"),
-        ({"sure_from": {"2": 1.5}}, "0..1"),
+        ({"sure_from": {"2": 1.5}}, "sure_from 1.5"),
+        ({"calibrated_at": 1.5}, "calibrated_at 1.5"),
+        ({"calibrated_at": 0}, "0..1, and above 0"),
     ],
 )
 def test_faults_are_named(tmp_path: Path, data: Any, named: str) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quadriga.errors import ConfigError
 from quadriga.tasks import LengthMix
 from quadriga.training.checkpoint_io import load_checkpoint
 from quadriga.training.model import EarlyExitLlama
@@ -35,6 +36,7 @@ class TrainingOptions:
         dtype: Of the matrix products; weights and moments stay fp32.
         steps: Steps of this budget, or None.
         deadline_s: Wall clock at which this budget ends, or None.
+        minutes: What the deadline was asked for by; None: as a time of day.
         tokens_per_step: Tokens of a step, padding included.
         compile: Whether the blocks are compiled; tenths of speed for a minute at the start.
         save_every_s: Seconds between saves.
@@ -48,6 +50,7 @@ class TrainingOptions:
     steps: int | None
     deadline_s: float | None
     tokens_per_step: int
+    minutes: float | None = None
     compile: bool = False
     save_every_s: float = 240.0
     probe_every_s: float = 600.0
@@ -154,8 +157,9 @@ class Trainer:
 
 
 def budget_name(options: TrainingOptions) -> str:
-    """Return what distinguishes one budget from another."""
-    return f"steps={options.steps} deadline={options.deadline_s}"
+    """Return what distinguishes one budget from another: minutes are the same whenever asked."""
+    until = f"{options.minutes}min" if options.minutes else options.deadline_s
+    return f"steps={options.steps} deadline={until}"
 
 
 def resume(trainer: Trainer, budget: str) -> None:
@@ -177,16 +181,23 @@ def run(trainer: Trainer, report: Callable[[dict[str, Any]], None]) -> None:
     Args:
         trainer: Restored or fresh.
         report: Called every few steps with what goes into the log.
+
+    Raises:
+        ConfigError: The budget was spent before.
     """
     options, recipe, progress = trainer.options, trainer.member.recipe, trainer.progress
     name = budget_name(options)
     if progress.budget != name:
         progress.budget, progress.first_step = name, progress.step
         progress.started_s, progress.decaying = time.time(), False
+        progress.deadline_s = options.deadline_s
+    deadline_s = progress.deadline_s or options.deadline_s
     end = None if options.steps is None else progress.first_step + options.steps
-    budget = Budget(
-        progress.first_step, end, progress.started_s, options.deadline_s, recipe.decay_share
-    )
+    budget = Budget(progress.first_step, end, progress.started_s, deadline_s, recipe.decay_share)
+    if budget.progress(progress.step, time.time()) >= 1.0:
+        raise ConfigError(
+            f"--resume: {name} is spent at step {progress.step}; ask for another budget"
+        )
     asked_to_end: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: asked_to_end.append(received))

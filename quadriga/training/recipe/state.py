@@ -22,6 +22,7 @@ class Progress:
         budget: The budget's options; another budget starts a new plateau.
         first_step: Step at which the present budget began.
         started_s: Wall clock at which the present budget began.
+        deadline_s: Wall clock at which it ends, or None.
         decaying: Whether the learning rate has begun to fall.
     """
 
@@ -31,6 +32,7 @@ class Progress:
     budget: str = ""
     first_step: int = 0
     started_s: float = 0.0
+    deadline_s: float | None = None
     decaying: bool = False
 
 

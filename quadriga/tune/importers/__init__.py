@@ -100,8 +100,8 @@ def _check(
             param="import",
         )
     for name, tensor in tensors.items():
-        wanted = tensor.shape[0 if name.endswith("mlp.down.weight") else -1]
-        if wanted != checkpoint.hidden_size or not bool(tensor.isfinite().all()):
+        width = tensor.shape[:1] if name.endswith("mlp.down.weight") else tensor.shape[-1:]
+        if width != (checkpoint.hidden_size,) or not bool(tensor.isfinite().all()):
             raise ConfigError(
                 f"--import: {name} of {path} has shape {list(tensor.shape)}, or values that are "
                 f"not finite; {checkpoint.id} has a hidden size of {checkpoint.hidden_size}",

@@ -24,34 +24,23 @@ from __future__ import annotations
 
 import argparse
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from quadriga.checkpoint.exits import ExitSpec
 from quadriga.checkpoint.folder import Checkpoint
-from quadriga.checkpoint.json_files import GARBLED
 from quadriga.errors import ConfigError
+from quadriga.tune.importers.head_files import DAMAGED, reason
 from quadriga.tune.importers.split_layers import split_depths
 
 LATEST = "latest_checkpointed_iteration.txt"
 RANK_FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 _UNREAD = re.compile(r"(megatron|numpy)\..+")
-_DAMAGED = (
-    *GARBLED,
-    OSError,
-    RuntimeError,
-    UnpicklingError,
-    EOFError,
-    AssertionError,
-    struct.error,
-)
 
 
 class Unread:
@@ -229,11 +218,10 @@ def _load(file: Path) -> Mapping[str, Any]:
             stubs: list[Any] = [(Unread, name) for name in foreign if _UNREAD.fullmatch(name)]
             with torch.serialization.safe_globals(stubs):
                 found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except _DAMAGED as exc:
+    except DAMAGED as exc:
         raise ConfigError(
-            f"--import: {file} cannot be read without running code from it: "
-            f"{(str(exc) or repr(exc)).splitlines()[0]:.300}; save it again with args as an "
-            "argparse.Namespace of plain values",
+            f"--import: {file} cannot be read without running code from it: {reason(exc)}; save it "
+            "again with args as an argparse.Namespace of plain values",
             param="import",
         ) from exc
     if not (

@@ -7,10 +7,11 @@ beside it has `head_layer_indices`, from 0, whose output each head reads.
 
 from __future__ import annotations
 
-import pickle
 import re
+import struct
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -19,12 +20,28 @@ from safetensors.torch import load_file
 
 from quadriga.checkpoint.exits import ExitSpec
 from quadriga.checkpoint.folder import Checkpoint
-from quadriga.checkpoint.json_files import read_object
+from quadriga.checkpoint.json_files import GARBLED, read_object
 from quadriga.errors import ConfigError
 
 DSSD_FILE = "aux_heads.pt"
 _HEAD = re.compile(r"(?:.*\.)?(\d+)\.(?:linear\.|head\.)?weight")
 _NORM = re.compile(r"(?:.*\.)?(\d+)\.norm\.weight")
+DAMAGED = (
+    *GARBLED,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    UnpicklingError,
+    EOFError,
+    AssertionError,
+    struct.error,
+)
+"""What reading tensors out of a file raises that is damaged, or something else."""
+
+
+def reason(exc: BaseException) -> str:
+    """What it says, in a line."""
+    return f"{(str(exc) or repr(exc)).splitlines()[0]:.300}"
 
 
 def read_dssd(path: Path, checkpoint: Checkpoint) -> tuple[ExitSpec, dict[str, torch.Tensor]]:
@@ -82,10 +99,9 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
         if file.suffix == ".safetensors":
             return load_file(file)
         found: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError) as exc:
+    except DAMAGED as exc:
         raise ConfigError(
-            f"--import: {file} cannot be read as tensors alone: {str(exc).splitlines()[0]:.300}",
-            param="import",
+            f"--import: {file} cannot be read as tensors alone: {reason(exc)}", param="import"
         ) from exc
     if isinstance(found, list | tuple):
         found = {f"{i}.weight": tensor for i, tensor in enumerate(found)}

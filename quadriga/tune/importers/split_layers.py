@@ -46,11 +46,13 @@ def write_split(checkpoint: Checkpoint, numbers: Sequence[int], folder: Path) ->
     """
     source = checkpoint.path
     config = read_object(source / "config.json")
-    differing = config.get("layer_types") or config.get("use_sliding_window")
+    types = config.get("layer_types") or []
+    differing = any(kind != types[0] for kind in types) or config.get("use_sliding_window")
     if checkpoint.architecture not in SPLITTABLE or differing:
         raise ConfigError(
             f"--import: exits in the middle of a layer need one of {', '.join(SPLITTABLE)} with "
-            f"layers that are all alike; {checkpoint.id} is a {checkpoint.architecture}",
+            f"layers that are all alike (layer_types, use_sliding_window); {checkpoint.id} is a "
+            f"{checkpoint.architecture}",
             param="import",
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,6 +69,8 @@ def write_split(checkpoint: Checkpoint, numbers: Sequence[int], folder: Path) ->
     if len(set(places.values())) > 1:
         (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": places}))
     config["num_hidden_layers"] = checkpoint.num_layers + len(numbers)
+    if types:
+        config["layer_types"] = types[:1] * config["num_hidden_layers"]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for file in source.iterdir():
         is_other = file.is_file() and file.name not in _LEFT_OUT | {"config.json"}

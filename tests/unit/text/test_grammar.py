@@ -153,6 +153,8 @@ def test_accept_and_rollback() -> None:
         (Grammar.json_schema({"enum": [1], "type": "string"}), "nsatisfiable"),
         (Grammar.json_schema('{"items":' * 3000 + "{}" + "}" * 3000), "recursion"),
         (Grammar.ebnf("start: unknown"), "unknown"),
+        (Grammar.regex("\ud800"), "surrogates not allowed"),
+        (Grammar.choice(["\ud800"]), "surrogates not allowed"),
     ],
 )
 def test_what_is_no_grammar_is_refused(grammar: Grammar, reason: str) -> None:

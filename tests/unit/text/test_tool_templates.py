@@ -189,6 +189,28 @@ def test_other_values_in_tags_are_json_where_they_can_be(written_value: str, val
 
 
 @pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"type": "boolean"}, {"True": True, "false": False, "maybe": "maybe"}),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"12345": "12345", "None": None}),
+        ({"type": ["string", "null"]}, {"12": "12", "null": None, "True": "True"}),
+        ({"enum": ["1", "None"]}, {"1": "1", '"1"': "1", "None": "None"}),
+        ({"const": 1}, {"1": 1}),
+        ({"type": ["number", "string"]}, {"1": 1, "1.5": 1.5, "[1]": "[1]"}),
+        ({"anyOf": [{"$ref": "#"}, {"type": "string"}]}, {"[1]": [1], "None": "None"}),
+    ],
+)
+def test_a_value_in_tags_has_a_type_of_its_schema(schema: Any, values: dict[str, Any]) -> None:
+    for said, value in values.items():
+        text = f"<tool_call>\n<function=f>\n<parameter=a>\n{said}\n</parameter>\n</function>"
+        for size in (1, len(text)):
+            parser = ToolParser(QWEN_TAGS, {"f": {"properties": {"a": schema}}})
+            news = [parser.push(text[i : i + size]) for i in range(0, len(text), size)]
+            found = json.loads("".join(call.arguments for n in news for call in n.calls))
+            assert repr(found) == repr({"a": value})
+
+
+@pytest.mark.parametrize(
     ("form", "text"),
     [
         (MISTRAL_ARGS, "[TOOL_CALLS]nobody[ARGS]{}"),

@@ -15,7 +15,7 @@ TRAIN = ("train", "--model", "quadriga-s")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((*TRAIN, "--steps", "0"), "'0' is no whole number above 0"),
+        ((*TRAIN, "--steps", "0"), "'0' is no whole number from 1 on"),
         ((*TRAIN, "--minutes", "nan"), "'nan' must be a number of minutes above 0"),
         ((*TRAIN, "--finish-by", "25:99"), "'25:99' is no time of day"),
         (("evaluate", "--examples", "0"), "--examples"),
@@ -37,14 +37,42 @@ def test_a_model_that_is_not_there_is_named(command: str) -> None:
         main([command, "--models", "/nowhere"])
 
 
-def test_a_state_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"--state: .* is not there"):
-        main(["export", "--model", "quadriga-s", "--state", str(tmp_path / "none.pt")])
+@pytest.mark.parametrize("command", ["evaluate", "length"])
+def test_models_of_one_name_are_refused(command: str, tmp_path: Path) -> None:
+    for folder in (found := [tmp_path / "a" / "model", tmp_path / "b" / "model"]):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match="--models: of 2 folders some have one name"):
+        main([command, "--models", *map(str, found)])
 
 
-def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="--device: 'tpu9' cannot be used"):
-        main([*TRAIN, "--steps", "1", "--device", "tpu9", "--folder", str(tmp_path)])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((*TRAIN, "--steps", "1", "--resume", "--folder", "."), "--resume: . is of another"),
+        ((*TRAIN, "--steps", "1", "--folder", "new", "--init-from", "nowhere"), "No such file"),
+        ((*TRAIN, "--steps", "1", "--folder", "new", "--init-from", LATEST), "--init-from: latest"),
+        (("export", "--model", "quadriga-s", "--to", "new", "--state", LATEST), "--state: latest"),
+        (("export", "--model", "quadriga-s", "--to", "new", "--state", "nowhere"), "No such file"),
+        ((*TRAIN, "--steps", "1", "--device", "tpu9"), "--device: 'tpu9' cannot be used"),
+    ],
+)
+def test_what_cannot_be_begun_with_is_named(
+    words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / LATEST).write_bytes(b"junk")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=message):
+        main(list(words))
+
+
+def test_an_export_deletes_nothing_but_a_checkpoint(tmp_path: Path) -> None:
+    mine = tmp_path / "thesis.tex"
+    for to in (tmp_path, mine):
+        mine.write_bytes(b"years of work")
+        with pytest.raises(SystemExit, match=r"--to: .* holds other files"):
+            main(["export", "--model", "quadriga-s", "--state", str(mine), "--to", str(to)])
+        assert list(tmp_path.iterdir()) == [mine]
 
 
 def test_a_training_is_never_replaced_unasked(tmp_path: Path) -> None:

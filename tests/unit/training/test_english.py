@@ -91,7 +91,8 @@ def test_others_are_drawn_in_the_shares_of_what_was_chosen(tmp_path: Path) -> No
 def test_texts_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'gone-1' among them"):
         make_prompts([save_texts(tmp_path)], save_choice(tmp_path, "math-1", "gone-1"))
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"id": 3}\n')
-    with pytest.raises(ConfigError, match=r"--texts: .*broken\.jsonl cannot be read"):
-        make_prompts([broken], save_choice(tmp_path, "math-1"))
+    damaged = gzip.compress(b"{}")[:10] + b"\xff" * 20
+    for name, held in (("jsonl", b'{"id": 3}'), ("jsonl", b"[" * 100_000), ("jsonl.gz", damaged)):
+        (broken := tmp_path / f"broken.{name}").write_bytes(held)
+        with pytest.raises(ConfigError, match=rf"--texts: .*broken\.{name} cannot be read"):
+            make_prompts([broken], save_choice(tmp_path, "math-1"))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from quadriga.errors import ConfigError
 from quadriga.tasks import TASKS, LengthMix, make_example
 from quadriga.training.evaluate import THRESHOLDS, complement, evaluate, exits_of, histogram
 from quadriga.training.generate import greedy
@@ -209,6 +211,17 @@ def test_another_budget_goes_on_from_before_the_decay(tmp_path: Path) -> None:
     resume(again, budget_name(again.options))
     assert again.progress.step < 4
     assert not again.progress.decaying
+
+
+def test_minutes_go_on_when_they_are_asked_for_again_and_are_spent_once(tmp_path: Path) -> None:
+    begun_s = time.time()
+    asked = dataclasses.replace(toy_options(tmp_path, steps=2), deadline_s=begun_s + 300, minutes=5)
+    run(Trainer(toy_member(), asked), lambda record: None)
+    again = Trainer(toy_member(), dataclasses.replace(asked, deadline_s=begun_s + 400))
+    resume(again, budget_name(again.options))
+    assert (again.progress.step, again.progress.deadline_s) == (2, begun_s + 300)
+    with pytest.raises(ConfigError, match="is spent at step 2"):
+        run(again, lambda record: None)
 
 
 def test_evaluation_covers_every_task(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from quadriga.errors import ConfigError
 from quadriga.tune.folder import save_halves
 from quadriga.tune.importers import import_exits
 from quadriga.tune.importers.ee_llm import Unread, _load
+from quadriga.tune.importers.split_layers import write_split
 from quadriga.tune.states import run_passes
 from tests.equivalence.models import make_spec
 from tests.unit.tune.models import HIDDEN, LAYERS, VOCAB, save_model
@@ -233,6 +234,18 @@ def test_mlp_exits_leave_in_the_middle_of_their_layer(
             torch.testing.assert_close(said, expected, atol=0.1, rtol=0.02)
 
 
+def test_layers_that_say_that_they_are_all_alike_are_divided(tmp_path: Path) -> None:
+    model = read_checkpoint(str(save_model("qwen3", tmp_path / "model")))
+    config = json.loads((file := tmp_path / "model" / "config.json").read_text())
+    kinds = ["full_attention"] * LAYERS
+    file.write_text(json.dumps(config | {"layer_types": kinds, "use_sliding_window": False}))
+    made = json.loads((write_split(model, [1, 3], tmp_path / "new") / "config.json").read_text())
+    assert made["layer_types"] == [*kinds, *kinds[:2]]
+    file.write_text(json.dumps(config | {"layer_types": [*kinds[1:], "sliding_attention"]}))
+    with pytest.raises(ConfigError, match="layer_types"):
+        write_split(model, [1, 3], tmp_path / "new")
+
+
 def add_branches(root: Path, checkpoint: Checkpoint, ranks: int) -> dict[int, Any]:
     """Give the exits at layers 1 and 3 MLPs; returns (up, down), norm and head of each."""
     own = load_file(checkpoint.path / "model.safetensors")
@@ -327,12 +340,15 @@ def test_what_calls_itself_megatrons_or_numpys_is_not_called(
     assert not called and not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02}."])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02}.", b"junk"])
 def test_damaged_files_are_refused(content: bytes, checkpoint: Checkpoint, tmp_path: Path) -> None:
     save_with({}, tmp_path)
     (tmp_path / "mp_rank_00" / "model_optim_rng.pt").write_bytes(content)
     with pytest.raises(ConfigError, match="cannot be read"):
         import_exits("ee-llm", tmp_path, checkpoint)
+    (tmp_path / "heads.pt").write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        import_exits("linear", tmp_path / "heads.pt", checkpoint)
 
 
 def test_args_that_say_nothing_of_the_exits_are_refused(
@@ -347,6 +363,10 @@ def test_args_that_say_nothing_of_the_exits_are_refused(
 
 def test_heads_of_another_model_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     torch.save([torch.randn(VOCAB, HIDDEN + 1)], tmp_path / "heads.pt")
+    with pytest.raises(ConfigError, match="hidden size of"):
+        import_exits("linear", tmp_path / "heads.pt", checkpoint)
+    heads = {"0.weight": torch.randn(VOCAB, HIDDEN), "0.norm.weight": torch.tensor(1.0)}
+    torch.save(heads, tmp_path / "heads.pt")
     with pytest.raises(ConfigError, match="hidden size of"):
         import_exits("linear", tmp_path / "heads.pt", checkpoint)
     torch.save([torch.randn(VOCAB - 1, HIDDEN)], tmp_path / "heads.pt")

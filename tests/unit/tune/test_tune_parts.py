@@ -119,12 +119,20 @@ def test_prompts_are_read_from_text_json_and_tasks(tmp_path: Path) -> None:
     assert all(p.part(["sort"]) == "test" for p in tasks if p.domain == "sort")
 
 
+DAMAGED = gzip.compress(b"{}")[:10] + b"\xff" * 20
+
+
 @pytest.mark.parametrize(
-    "content", ["", '{"prompt": 3}\n', "[]\n", "no json\n", '{"id": 1, "prompt": "a"}\n' * 2]
-)
-def test_files_that_hold_no_prompts_are_refused(content: str, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(content)
+    "content",
+    [
+        b"", b'{"prompt": 3}\n', b"[]\n", b"no json\n", b'{"id": 1, "prompt": "a"}\n' * 2,
+        b'{"prompt": "a", "domain": "all"}', b"[" * 100_000, DAMAGED,
+    ],
+    ids=range(8),
+)  # fmt: skip
+def test_files_that_hold_no_prompts_are_refused(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / ("prompts.jsonl.gz" if content is DAMAGED else "prompts.jsonl")
+    file.write_bytes(content)
     with pytest.raises(ConfigError, match="prompts"):
         read_prompts(str(file))
 

@@ -21,11 +21,12 @@ from quadriga.config.loader import load_config
 from quadriga.core.request import SamplingParams
 from quadriga.errors import ConfigError
 from quadriga.llm import LLM
+from quadriga.tune import outcome, tuning
 from quadriga.tune.cli import main
 from quadriga.tune.distillation import DistillOptions
 from quadriga.tune.exit_heads import TunedKind
 from quadriga.tune.thresholds import QualityBudget
-from quadriga.tune.tuning import TuneOptions, tune
+from quadriga.tune.tuning import TuneOptions, Tuning, tune
 from serve_app.cli.launch import find_models
 from tests.unit.tune.models import LAYERS, save_model
 
@@ -122,7 +123,7 @@ def test_a_second_run_finds_everything_and_makes_the_same(
 
 
 def test_an_exit_that_was_dropped_comes_back_with_another_budget(
-    llama: tuple[Path, Path], tmp_path: Path
+    llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a large one all leave at the first, with none at the last; no run names layers."""
     model, out = llama[0], tmp_path / "out"
@@ -136,7 +137,10 @@ def test_an_exit_that_was_dropped_comes_back_with_another_budget(
     tune(replace(some, parts=("maps", "lengths", "report")), Console(quiet=True))
     tune(some, Console(quiet=True))
     check_exits(model, out, llama[1])
+    for module in (outcome, tuning):
+        monkeypatch.setattr(module, "SPEED_TOKENS", 159)
     figures = tune(replace(some, parts=("report",)), Console(quiet=True))
+    assert figures["speed_prompts"] == 0, "no prompt leaves room for a timed answer"
     assert [line for line in figures["given_up"] if "maps" in line] == [
         "maps for exits after 1: not fitted, so the layers' own projections stand in; do the part "
         "maps"
@@ -157,6 +161,8 @@ def check_exits(model: Path, out: Path, wanted: Path) -> None:
 
 def test_layers_of_other_exits_than_were_made_are_refused(llama: tuple[Path, Path]) -> None:
     model, out = llama
+    again = replace(options(model, out), parts=("exits", "thresholds"), layers=())
+    assert Tuning(again, Console(quiet=True)).layers == (1, 3), "those that were made"
     asked = replace(options(model, out), parts=("thresholds",), layers=(2,))
     with pytest.raises(ConfigError, match=r"--layers: \[2\] are asked for.*exits after \[1, 3\]"):
         tune(asked, Console(quiet=True))
@@ -243,6 +249,9 @@ def test_answers_to_other_prompts_are_not_mixed_in(llama: tuple[Path, Path]) -> 
     [
         (["--layers", "0"], "no whole number from 1 on"),
         (["--speed-prompts", "-1"], "no whole number from 0 on"),
+        (["--seed", "-1"], "no whole number from 0 to 1099511627775"),
+        (["--seed", f"{2**40}"], "no whole number from 0 to 1099511627775"),
+        (["--temperature", "nan"], "no number from 0"),
         (["--epochs", "nan"], "no number above 0"),
         (["--rate", "0"], "no number above 0"),
         (["--budget", "changed=x"], "must be changed=X"),
