@@ -171,9 +171,9 @@ async def take_turns(
     hard: Sequence[RequestSpec],
     turn_s: float,
 ) -> None:
-    """Ask for low thresholds and for high ones in turns, for ever."""
+    """Ask for high thresholds, which short runs need too, and for low ones, for ever."""
     while True:
-        for specs, num_turns in ((easy, EASY_TURNS), (hard, HARD_TURNS)):
+        for specs, num_turns in ((hard, HARD_TURNS), (easy, EASY_TURNS)):
             ask(specs)
             await asyncio.sleep(num_turns * turn_s)
 
