@@ -3,8 +3,8 @@
 Patient, impatient and slow clients over both doors; running sequences are moved, depths changed,
 processes killed. Every answer passes the strict checker and equals the undisturbed run's. Then
 the load stops, and blocks, slots, leases, actors, processes, file descriptors and memory must be
-back at their base line; a line fitted to each process's memory must not rise.
-
+back at their base line; a line fitted to a process's memory must not rise. Replicas that were
+started on the way touch KV for the first time: they are compared with the base line alone.
 With `--all-on` it is the service with every feature in use; see `tests.reliability.all_on`.
 """
 
@@ -274,7 +274,7 @@ class Soak:
     def _judge_memory(self, before: ResourceBaseline) -> None:
         for pid, series in self._series.items():
             if series.kind in REPLICAS and pid not in before.by_pid:
-                continue  # it touches its KV for the first time; one of each kind lives through
+                continue
             settling_s = min(SETTLING_S, SETTLING_SHARE * 60.0 * self._args.minutes)
             fitted = series.memory_slope(SETTLING_SHARE, settling_s)
             if fitted is None:

@@ -220,6 +220,9 @@ def test_minutes_go_on_when_they_are_asked_for_again_and_are_spent_once(tmp_path
     again = Trainer(toy_member(), dataclasses.replace(asked, deadline_s=begun_s + 400))
     resume(again, budget_name(again.options))
     assert (again.progress.step, again.progress.deadline_s) == (2, begun_s + 300)
+    assert again.progress.budget == budget_name(again.options), "another moment, the same budget"
+    again.options = dataclasses.replace(again.options, steps=None)
+    again.progress.budget, again.progress.deadline_s = budget_name(again.options), begun_s
     with pytest.raises(ConfigError, match="is spent at step 2"):
         run(again, lambda record: None)
 
