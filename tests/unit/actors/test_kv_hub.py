@@ -149,7 +149,7 @@ async def test_an_offer_of_a_transport_that_is_not_here_finds_no_route() -> None
 
 def test_nixl_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "PACKAGES", ("no_such_package",))
-    with pytest.raises(ConfigError, match=r"quadriga\[nixl\]") as refusal:
+    with pytest.raises(ConfigError, match=r"pip install .\.\[nixl\]") as refusal:
         TransportHub("nixl", "me", None, lambda _: "127.0.0.1")
     assert refusal.value.param == "transport.kind"
 
