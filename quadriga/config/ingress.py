@@ -61,9 +61,9 @@ class IngressConfig(Section):
         "temperature 1, top_p 1.",
     )
     admission_patience_s: Seconds = Field(
-        10.0,
-        description="While no replica is known to be ready, a request is asked for again for "
-        "this long (within its deadline) before it is refused with 503.",
+        30.0,
+        description="While no replica is known to be ready, a request is asked for again for this "
+        "long (within its deadline) before it is refused with 503; at once where it takes longer.",
     )
     poll_timeout_s: Seconds = Field(2.0, description="A poll returns at least this often.")
     replica_silence_s: Seconds = Field(

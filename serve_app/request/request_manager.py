@@ -245,14 +245,16 @@ class RequestManager:
             Whether it was; not where it ended, or was lost and got another name, before.
 
         That no replica is ready is often over in a moment: after a stall of the machine every
-        report is old at once although the replicas run. So it is tried again, ever more rarely.
+        report is old at once although the replicas run. So it is tried again, ever more rarely,
+        but not where the cluster says that it takes longer than anybody waits here.
 
         Raises:
             QuadrigaError: No replica takes it, or none did for too long.
         """
         is_rebuild = sequence.num_rebuilds > 0
-        patience_s = self._config.rebuild_patience_s if is_rebuild else None
-        give_up_s = self._clock.now_s() + (patience_s or self._config.admission_patience_s)
+        config = self._config
+        patience_s = config.rebuild_patience_s if is_rebuild else config.admission_patience_s
+        give_up_s = self._clock.now_s() + patience_s
         wait_s = FIRST_PAUSE_S
         num_failures = 0
         if is_rebuild:
@@ -261,7 +263,8 @@ class RequestManager:
             try:
                 admission = await self._cluster_state.admit(sequence.admit_request())
             except (Unavailable, Overloaded) as exc:
-                if isinstance(exc, Overloaded) and not is_rebuild:
+                is_long = isinstance(exc, Overloaded) or (exc.retry_after_s or 0.0) >= patience_s
+                if is_long and not is_rebuild:
                     raise
                 wait_s = await self._wait(give_up_s, wait_s, exc)
                 continue
