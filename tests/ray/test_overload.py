@@ -50,7 +50,7 @@ def overload(app: App) -> dict[str, Any]:
 def test_a_short_answer_overtakes_long_ones_that_are_held(full: App) -> None:
     replicas, ingress = full.replicas("decode"), full.ingress()
     for name in replicas:
-        hold(name, 2.0)  # what runs outlasts what a busy machine does meanwhile
+        hold(name, 1.0)  # what runs outlasts what a busy machine does meanwhile
     long = [ingress.submit([5 + i] * PROMPT, LONG, deadline_s=250.0) for i in range(NUM_LONG)]
     ingress.until(lambda: overload(full).get("quadriga-s", {}).get("num_held", 0) >= 2, 150.0)
     plan = overload(full)["quadriga-s"]

@@ -66,8 +66,8 @@ def test_paused_sequences_say_what_they_say_alone(crowded: App) -> None:
     """The crowd comes first, while answers are taken to be shorter than these are."""
     ingress = crowded.ingress()
     (decode,) = crowded.replicas("decode")
-    # Steps of two seconds: nobody ends, and tells how long answers are, before the others come.
-    with held([decode], 2.0):
+    # Steps of a second: nobody ends, and tells how long answers are, before the others come.
+    with held([decode], 1.0):
         crowd = [
             ingress.submit(p, NUM_OUTPUT, deadline_s=250.0, **UNKNOWN)
             for p in prompts(NUM_SEQUENCES, seed=7)
