@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ READY_TIMEOUT_S = 240.0
 CALM_S = 3.0
 """Without load before the base line is taken, and at least before it is compared."""
 WARM_UP_EVERY_S = 0.2
-WARM_UP_CROWD = 4
-"""Times as many clients before long runs: a row's KV is touched for the first time by then."""
+WARM_UP_CROWD, WARM_UP_TOKENS = 4, 320
+"""Times as many clients before long runs, and their tokens: all KV was touched by then."""
 SETTLING_SHARE = 0.5
 """Of a process's time is left out of its line: caches still fill, allocators find their size."""
 SETTLING_S = 300.0
@@ -151,16 +152,20 @@ class Soak:
 
             num_exact = args.places - num_free
 
-            def load(seed: int, places: int = num_exact) -> MixedLoad:
+            def load(seed: int, places: int, max_tokens: int) -> MixedLoad:
+                asked = [replace(spec, max_tokens=max_tokens) for spec in specs]
                 return MixedLoad(
-                    self._service, clients, target, specs, reference, places=places, seed=seed
+                    self._service, clients, target, asked, reference, places=places, seed=seed
                 )
 
-            crowd = WARM_UP_CROWD if 60.0 * args.minutes > SETTLING_S else 1
-            warming = [load(args.seed, crowd * num_exact)]
+            crowd, long = 1, args.max_tokens
+            if 60.0 * args.minutes > SETTLING_S:
+                crowd, long = WARM_UP_CROWD, max(long, WARM_UP_TOKENS)
+            warming = [load(args.seed, crowd * num_exact, long)]
+            warming[0].excuse(math.inf)
             if num_free:
-                warming.append(await self._free_load(free_clients, crowd * num_free))
-                self._free = await self._free_load(free_clients, num_free)
+                warming.append(await self._free_load(free_clients, crowd * num_free, long))
+                self._free = await self._free_load(free_clients, num_free, args.max_tokens)
             await self._warm_up(control, warming)
             trouble = await control.until_ready(READY_TIMEOUT_S)
             await asyncio.sleep(CALM_S)
@@ -170,7 +175,7 @@ class Soak:
                 return
             self._say(f"base line: {before}")
             counted = await all_on.counted(clients.http)
-            self._load = load(args.seed + 1)
+            self._load = load(args.seed + 1, num_exact, args.max_tokens)
             weights = all_on.WEIGHTS if args.all_on else WEIGHTS
             self._harm = RandomFaults(
                 control, self._load, random.Random(args.seed), every_s=args.every_s,
@@ -192,12 +197,10 @@ class Soak:
             after = await all_on.counted(clients.http)
             self._counted = {name: count - counted[name] for name, count in after.items()}
 
-    async def _free_load(self, clients: StreamClients, places: int) -> MixedLoad:
+    async def _free_load(self, clients: StreamClients, places: int, max_tokens: int) -> MixedLoad:
         """The load whose answers need not be those of the undisturbed run."""
         target = await find_target(clients.http, all_on.FREE_MODEL)
-        specs = all_on.free_streams(
-            NUM_SPECS, max_tokens=self._args.max_tokens, seed=self._args.seed
-        )
+        specs = all_on.free_streams(NUM_SPECS, max_tokens=max_tokens, seed=self._args.seed)
         load = MixedLoad(
             self._service, clients, target, specs, [[] for _ in specs], places=places,
             seed=self._args.seed + 2,
