@@ -40,14 +40,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny-gpt2"
     vocab_size = len(AutoTokenizer.from_pretrained(ASSETS / "quadriga-s"))
     config = GPT2Config(
-        vocab_size=vocab_size,
-        n_embd=64,
-        n_layer=4,
-        n_head=4,
-        n_positions=256,
-        bos_token_id=0,
+        vocab_size=vocab_size, n_embd=64, n_layer=4, n_head=4, n_positions=256, bos_token_id=0,
         eos_token_id=0,
-    )
+    )  # fmt: skip
     save(build_relay(config), path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ASSETS / "quadriga-s" / name, path / name)

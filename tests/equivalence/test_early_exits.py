@@ -146,15 +146,10 @@ class Bench:
             num_rows=NUM_ROWS, row_capacity_tokens=96, kv_capacity_tokens=NUM_ROWS * 96
         )
         self.loop = DecodeLoop(
-            runner=self.runner,
-            slots=self.slots,
-            eos_token_ids=(),
-            clock=self.clock,
-            rebatcher=make(costs, self.counters),
-            counters=self.counters,
-            criterion=exits.criterion,
-            is_partial=depth < checkpoint.num_layers,
-        )
+            runner=self.runner, slots=self.slots, eos_token_ids=(), clock=self.clock,
+            rebatcher=make(costs, self.counters), counters=self.counters,
+            criterion=exits.criterion, is_partial=depth < checkpoint.num_layers,
+        )  # fmt: skip
 
     def join(self, state: SequenceState) -> None:
         """Prefill the prompt elsewhere and hand the sequence to the loop."""

@@ -42,17 +42,13 @@ class Life:
 
 
 lives = st.builds(
-    Life,
-    prompt=st.integers(1, 12),
-    max_tokens=st.integers(1, 20),
+    Life, prompt=st.integers(1, 12), max_tokens=st.integers(1, 20),
     threshold=st.sampled_from([0.0, 0.1, 0.4, 0.7, 0.95, 0.999, NEVER]),
     max_depth=st.sampled_from([0, 0, 0, 1, 2, 4, 6, 8]),
-    sla_s=st.sampled_from([0.0, 0.0, 1e-6, 0.004, 0.02, 0.1]),
-    arrival=st.integers(0, 40),
-    cancel=st.one_of(st.none(), st.none(), st.integers(0, 60)),
-    returns=st.booleans(),
+    sla_s=st.sampled_from([0.0, 0.0, 1e-6, 0.004, 0.02, 0.1]), arrival=st.integers(0, 40),
+    cancel=st.one_of(st.none(), st.none(), st.integers(0, 60)), returns=st.booleans(),
     pause=st.one_of(st.none(), st.integers(1, 60)),
-)
+)  # fmt: skip
 
 Make = Callable[[SegmentCosts, ExitCounters], Rebatcher]
 POLICIES: dict[str, Make] = {

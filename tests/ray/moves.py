@@ -38,15 +38,10 @@ def order(
 ) -> MigrationOrder:
     """An order to move a stream's sequence."""
     return MigrationOrder(
-        sequence_id=stream.state.sequence_id,
-        depth_class=depth_class or class_of(source),
-        source=source,
-        destination=destination,
-        cause=MigrationCause.BALANCE,
-        gain=0.1,
-        num_tokens=0,
-        remaining_tokens=0.0,
-    )
+        sequence_id=stream.state.sequence_id, depth_class=depth_class or class_of(source),
+        source=source, destination=destination, cause=MigrationCause.BALANCE, gain=0.1,
+        num_tokens=0, remaining_tokens=0.0,
+    )  # fmt: skip
 
 
 def open_books(replica: str) -> tuple[int, int]:

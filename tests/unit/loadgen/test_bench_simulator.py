@@ -30,15 +30,10 @@ from quadriga.sim.records import PAUSE
 from quadriga.sim.results import Moved
 
 TRUTH = replace(
-    CPU,
-    step=PaceProfile("truth", 62e-3, 0.4e-3, 6e-5, "made up"),
-    prefill_base_s=8e-3,
-    prefill_per_token_s=2e-4,
-    prefill_per_pair_s=0.0,
-    prefill_budget_tokens=256,
-    kv_capacity_tokens=KV_CAPACITY_TOKENS,
-    round_trip_s=9e-3,
-)
+    CPU, step=PaceProfile("truth", 62e-3, 0.4e-3, 6e-5, "made up"), prefill_base_s=8e-3,
+    prefill_per_token_s=2e-4, prefill_per_pair_s=0.0, prefill_budget_tokens=256,
+    kv_capacity_tokens=KV_CAPACITY_TOKENS, round_trip_s=9e-3,
+)  # fmt: skip
 DELAYS = Delays(ingress_s=(0.02, 0.03, 0.05), handoff_s=(0.01, 0.02, 0.04))
 EDGES = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5)
 

@@ -23,16 +23,12 @@ def data() -> LengthData:
     requests, generated = (torch.tensor(column) for column in zip(*where, strict=True))
     remaining = torch.tensor(TOTALS)[requests] - 1 - generated
     return LengthData(
-        depths=(2,),
-        states=lambda depth, which: torch.zeros(len(which), 4),
-        which=np.arange(len(where)),
-        generated=generated,
-        remaining=remaining,
-        prompt_lengths=torch.full((len(where),), 5),
-        requests=requests,
+        depths=(2,), states=lambda depth, which: torch.zeros(len(which), 4),
+        which=np.arange(len(where)), generated=generated, remaining=remaining,
+        prompt_lengths=torch.full((len(where),), 5), requests=requests,
         token_ids=[([1] * 5, [2] * total) for total in TOTALS],
         ids=[f"p{i}" for i in range(len(TOTALS))],
-    )
+    )  # fmt: skip
 
 
 def test_it_averages_what_the_replica_would() -> None:

@@ -291,14 +291,9 @@ def test_it_is_hardly_slower_than_the_better_of_full_passes_and_of_drafts_in_eve
 
     def machine() -> Machine:
         return Machine(
-            rows,
-            lambda n: 0.2 * pass_s(n),
-            lambda n: 0.8 * pass_s(n),
-            agrees=agrees,
-            head_s=head * MS,
-            overhead_s=overhead * MS,
-            noise=noise,
-        )
+            rows, lambda n: 0.2 * pass_s(n), lambda n: 0.8 * pass_s(n), agrees=agrees,
+            head_s=head * MS, overhead_s=overhead * MS, noise=noise,
+        )  # fmt: skip
 
     chosen, always = machine(), machine()
     relative = relative_s(chosen.rounds(drafter_of(chosen), 1500), chosen)

@@ -51,14 +51,11 @@ def group(
 ) -> ExitGroup:
     count = passed + stays
     return ExitGroup(
-        ran=ran or Range(0, 1),
-        confidences=[1.0] * passed + [0.0] * stays,
-        thresholds=[0.5] * count,
-        passed=[True] * passed + [False] * stays,
-        num_tokens=10 * count,
+        ran=ran or Range(0, 1), confidences=[1.0] * passed + [0.0] * stays,
+        thresholds=[0.5] * count, passed=[True] * passed + [False] * stays, num_tokens=10 * count,
         waiting=Waiting(waiting, 10 * waiting) if waiting else NOBODY,
         remaining=Waiting(stays, 10 * stays, deadline_s) if stays else NOBODY,
-    )
+    )  # fmt: skip
 
 
 def test_profit_by_hand() -> None:

@@ -39,14 +39,9 @@ class Stand:
             clock=self.clock,
         )
         self.forecasting = Forecasting(
-            runner,
-            load_lengths(runner, spec),
-            spec,
-            load_config({"scheduler": {"ares": ares}}),
-            self.clock,
-            offers=lambda: self.offers,
-            leaving=lambda: self.leaving,
-        )
+            runner, load_lengths(runner, spec), spec, load_config({"scheduler": {"ares": ares}}),
+            self.clock, offers=lambda: self.offers, leaving=lambda: self.leaving,
+        )  # fmt: skip
 
     def join(self, name: str) -> SequenceState:
         state = SequenceState(

@@ -82,15 +82,10 @@ def prefill_loop(
     return PrefillLoop(
         runner=runner,
         slots=SlotTable(num_rows=rows, row_capacity_tokens=64, kv_capacity_tokens=64 * rows),
-        queue=PrefillQueue(max_sequences=9, max_tokens=1000, max_age_s=1.0),
-        eos_token_ids=(),
-        chunk_tokens=chunk_tokens,
-        layer_groups=layer_groups,
-        clock=clock,
-        full_depth=full_depth,
-        may_deepen=may_deepen,
-        on_kv=events.on_kv,
-    )
+        queue=PrefillQueue(max_sequences=9, max_tokens=1000, max_age_s=1.0), eos_token_ids=(),
+        chunk_tokens=chunk_tokens, layer_groups=layer_groups, clock=clock, full_depth=full_depth,
+        may_deepen=may_deepen, on_kv=events.on_kv,
+    )  # fmt: skip
 
 
 def test_prefill_changes_depth_between_prompts() -> None:

@@ -35,15 +35,12 @@ def snapshot(
     forecast = None
     if role is Role.DECODE:
         forecast = LoadForecast(
-            grid_s=GRID,
-            sequence_ids=("s",),
+            grid_s=GRID, sequence_ids=("s",),
             rows=np.zeros((1, NUM_COLUMNS), dtype="<f4").tobytes(),
-            running=packed([1.0] * len(GRID)),
-            context=packed([used] * len(GRID)),
+            running=packed([1.0] * len(GRID)), context=packed([used] * len(GRID)),
             load_s=packed([0.01 + 1e-4 * growth * t / 60 for t in GRID]),
-            tokens=packed([used + growth * t for t in GRID]),
-            base_s=0.004,
-        )
+            tokens=packed([used + growth * t for t in GRID]), base_s=0.004,
+        )  # fmt: skip
     return ReplicaSnapshot(
         info, time.time(), running, 2, 100, used, used + 1500, 321.5, 0.0142, forecast=forecast
     )
