@@ -213,20 +213,12 @@ def run(args: argparse.Namespace) -> int:
     args.stays = DEFAULT_STAYS if args.stays is None else args.stays
     load = _load(args, 1.0)
     config = SimConfig(
-        profile=find_profile(args.profile),
-        num_decode=args.decode,
-        num_prefill=args.prefill,
-        seed=args.seed,
-        bandwidth_bytes_per_s=args.bandwidth_gbit and args.bandwidth_gbit * _GBIT,
-        memory=MEMORY_RULES[args.on_full],
-        precopy=not args.stop_and_copy,
-        report_every_s=args.report_every_s,
-        failures=tuple(args.fail),
-        depths=tuple(args.depths),
-        strict_share=args.strict_share,
-        lock_step=args.lock_step,
-        exits=_exits(args),
-    )
+        profile=find_profile(args.profile), num_decode=args.decode, num_prefill=args.prefill,
+        seed=args.seed, bandwidth_bytes_per_s=args.bandwidth_gbit and args.bandwidth_gbit * _GBIT,
+        memory=MEMORY_RULES[args.on_full], precopy=not args.stop_and_copy,
+        report_every_s=args.report_every_s, failures=tuple(args.fail), depths=tuple(args.depths),
+        strict_share=args.strict_share, lock_step=args.lock_step, exits=_exits(args),
+    )  # fmt: skip
     if not (load.arrivals_s >= args.warm_up_s).any():
         raise ConfigError(
             f"--warm-up-s: {args.warm_up_s:g} leaves no request: the last arrives at "
@@ -339,14 +331,9 @@ def _simulate(
     recorder = None if args.record is None else Recorder(args.record, config, policy)
     shows = console.is_terminal and not args.no_progress
     progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[at]}"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not shows,
-    )
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[at]}"), TimeElapsedColumn(), console=console, disable=not shows,
+    )  # fmt: skip
     task = progress.add_task(policy, total=len(load), at="")
 
     def on_tick(now_s: float, num_open: int) -> None:
