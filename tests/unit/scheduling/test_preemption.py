@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 
 import pytest
 
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.output import EngineOutput
-from quadriga.core.request import FinishReason, SamplingParams, SequenceState
-from quadriga.errors import ContextTooLong, KVCacheExhausted
+from quadriga.core.request import FinishReason, SampledToken, SamplingParams, SequenceState
+from quadriga.errors import ContextTooLong, DeviceMemoryExhausted, KVCacheExhausted
 from quadriga.policies.slot_reservation import (
     ASSUMED_TOKENS,
     WINDOW,
@@ -98,6 +99,24 @@ def test_a_sequence_that_cannot_be_paused_runs_on(monkeypatch: pytest.MonkeyPatc
             replica.take("important", priority=0)
     assert replica.paused == set() and replica.loop.num_running == 1
     replica.finish()
+
+
+def test_passes_that_lack_device_memory_are_halved_until_they_fit() -> None:
+    """A pass of three fails; who was paused for it comes back a second later, to fail again."""
+    replica = Replica(rows=6, step_s=0.1)
+    decode, failed = replica.runner.decode, list[int]()
+
+    def lacking(rows: Sequence[int]) -> list[SampledToken]:
+        if len(rows) > 2:
+            failed.append(len(rows))
+            raise DeviceMemoryExhausted("a pass needs more memory")
+        return decode(rows)
+
+    replica.runner.decode = lacking  # type: ignore[method-assign]
+    for i in range(6):
+        replica.take(f"s{i}", max_tokens=40)
+    replica.finish()
+    assert failed[:2] == [6, 3] and len(failed) <= 2 * (replica.clock.now_s() + 1)
 
 
 def test_no_sequence_is_paused_in_vain() -> None:
@@ -221,9 +240,9 @@ def test_one_that_came_back_overdue_is_paused_last_until_it_has_a_block() -> Non
     kept = running("kept", total=900, pauses=1, stays_until=21)
     had_its_block = running("had its block", total=800, pauses=1, stays_until=20)
     often = running("kept, paused often", total=300, pauses=4, stays_until=36)
-    short = running("short", total=100)
-    assert victims(often, kept, short, had_its_block) == [
-        "had its block", "short", "kept", "kept, paused often",
+    short, important = running("short", total=100), running("important", total=50, priority=-1)
+    assert victims(important, often, kept, short, had_its_block) == [
+        "had its block", "short", "important", "kept", "kept, paused often",
     ]  # fmt: skip
 
 
