@@ -165,14 +165,17 @@ class Preemption:
 
     @property
     def least_priority(self) -> int | None:
-        """Of those whose place a more important newcomer could have now; None without any."""
-        batch = self._batch
-        if batch.slots.reservation != "used":
+        """Who is more important than this could have a place now; None where nobody could."""
+        batch, slots = self._batch, self._batch.slots
+        paused, now_s = batch.having(PAUSED), batch.clock.now_s()
+        if slots.reservation != "used" or any(is_overdue(s, now_s) for s in paused):
             return None
-        now_s = batch.clock.now_s()
-        if any(is_overdue(s, now_s) for s in batch.having(PAUSED)):
-            return None
-        return max((s.state.priority for s in self._displaceable()), default=None)
+        before = [s.state.priority for s in paused]  # they come before newcomers of their rank
+        has_room = slots.reserved_tokens < ADMIT_SHARE * slots.kv_capacity_tokens
+        if before and has_room and slots.num_free_rows:
+            return min(before)
+        running = [s.state.priority for s in self._displaceable()]
+        return min([max(running), *before]) if running else None
 
     def balance(self) -> None:
         """Let every decoding sequence grow, pausing some where they cannot; take paused ones in."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from unittest.mock import patch
 
 import pytest
 
@@ -76,27 +76,25 @@ def test_the_important_take_the_place_of_the_least_important() -> None:
 def test_the_paused_come_before_newcomers_of_their_rank() -> None:
     replica = Replica()
     replica.take("a")
-    replica.take("b")
-    assert replica.loop.pause("b")
-    with pytest.raises(KVCacheExhausted, match="1 paused sequences wait"):
-        replica.take("c")
-    replica.take("urgent", priority=-1)
-    assert replica.paused == {"b"}
+    for name, priority in (("d", 7), ("b", 5)):
+        replica.take(name, priority=priority)
+        assert replica.loop.pause(name)
+        assert replica.loop.preemption.least_priority == priority
+    with pytest.raises(KVCacheExhausted, match="2 paused sequences wait"):
+        replica.take("c", priority=5)
+    replica.take("urgent", priority=4)
+    assert replica.paused == {"b", "d"}
     replica.finish()
     assert replica.loop.preemption.num_resumes == replica.loop.preemption.num_pauses >= 1
 
 
-def test_a_sequence_that_cannot_be_paused_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_that_cannot_be_paused_runs_on() -> None:
     replica = Replica(rows=1)
     replica.take("runs", priority=5, max_tokens=30)
 
-    def full(row: int) -> object:
-        raise MemoryError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(replica.runner, "suspend", full)
-        with pytest.raises(MemoryError):
-            replica.take("important", priority=0)
+    full = patch.object(replica.runner, "suspend", side_effect=MemoryError)
+    with full, pytest.raises(MemoryError):
+        replica.take("important", priority=0)
     assert replica.paused == set() and replica.loop.num_running == 1
     replica.finish()
 
@@ -106,7 +104,7 @@ def test_passes_that_lack_device_memory_are_halved_until_they_fit() -> None:
     replica = Replica(rows=6, step_s=0.1)
     decode, failed = replica.runner.decode, list[int]()
 
-    def lacking(rows: Sequence[int]) -> list[SampledToken]:
+    def lacking(rows: list[int]) -> list[SampledToken]:
         if len(rows) > 2:
             failed.append(len(rows))
             raise DeviceMemoryExhausted("a pass needs more memory")
@@ -289,14 +287,12 @@ def test_the_last_token_says_what_became_of_a_sequence() -> None:
     replica = Replica(rows=10)
     states = [replica.take(f"s{i}", max_tokens=60 + 4 * i) for i in range(10)]
     told: dict[str, list[EngineOutput]] = {state.sequence_id: [] for state in states}
+    predictions = {4: LengthPrediction(40.0, 20.0, 80.0), 8: LengthPrediction(30.0, 25.0, 50.0)}
     for step in range(5000):
         if not replica.loop.has_work:
             break
-        if step == 4:
-            states[0].prediction = LengthPrediction(40.0, 20.0, 80.0)
-            states[0].predicted_at = len(states[0].output_ids)
-        if step == 8:
-            states[0].prediction = LengthPrediction(30.0, 25.0, 50.0)
+        if step in predictions:
+            states[0].prediction = predictions[step]
             states[0].predicted_at = len(states[0].output_ids)
         for _, emission in replica.loop.step():
             if emission.progress is not None:
@@ -309,7 +305,7 @@ def test_the_last_token_says_what_became_of_a_sequence() -> None:
     assert first is not None and second is not None and last is not None
     assert all(e["expected"] == LengthPrediction(45.0, 25.0, 85.0) for e in (first, second, last))
     assert (first["predicted_at"], second["predicted_at"]) == (5, 9)
-    assert last["prediction"] == LengthPrediction(30.0, 25.0, 50.0)
+    assert last["prediction"] == predictions[8]
     assert all(len(told[f"s{i}"]) == 1 for i in range(1, 10)), "nothing new, nothing said"
 
 
