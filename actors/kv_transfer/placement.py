@@ -62,27 +62,26 @@ class DecodePlacement:
             return self._choose(request)
 
     def _choose(self, request: PlaceRequest) -> str | None:
-        """Choose by the loads that the scheduler last reported; None when no replica has room."""
+        """Choose by the loads that the scheduler last reported; None: all that it knows refused."""
         if self._view is None:
             return None
-        any_depth = self._config.helios.enabled
+        any_depth, model = self._config.helios.enabled, request.depth_class.model
         able = candidates(
             self._view.snapshots,
             role=Role.DECODE,
             depth_class=None if any_depth else request.depth_class,
-            model=request.depth_class.model,
+            model=model,
             numerics=request.numerics,
             exclude=request.exclude,
             now_unix_s=self._view.taken_unix_s,
             max_age_s=self._config.scheduler.snapshot_max_age_s,
         )
         groups = AutoRouter().groups(request, able) if any_depth else [able]
-        num_placing = sum(
-            s.info.role is Role.PREFILL and s.info.depth_class.model == request.depth_class.model
-            for s in self._view.snapshots
-        )
+        prefills = (s for s in self._view.snapshots if s.info.role is Role.PREFILL)
+        num_placing = max(1, sum(s.info.depth_class.model == model for s in prefills))
         chosen = (
-            self._fallback.choose(request, group, num_placing=max(1, num_placing))
+            self._fallback.choose(request, group, num_placing=num_placing, needs_room=needs_room)
+            for needs_room in (True, False)  # there may be room by now
             for group in groups
         )
         return next((name for name in chosen if name is not None), None)

@@ -169,8 +169,8 @@ class ReplicaSnapshot(RelativeTimeMixin):
         draining: Takes nothing new.
         forecast: Decode only; None until the replica can forecast.
         num_paused: Sequences in host memory; they come back before new ones of their priority.
-        least_priority: Of the running sequences, where one may be paused for a more important
-            newcomer; else None.
+        least_priority: Who is more important than this may have a place, where paused ones wait or
+            of one that runs; None: nobody, for being important.
         upper_tokens: What a newcomer's answer is taken to be where memory is promised as it is
             used; see `quadriga.policies.slot_reservation`.
         cached_share: Prefill only: of the prompt tokens so far, those that were not computed, as

@@ -83,8 +83,8 @@ class LeastWorkWithoutReports:
     """Least work by a last view that is not renewed, and what was placed since.
 
     What was placed elsewhere is not known: each of the others that place is taken to do as this one
-    does. What ended since is not known either, so room is looked at as it was; a replica that has
-    none refuses by itself.
+    does. What ended since is not known either, so room is looked at as it was, and where there was
+    none all are asked; a replica that has none refuses by itself.
     """
 
     def __init__(self) -> None:
@@ -95,15 +95,21 @@ class LeastWorkWithoutReports:
         self._placed.clear()
 
     def choose(
-        self, request: PlaceRequest, snapshots: Sequence[ReplicaSnapshot], *, num_placing: int
+        self,
+        request: PlaceRequest,
+        snapshots: Sequence[ReplicaSnapshot],
+        *,
+        num_placing: int,
+        needs_room: bool = True,
     ) -> str | None:
         """See `Placement.choose`.
 
         Args:
             num_placing: Processes that place by such a view, this one included.
+            needs_room: Only those that had room are asked.
         """
         seen = {s.info.name: self._with_placed(s, num_placing) for s in snapshots}
-        able = [seen[s.info.name] for s in snapshots if has_room(s, request)]
+        able = [seen[s.info.name] for s in snapshots if not needs_room or has_room(s, request)]
         best = least_work(able, answer_tokens=expected_answer_tokens(list(seen.values())))
         if best is None:
             return None

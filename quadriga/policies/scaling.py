@@ -144,11 +144,12 @@ class ScalingPolicy:
     ) -> list[ScalingOrder]:
         """One replica less: one that still starts, else the one with the least work left."""
         why = f"{lasting} replicas were enough for {self._config.down_after_s:.0f} s (now {need})"
-        if coming:
-            newest = max(coming, key=lambda n: (load.pending_s[n], n))
+        given_up = [name for name in coming if name not in load.ready_s]
+        if given_up:
+            newest = max(given_up, key=lambda n: (load.pending_s[n], n))
             return [GiveUpReplica(newest, load.depth_class, f"{why}; it has not started yet")]
-        if len(ready) < len(load.snapshots):
-            return []  # one at a time: another one drains
+        if len(ready) < len(load.snapshots) or len(ready) <= lasting:
+            return []  # one at a time: another one drains; or those that serve are too few
         least = min(ready, key=lambda s: (remaining_work(s), s.info.name))
         others = [s for s in ready if s is not least]
         if not _has_room(least, others):

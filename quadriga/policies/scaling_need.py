@@ -25,7 +25,8 @@ class ClassLoad:
     Attributes:
         snapshots: Of its living decode replicas, those that drain included.
         ready_s: Replica → when it began to serve, on the policy's clock; missing is long ago.
-        pending_s: Replica → when it was asked for; not there yet.
+        pending_s: Replica → when it was asked for; not there yet. Those in `ready_s` as well have
+            a process, and are not given up.
         waiting: Sequences that look for a decode replica or are still to be prefilled.
         waiting_tokens: Of KV that these have or will have after prefill.
         serves: False for a class that is given up: it may shrink to nothing.

@@ -289,15 +289,14 @@ class DecodeLoop:
         self.depth.repay()
         if self.batch.num_budgeted:
             lower_thresholds(self.batch, self._token_time.value)
-        if self.batch.num_decoding > self.batch.num_parked:
+        while num_able := self.batch.num_decoding - self.batch.num_parked:
             try:
                 self._run_next(emissions)
+                break
             except DeviceMemoryExhausted:
-                if self.batch.num_decoding < 2:
+                if num_able < 2:
                     raise
-                self.preemption.relieve()  # a smaller pass needs less
-                if self.batch.num_decoding > self.batch.num_parked:
-                    self._run_next(emissions)
+                self.preemption.lighten(num_able // 2)  # a smaller pass needs less
         if not self.has_work:
             self.meter.rest(self._clock.now_s())
         return emissions

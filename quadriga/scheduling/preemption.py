@@ -32,6 +32,8 @@ from quadriga.scheduling.slots import BLOCK_TOKENS
 
 PATIENCE_S = 10.0
 """A sequence that was paused for so long comes before more important ones."""
+REST_S = 1.0
+"""Nobody comes back to others for so long once a pass has lacked the device's memory."""
 
 
 class Pausable(Protocol):
@@ -58,20 +60,18 @@ def is_overdue(paused: Pausable, now_s: float) -> bool:
 
 
 def choose_victim(running: Iterable[Candidate]) -> Candidate | None:
-    """Least important first, then the largest predicted total; see the module."""
+    """Least important first, then the largest predicted total, kept ones last; see the module."""
     return max(running, key=_expendability, default=None)
 
 
-def _expendability(one: Pausable) -> tuple[int, bool, float, int, int, float]:
+def _expendability(one: Pausable) -> tuple[bool, int, float, int, int, float]:
     state, is_kept = one.state, one.num_tokens < one.stays_until
     remaining, total_tokens = remaining_of(state), 0.0
     if remaining is not None and not is_kept:
         # It hardly changes while the sequence runs, so who is the longest stays so.
         total_tokens = state.num_tokens + remaining.mean
     most = state.sampling.max_tokens
-    return (
-        state.priority, not is_kept, total_tokens, -one.num_pauses, most, state.arrival_unix_s
-    )  # fmt: skip
+    return not is_kept, state.priority, total_tokens, -one.num_pauses, most, state.arrival_unix_s
 
 
 def choose_return(paused: Iterable[Candidate], now_s: float) -> Candidate | None:
@@ -96,6 +96,7 @@ class Preemption:
         self.num_pauses = 0
         self.num_resumes = 0
         self._batch = batch
+        self._back_from_s = 0.0
 
     def pause(self, sequence_id: str) -> bool:
         """Move a decoding sequence to host memory; it comes back by itself. False if none is."""
@@ -164,14 +165,17 @@ class Preemption:
 
     @property
     def least_priority(self) -> int | None:
-        """Of those whose place a more important newcomer could have now; None without any."""
-        batch = self._batch
-        if batch.slots.reservation != "used":
+        """Who is more important than this could have a place now; None where nobody could."""
+        batch, slots = self._batch, self._batch.slots
+        paused, now_s = batch.having(PAUSED), batch.clock.now_s()
+        if slots.reservation != "used" or any(is_overdue(s, now_s) for s in paused):
             return None
-        now_s = batch.clock.now_s()
-        if any(is_overdue(s, now_s) for s in batch.having(PAUSED)):
-            return None
-        return max((s.state.priority for s in self._displaceable()), default=None)
+        before = [s.state.priority for s in paused]  # they come before newcomers of their rank
+        has_room = slots.reserved_tokens < ADMIT_SHARE * slots.kv_capacity_tokens
+        if before and has_room and slots.num_free_rows:
+            return min(before)
+        running = [s.state.priority for s in self._displaceable()]
+        return min([max(running), *before]) if running else None
 
     def balance(self) -> None:
         """Let every decoding sequence grow, pausing some where they cannot; take paused ones in."""
@@ -208,6 +212,12 @@ class Preemption:
         while batch.slots.reserved_tokens > limit and batch.num_decoding > 1:
             self._pause_one()
 
+    def lighten(self, count: int) -> None:
+        """Pause so many sequences: a pass lacked the device's memory, and would again."""
+        for _ in range(count):
+            self._pause_one()
+        self._back_from_s = self._batch.clock.now_s() + REST_S
+
     def _pause_one(self) -> None:
         victim = choose_victim(self._batch.decoding)
         if victim is None:
@@ -225,7 +235,8 @@ class Preemption:
         batch, slots = self._batch, self._batch.slots
         wanted = slots.tokens_wanted(state.max_total_tokens, state.num_tokens)
         after = slots.reserved_tokens + wanted
-        if batch.num_decoding and after > RETURN_SHARE * slots.kv_capacity_tokens:
+        rests = batch.clock.now_s() < self._back_from_s
+        if batch.num_decoding and (rests or after > RETURN_SHARE * slots.kv_capacity_tokens):
             return False
         return after <= slots.kv_capacity_tokens and slots.num_free_rows > 0
 

@@ -131,6 +131,7 @@ class Autoscaler:
         board, replica = self._board, self._replicas[index]
         if not replica.num_held:
             board.is_draining[index] = board.is_alive[index] = False
+            self._ready_s.pop(board.names[index], None)
             self._placing.forecast = None
             self._changed(index)
             return

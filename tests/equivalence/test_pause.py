@@ -23,6 +23,7 @@ from quadriga.engine.model_runner import NativeRunner
 from quadriga.engine.sampler import RowSampler
 from quadriga.errors import DeviceMemoryExhausted
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
+from quadriga.scheduling import preemption
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from tests.equivalence.models import begin, build, make_spec, make_state, save
@@ -169,11 +170,12 @@ def fail_every(every: int, loop: DecodeLoop, is_lone: bool = False) -> list[str]
 @pytest.mark.parametrize("every", [7, 10])
 @pytest.mark.parametrize("newest", [0, 2])
 @pytest.mark.parametrize("mode", ["project", "copy", "replay"])
-def test_a_pass_that_lacks_memory_pauses_a_sequence_and_is_run_again(
-    checkpoint: Path, mode: SkippedKV, newest: int, every: int
+def test_a_pass_that_lacks_memory_pauses_sequences_and_is_run_again(
+    checkpoint: Path, mode: SkippedKV, newest: int, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if newest and mode != "project":
         pytest.skip("only maps have newest positions to replay")
+    monkeypatch.setattr(preemption, "REST_S", 0.0)
     spec = make_spec(checkpoint, skipped_kv=mode, replay_newest=newest)
     spec = replace(spec, exits=spec.checkpoint.exits)
     undisturbed, disturbed = states(), states()

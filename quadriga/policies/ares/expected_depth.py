@@ -191,10 +191,11 @@ class ExpectedDepth:
         """Learn from `count` tokens at one place that ran so many layers in all."""
         layers = total / count
         self._num = min(self._num + count, POSITION_TOKENS)
-        self._mean += count / self._num * (layers - prompt - self._mean)
+        self._mean += min(1.0, count / self._num) * (layers - prompt - self._mean)
         self._num_at[place] = min(self._num_at[place] + count, POSITION_TOKENS)
         excess = layers - prompt - self._mean
-        self._position[place] += count / self._num_at[place] * (excess - self._position[place])
+        share = min(1.0, count / self._num_at[place])
+        self._position[place] += share * (excess - self._position[place])
         weight = sum(seen.num_at.values())
         kept = min(1.0, max(0.0, KEPT_TOKENS - count) / weight) if weight else 0.0
         seen.num_at = {at: kept * number for at, number in seen.num_at.items() if kept * number}

@@ -247,7 +247,7 @@ class Governor:
             is_over = is_overloaded(cluster, last, num_held=num_held)
             return np.arange(len(cluster) if is_over else 0)
 
-        cluster = unpack(members, rows_of)
+        cluster = unpack([s for s in members if not s.draining], rows_of)
         return None if cluster is None else plan_overload(cluster, last, num_held=num_held)
 
     def pools_of(self, members: Sequence[ReplicaSnapshot]) -> DepthPools | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -17,9 +18,9 @@ from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from quadriga.clock import ManualClock, SystemClock
 from quadriga.config.loader import load_config
 from quadriga.core.kv import Accepted, KVPart, ResumePoint, TransferOffer
-from quadriga.core.replica import DepthClass, ReplicaInfo, Role
+from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import SamplingParams, SequenceState
-from quadriga.core.routing import PlaceRequest, ReportOptions
+from quadriga.core.routing import ClusterView, PlaceRequest, ReportOptions
 from quadriga.errors import (
     KVCacheExhausted,
     KVTransportError,
@@ -130,6 +131,15 @@ async def test_only_a_death_that_is_known_is_told(code: str | None, is_told: boo
         await handoff.run()
     await asyncio.sleep(0)
     assert any("replica_died" in said for said in told) is is_told
+
+
+async def test_without_a_scheduler_replicas_that_were_full_are_asked_in_turn() -> None:
+    host, info = replica(), ReplicaInfo("d0", Role.DECODE, CLASS, "", "d0", 4, 512, numerics="ours")
+    handoff, _ = a_handoff(host, RunningSequence(a_state(deadline_s=60.0)), None, None)
+    places, full = handoff._placement, ReplicaSnapshot(info, 1.0, num_running=4)
+    places._view = ClusterView(1.0, [full, replace(full, info=replace(info, name="d1"))])
+    places._is_scheduler_away = True
+    assert [await handoff._place(n) for n in ((), ("d0",), ("d0", "d1"))] == ["d0", "d1", None]
 
 
 async def test_the_wait_for_a_place_begins_behind_the_prompt() -> None:

@@ -310,6 +310,13 @@ def governor(**ares: object) -> Governor:
 ticks: list[RecordedTick] = []
 
 
+def test_draining_replicas_are_no_part_of_an_overload() -> None:
+    made, (leaving, *others) = governor(), crowded()
+    leaving = replace(leaving, draining=True, reserved_tokens=0)  # it would be protected first
+    made.tick([leaving, *others], now_s=0.0, now_unix_s=0.0)
+    assert [plan.protected for plan in made.overload.values()] == [{"d1"}]
+
+
 def test_the_governor_protects_from_eighty_percent_on_and_says_so() -> None:
     made, below, held_none = governor(), crowded(0.79), crowded(0.6)
     made.tick(below, now_s=0.0, now_unix_s=0.0)

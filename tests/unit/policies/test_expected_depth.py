@@ -135,6 +135,14 @@ def test_a_change_of_depth_keeps_what_was_learned() -> None:
     assert one(depths, sequence("b", [6])) == 4.0, "no more than is loaded"
 
 
+def test_very_many_tokens_at_once_teach_no_more_than_they_say() -> None:
+    depths, state = ExpectedDepth(DEPTH), sequence("long", [6])
+    teach(depths, [5], [8] * 60, 200)
+    grow(state, [2] * 20_000)
+    one(depths, state)
+    assert one(depths, sequence("other", [7]), 200_000.0) == pytest.approx(2.0, abs=0.3)
+
+
 def test_forecasts_are_kept_beside_what_came_by_the_tenth_that_was_expected() -> None:
     """Of tokens that came after a forecast; those that may not leave early are not looked at."""
     depths = ExpectedDepth(DEPTH)

@@ -126,20 +126,17 @@ def test_cold_replicas_times_are_not_believed() -> None:
 
 def test_growth_is_at_once_and_says_why() -> None:
     (order,) = policy().decide([ClassLoad(CLASS, [replica("a", [900])])], now_s=0)
-    assert isinstance(order, AddReplicas)
-    assert order.count == 1
+    assert isinstance(order, AddReplicas) and order.count == 1
     assert order.reason == ("2 replicas wanted (memory 1.80, slots 0.20), 1 serve, 0 start")
 
 
 def test_bounds() -> None:
     busy = ClassLoad(CLASS, [replica("a", [900] * 9)])
     (order,) = policy(max_replicas=3).decide([busy], now_s=0)
-    assert isinstance(order, AddReplicas)
-    assert order.count == 2
+    assert isinstance(order, AddReplicas) and order.count == 2
     empty = ClassLoad(CLASS, [])
     (order,) = policy(min_replicas=2).decide([empty], now_s=0)
-    assert isinstance(order, AddReplicas)
-    assert order.count == 2
+    assert isinstance(order, AddReplicas) and order.count == 2
     idle = ClassLoad(CLASS, [replica("a", []), replica("b", [])])
     assert settled(policy(min_replicas=2), idle) == []
     (order,) = settled(policy(min_replicas=2), ClassLoad(CLASS, idle.snapshots, serves=False))
@@ -151,10 +148,8 @@ def test_what_starts_counts_until_it_is_overdue() -> None:
     load = ClassLoad(CLASS, [replica("a", [900])], pending_s={"b": 0.0})
     assert made.decide([load], now_s=50) == []
     give_up, add = made.decide([load], now_s=100)
-    assert isinstance(give_up, GiveUpReplica)
-    assert give_up.replica == "b"
-    assert isinstance(add, AddReplicas)
-    assert add.count == 1
+    assert isinstance(give_up, GiveUpReplica) and give_up.replica == "b"
+    assert isinstance(add, AddReplicas) and add.count == 1
 
 
 def test_a_stuck_class_holds_up_no_other() -> None:
@@ -173,8 +168,7 @@ def test_shrinking_waits_and_takes_the_least_work_left() -> None:
     for now_s in range(60):
         assert made.decide([load], now_s=now_s) == []
     (order,) = made.decide([load], now_s=60)
-    assert isinstance(order, RetireReplica)
-    assert order.replica == "b"
+    assert isinstance(order, RetireReplica) and order.replica == "b"
     assert "5 tokens" in order.reason
     load.snapshots[1].draining = True
     assert made.decide([load], now_s=61) == [], "two are left, as wanted"
@@ -223,8 +217,17 @@ def test_shrinking_too_soon_makes_patient() -> None:
 def test_what_has_not_started_is_given_up_first() -> None:
     load = ClassLoad(CLASS, [replica("a", [10])], pending_s={"b": 60.0, "c": 70.0})
     (order,) = settled(policy(pending_timeout_s=1000), load, until_s=80)
-    assert isinstance(order, GiveUpReplica)
-    assert order.replica == "c"
+    assert isinstance(order, GiveUpReplica) and order.replica == "c"
+
+
+def test_a_replica_that_is_not_heard_of_holds_up_no_other() -> None:
+    """It has a process, and cannot be given up; one that serves goes only where enough do."""
+    silent, two = {"s": 0.0}, [replica("a", [10]), replica("b", [10])]
+    (order,) = settled(policy(), ClassLoad(CLASS, two[:1], silent, {"s": 61.0, "empty": 0.0}))
+    assert isinstance(order, GiveUpReplica) and order.replica == "empty"
+    assert settled(policy(), ClassLoad(CLASS, two[:1], silent, {"s": 61.0})) == []
+    (order,) = settled(policy(), ClassLoad(CLASS, two, silent, {"s": 61.0}))
+    assert isinstance(order, RetireReplica)
 
 
 def test_nobody_retires_whose_work_fits_nowhere() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+from unittest.mock import patch
 
 import pytest
 
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.output import EngineOutput
-from quadriga.core.request import FinishReason, SamplingParams, SequenceState
-from quadriga.errors import ContextTooLong, KVCacheExhausted
+from quadriga.core.request import FinishReason, SampledToken, SamplingParams, SequenceState
+from quadriga.errors import ContextTooLong, DeviceMemoryExhausted, KVCacheExhausted
 from quadriga.policies.slot_reservation import (
     ASSUMED_TOKENS,
     WINDOW,
@@ -75,29 +76,45 @@ def test_the_important_take_the_place_of_the_least_important() -> None:
 def test_the_paused_come_before_newcomers_of_their_rank() -> None:
     replica = Replica()
     replica.take("a")
-    replica.take("b")
-    assert replica.loop.pause("b")
-    with pytest.raises(KVCacheExhausted, match="1 paused sequences wait"):
-        replica.take("c")
-    replica.take("urgent", priority=-1)
-    assert replica.paused == {"b"}
+    for name, priority in (("d", 7), ("b", 5)):
+        replica.take(name, priority=priority)
+        assert replica.loop.pause(name)
+        assert replica.loop.preemption.least_priority == priority
+    with pytest.raises(KVCacheExhausted, match="2 paused sequences wait"):
+        replica.take("c", priority=5)
+    replica.take("urgent", priority=4)
+    assert replica.paused == {"b", "d"}
     replica.finish()
     assert replica.loop.preemption.num_resumes == replica.loop.preemption.num_pauses >= 1
 
 
-def test_a_sequence_that_cannot_be_paused_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_that_cannot_be_paused_runs_on() -> None:
     replica = Replica(rows=1)
     replica.take("runs", priority=5, max_tokens=30)
 
-    def full(row: int) -> object:
-        raise MemoryError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(replica.runner, "suspend", full)
-        with pytest.raises(MemoryError):
-            replica.take("important", priority=0)
+    full = patch.object(replica.runner, "suspend", side_effect=MemoryError)
+    with full, pytest.raises(MemoryError):
+        replica.take("important", priority=0)
     assert replica.paused == set() and replica.loop.num_running == 1
     replica.finish()
+
+
+def test_passes_that_lack_device_memory_are_halved_until_they_fit() -> None:
+    """A pass of three fails; who was paused for it comes back a second later, to fail again."""
+    replica = Replica(rows=6, step_s=0.1)
+    decode, failed = replica.runner.decode, list[int]()
+
+    def lacking(rows: list[int]) -> list[SampledToken]:
+        if len(rows) > 2:
+            failed.append(len(rows))
+            raise DeviceMemoryExhausted("a pass needs more memory")
+        return decode(rows)
+
+    replica.runner.decode = lacking  # type: ignore[method-assign]
+    for i in range(6):
+        replica.take(f"s{i}", max_tokens=40)
+    replica.finish()
+    assert failed[:2] == [6, 3] and len(failed) <= 2 * (replica.clock.now_s() + 1)
 
 
 def test_no_sequence_is_paused_in_vain() -> None:
@@ -221,9 +238,9 @@ def test_one_that_came_back_overdue_is_paused_last_until_it_has_a_block() -> Non
     kept = running("kept", total=900, pauses=1, stays_until=21)
     had_its_block = running("had its block", total=800, pauses=1, stays_until=20)
     often = running("kept, paused often", total=300, pauses=4, stays_until=36)
-    short = running("short", total=100)
-    assert victims(often, kept, short, had_its_block) == [
-        "had its block", "short", "kept", "kept, paused often",
+    short, important = running("short", total=100), running("important", total=50, priority=-1)
+    assert victims(important, often, kept, short, had_its_block) == [
+        "had its block", "short", "important", "kept", "kept, paused often",
     ]  # fmt: skip
 
 
@@ -270,14 +287,12 @@ def test_the_last_token_says_what_became_of_a_sequence() -> None:
     replica = Replica(rows=10)
     states = [replica.take(f"s{i}", max_tokens=60 + 4 * i) for i in range(10)]
     told: dict[str, list[EngineOutput]] = {state.sequence_id: [] for state in states}
+    predictions = {4: LengthPrediction(40.0, 20.0, 80.0), 8: LengthPrediction(30.0, 25.0, 50.0)}
     for step in range(5000):
         if not replica.loop.has_work:
             break
-        if step == 4:
-            states[0].prediction = LengthPrediction(40.0, 20.0, 80.0)
-            states[0].predicted_at = len(states[0].output_ids)
-        if step == 8:
-            states[0].prediction = LengthPrediction(30.0, 25.0, 50.0)
+        if step in predictions:
+            states[0].prediction = predictions[step]
             states[0].predicted_at = len(states[0].output_ids)
         for _, emission in replica.loop.step():
             if emission.progress is not None:
@@ -290,7 +305,7 @@ def test_the_last_token_says_what_became_of_a_sequence() -> None:
     assert first is not None and second is not None and last is not None
     assert all(e["expected"] == LengthPrediction(45.0, 25.0, 85.0) for e in (first, second, last))
     assert (first["predicted_at"], second["predicted_at"]) == (5, 9)
-    assert last["prediction"] == LengthPrediction(30.0, 25.0, 50.0)
+    assert last["prediction"] == predictions[8]
     assert all(len(told[f"s{i}"]) == 1 for i in range(1, 10)), "nothing new, nothing said"
 
 
