@@ -22,10 +22,12 @@ from quadriga.errors import ConfigError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_ADAPTERS = 256
-MAX_RANK = 512
+MAX_RANK, MAX_ALPHA = 512, 1e6
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj")
 TARGETS = (*ATTENTION, "gate_proj", "up_proj", "down_proj", "fc1", "fc2")
 """Projections of the native families that an adapter may change."""
+_STACKED = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "gate_proj": 2, "up_proj": 2}
+"""Projections of one matrix in memory, over all of whose rows each B of them reaches there."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TENSOR = re.compile(
     r"base_model\.model\.(?:model\.)?(?:decoder\.)?layers\.(\d{1,4})\."
@@ -83,13 +85,15 @@ def read_adapter(path: Path) -> Adapter:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
         raise _refusal(path, f"r is {rank!r:.40}; it must be a whole number in 1..{MAX_RANK}")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise _refusal(path, f"lora_alpha is {alpha!r:.40}; it must be a number")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
+        raise _refusal(path, f"lora_alpha is {alpha!r:.40}; it must be a number in ±{MAX_ALPHA:g}")
     if not (path / WEIGHTS_FILE).is_file():
         raise _refusal(path, f"it lacks {WEIGHTS_FILE}; pickled weights are not loaded")
     places = read_header(path / WEIGHTS_FILE)
+    num_values = 0
     for place in places:
-        target_of(place, path, rank)
+        _, target, kind = target_of(place, path, rank)
+        num_values += place.num_values * (_STACKED.get(target, 1) if kind == "B" else 1)
     if not places:
         raise _refusal(path, f"{WEIGHTS_FILE} holds no tensors")
     return Adapter(
@@ -98,7 +102,7 @@ def read_adapter(path: Path) -> Adapter:
         rank,
         float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank),
         _digest(path),
-        4 * sum(place.num_values for place in places),
+        4 * num_values,
     )
 
 

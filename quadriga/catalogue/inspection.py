@@ -21,6 +21,7 @@ from quadriga.catalogue.sizes import ModelSizes, sizes_of
 from quadriga.checkpoint.exits import EXITS_WEIGHTS, ExitSpec
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.checkpoint.json_files import read_object
+from quadriga.checkpoint.quantisation import read_quantisation
 from quadriga.errors import ConfigError
 
 WHOLE_SCAN_BYTES = 256 << 20
@@ -44,8 +45,10 @@ def inspect(model: str, *, cache_dir: str | None = None) -> CatalogueModel:
     path = checkpoint.path
     config = read_object(path / "config.json")
     sizes = sizes_of(config, checkpoint.exits)
-    tensors = read_checkpoint_headers(path)
-    _check_layers(path, tensors, sizes)
+    tensors: dict[str, TensorPlace] = {}
+    if read_quantisation(path) is None:  # those that are have other tensors
+        tensors = read_checkpoint_headers(path)
+        _check_layers(path, tensors, sizes)
     extra = exit_tensors(checkpoint.heads_path, checkpoint.exits)
     check_finite([*tensors.values(), *extra], whole_below_bytes=WHOLE_SCAN_BYTES)
     return CatalogueModel(

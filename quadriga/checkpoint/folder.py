@@ -196,18 +196,20 @@ def on_this_node(checkpoint: Checkpoint, cache_dir: Path) -> Checkpoint:
     Raises:
         ConfigError: This node does not have it, or has another one under its name.
     """
-    if (checkpoint.path / "config.json").is_file():
-        return checkpoint
-    # Own heads, and those of the package, are found again; others lie at the same place.
-    is_apart = (checkpoint.heads_path / TUNE_FILE).is_file()
-    heads = str(checkpoint.heads_path) if is_apart else "auto"
-    found = read_checkpoint(
-        checkpoint.source, model_id=checkpoint.id, cache_dir=cache_dir, heads=heads
-    )
+    found, path, heads_path = checkpoint, checkpoint.path, checkpoint.heads_path
+    is_apart = (heads_path / TUNE_FILE).is_file()
+    if not (path / "config.json").is_file():
+        # Own heads, and those of the package, are found again; others lie at the same place.
+        heads = str(heads_path) if is_apart else "auto"
+        found = read_checkpoint(
+            checkpoint.source, model_id=checkpoint.id, cache_dir=cache_dir, heads=heads
+        )
+    elif is_apart or heads_path == path:  # who loads heads that are not here says so
+        found = replace(checkpoint, fingerprint=_fingerprint(path, heads_path))
     if found.fingerprint != checkpoint.fingerprint:
         raise ConfigError(
             f"model: {checkpoint.source} on this node is another model than where the service was "
-            "started; put the same file on every node",
+            "started; put the same files on every node, or start the service again",
             param="model",
         )
     return replace(checkpoint, path=found.path, heads_path=found.heads_path)

@@ -19,6 +19,8 @@ Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 
 DEFAULT_WINDOW = 4096
 """Of Mistral's and Qwen's configurations in transformers, where a file names none."""
+MAX_SIZE, MAX_NUMBER = 1 << 26, 1e12
+"""No model has a width, or a base of RoPE, beyond these."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -308,10 +310,20 @@ def _check(config: ModelConfig, path: Path) -> None:
         "intermediate_size": config.ffn_size,
         "vocab_size": config.vocab_size,
     }
-    for name, value in sizes.items():
-        if value < 1:
+    rope = config.rope or RopeConfig(1.0)
+    numbers = {
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": rope.theta,
+        "factor of RoPE": rope.factor,
+        "high_freq_factor - low_freq_factor": rope.high_freq_factor - rope.low_freq_factor,
+    }
+    for name, value in (sizes | numbers).items():
+        most = MAX_SIZE if name in sizes else MAX_NUMBER
+        if not 0 < value <= most:
             raise ConfigError(
-                f"model: {path.name}: {name} is {value}; must be positive", param="model"
+                f"model: {path.name}: {name} is {value}; must be positive, {most:,.0f} at most; "
+                "mend its config.json, or fetch it again",
+                param="model",
             )
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(

@@ -145,8 +145,8 @@ class EngineConfig(Section):
     compile: Literal["auto", "off", "wait"] = Field(
         "auto",
         description="Compiled kernels on CPUs, CUDA graphs on GPUs. auto: start eager, swap "
-        "compiled steps in when they are ready, or on CPUs with deterministic wait; wait: compile "
-        "before serving; off: stay eager.",
+        "compiled steps in when they are ready, or on CPUs wait, with deterministic or weights "
+        "above 1 GiB; wait: compile before serving; off: stay eager.",
     )
     cache_dir: str | None = Field(
         None,

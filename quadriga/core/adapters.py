@@ -16,7 +16,7 @@ class Adapter:
         path: Its folder, on every node that runs a replica of the model.
         scale: What B · A · x is multiplied with.
         digest: Hash of its files; replicas refuse others.
-        num_bytes: Of its matrices in float32.
+        num_bytes: Of its matrices in float32, as they are stacked in memory.
     """
 
     name: str

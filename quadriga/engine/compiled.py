@@ -40,12 +40,13 @@ from quadriga.engine.models.decoder import Candidates, Decoder
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.engine.weights.checkpoint_weights import Head, LayerAdapters
 from quadriga.engine.weights.loading import load_spec
-from quadriga.errors import ConfigError
 from quadriga.interfaces import DraftPlan
 
 logger = logging.getLogger(__name__)
 
 _ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
+_BACKGROUND_BYTES = 1 << 30
+"""Greatest checkpoint that serves while kernels compile, for which memory has to hold it twice."""
 
 
 @dataclass(slots=True)
@@ -469,7 +470,7 @@ class Kernels:
 
 
 def find_kernels(spec: EngineSpec) -> Kernels:
-    """Look for the library that an earlier run left in the cache; `wait` compiles it now.
+    """Look for an earlier run's library in the cache; `wait`, or large weights, compile it now.
 
     Where nothing can be compiled the engine stays eager, and the log says why, once.
 
@@ -484,7 +485,9 @@ def find_kernels(spec: EngineSpec) -> Kernels:
     try:
         path = cached_library(spec.cache_dir)
         if path is None and spec.compile == "auto":
-            return Kernels(in_background=True)
+            files = spec.checkpoint.path.glob("*.safetensors")
+            if sum(file.stat().st_size for file in files) <= _BACKGROUND_BYTES:
+                return Kernels(in_background=True)
         return Kernels(_loaded(path or build_library(spec.cache_dir)))
     except BuildUnavailable as exc:
         logger.warning("the engine stays eager: %s", exc)
@@ -544,10 +547,9 @@ class KernelSwap:
             weights = eager.weights
             if weights.form == "dtype":
                 weights = load_spec(self._spec, eager.config, has_kernels=True)
-        except (BuildUnavailable, ConfigError) as exc:
-            logger.warning("the engine stays eager: %s", exc)
-            return
-        self._finish(library, eager.over(weights, eager.cache))
+            self._finish(library, eager.over(weights, eager.cache))
+        except Exception as exc:  # of the compiler, the files, or want of memory
+            logger.warning("the engine stays eager: %s", str(exc) or repr(exc))
 
     def _finish(self, library: KernelLibrary, eager: Decoder) -> None:
         try:

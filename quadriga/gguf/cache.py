@@ -63,12 +63,7 @@ def converted_folder(file: Path, cache: Path) -> Path:
         folder = _folder(root, sha256)
         if not _is_whole(folder):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _convert(conversion, folder, sha256)
-        if _state(file) != state:
-            raise ConfigError(
-                f"model: {file} was changed while it was read; wait until it is complete",
-                param="model",
-            )
+            _convert(conversion, folder, sha256, state)
         _remember(root, file, state, sha256)
     except LockTimeout as exc:
         raise ConfigError(f"model: {file} waits to be converted: {exc}", param="model") from exc
@@ -127,7 +122,7 @@ def plain_beside(folder: Path, cache: Path) -> Path:
     return plain
 
 
-def _convert(conversion: Conversion, folder: Path, sha256: str) -> None:
+def _convert(conversion: Conversion, folder: Path, sha256: str, state: list[int]) -> None:
     """Write `folder`, unless another process does so meanwhile."""
     partial, lock = _partial(folder), _lock(folder)
     with file_lock(lock, PATIENCE_S, progress=lambda: _written_bytes(partial)):
@@ -138,6 +133,11 @@ def _convert(conversion: Conversion, folder: Path, sha256: str) -> None:
         try:
             with _shown_progress(conversion) as progress:
                 conversion.write(partial, sha256, progress)
+            if _state(conversion.file) != state:
+                raise ConfigError(
+                    f"model: {conversion.file} changed while it was read; wait until it is whole",
+                    param="model",
+                )
             _write_record(partial, conversion.file, sha256)
             shutil.rmtree(folder, ignore_errors=True)  # one that lacks files by now
             partial.rename(folder)

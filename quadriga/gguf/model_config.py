@@ -148,7 +148,8 @@ def read_model(header: GgufHeader) -> GgufModel:
             f"{vocab_size} rows",
             DAMAGED,
         )
-    biases = {name.split(".")[2] for name in header.tensors if name.endswith(".bias")}
+    names = (name.split(".") for name in header.tensors)
+    biases = {of[2] for of in names if len(of) == 4 and (of[0], of[3]) == ("blk", "bias")}
     has_attention_bias = bool(biases & {"attn_q", "attn_k", "attn_v", "attn_output"})
     return GgufModel(
         header=header,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quadriga.checkpoint.folder import Checkpoint, SamplingDefaults, read_checkpoint
+from quadriga.checkpoint.folder import Checkpoint, SamplingDefaults, on_this_node, read_checkpoint
 from quadriga.errors import ConfigError
 
 CONFIG = {
@@ -83,11 +83,13 @@ def test_the_tokenizers_end_ends_answers_too(tmp_path: Path, end: object) -> Non
 
 def test_another_training_has_another_fingerprint(tmp_path: Path) -> None:
     """Though shapes, names and the beginning of the file are the same."""
-    found = set()
+    found = []
     for value in (0, 1):
         (tmp_path / "model.safetensors").write_bytes(bytes(1 << 17) + bytes([value]) * (1 << 17))
-        found.add(read(tmp_path, None).fingerprint)
-    assert len(found) == 2
+        found.append(read(tmp_path, None))
+    assert on_this_node(found[1], tmp_path) == found[1] != found[0]
+    with pytest.raises(ConfigError, match=r"is another model.* or start the service again"):
+        on_this_node(found[0], tmp_path)
 
 
 @pytest.mark.parametrize("model", ["models/llama/7b", "org/na me"])

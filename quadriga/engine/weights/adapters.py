@@ -55,9 +55,7 @@ def _load(
             raise _misfit(adapter, f"layers.{layer} {target} has lora_{kind} alone")
     for layer, of_layer in enumerate(layers):
         for name, (inputs, stack) in parts.items():
-            pair = _stacked(adapter, found, layer, stack, inputs)
-            entry = pair and LowRank(pair.down.to(dtype), pair.up.to(dtype))
-            getattr(of_layer, name).append(entry)
+            getattr(of_layer, name).append(_stacked(adapter, found, layer, stack, inputs, dtype))
 
 
 def _stacked(
@@ -66,6 +64,7 @@ def _stacked(
     layer: int,
     stack: list[tuple[str, int]],
     inputs: int,
+    dtype: torch.dtype,
 ) -> LowRank | None:
     """The matrices of projections that are stacked: [n · rank, in] and [out, n · rank]."""
     downs, ups, outputs = [], [], sum(size for _, size in stack)
@@ -73,6 +72,7 @@ def _stacked(
     for target, size in stack:
         down, up = found.get((layer, target, "A")), found.get((layer, target, "B"))
         if down is not None and up is not None:
+            down, up = down.to(dtype), (up * adapter.scale).to(dtype)
             for matrix, shape in ((down, (adapter.rank, inputs)), (up, (size, adapter.rank))):
                 if tuple(matrix.shape) != shape:
                     raise _misfit(
@@ -81,9 +81,9 @@ def _stacked(
                         f"takes {list(shape)}",
                     )
                 if not matrix.isfinite().all():
-                    raise _misfit(adapter, f"layers.{layer} {target} holds NaN or infinity")
-            wide = torch.zeros(outputs, adapter.rank)
-            wide[at : at + size] = up * adapter.scale
+                    raise _misfit(adapter, f"layers.{layer} {target}: NaN or infinity as {dtype}")
+            wide = torch.zeros(outputs, adapter.rank, dtype=dtype)
+            wide[at : at + size] = up
             downs.append(down)
             ups.append(wide)
         at += size

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from quadriga.checkpoint.json_files import GARBLED
 from quadriga.checkpoint.quantisation import Quantisation
 from quadriga.errors import ConfigError
 
@@ -60,7 +61,7 @@ class QuantisedTensors:
             if mark == "qweight":
                 return self._columns_first(base)
             return self._bytes(base, str(mark))
-        except (IndexError, RuntimeError, ValueError) as exc:
+        except (*GARBLED, RuntimeError) as exc:
             raise ConfigError(
                 f"model: the tensors of {name} in {self._path} do not fit each other, or its "
                 f"quantization_config: {exc}",
@@ -85,10 +86,10 @@ class QuantisedTensors:
         how = self._how
         shape = self._read(f"{base}.weight_shape").tolist()
         rows, columns = (int(size) for size in shape)
-        if min(rows, columns) < 1:
-            raise ValueError(f"weight_shape is {shape}")
         half = 1 << (how.bits - 1)
         counts = _unpacked(self._read(f"{base}.weight_packed"), how.bits)[:, :columns] - half
+        if counts.shape != (rows, columns):  # before anything is made by those numbers
+            raise ValueError(f"weight_packed holds {list(counts.shape)}, weight_shape is {shape}")
         scales = self._read(f"{base}.weight_scale").float()
         zeros: torch.Tensor | None = None
         if f"{base}.weight_zero_point" in self._names:
@@ -96,8 +97,6 @@ class QuantisedTensors:
             zeros = _unpacked(words.t(), how.bits).t()[:rows] - half
         order = f"{base}.weight_g_idx"
         groups = self._groups(columns, scales.shape[1], order)
-        if counts.shape != (rows, columns):
-            raise ValueError(f"weight_packed holds {list(counts.shape)}, weight_shape {shape}")
         return _scaled(counts, scales, zeros, groups)
 
     def _columns_first(self, base: str) -> torch.Tensor:
@@ -132,7 +131,7 @@ class QuantisedTensors:
             return (counts - zeros.reshape(1, 1)) * scales.reshape(1, 1)
         if scales.shape == (rows,):
             scales, zeros = scales[:, None], zeros[:, None]
-        high, wide = self._how.block
+        high, wide = map(min, self._how.block, counts.shape)
         if list(scales.shape) == [-(-rows // high), -(-columns // wide)]:
             each = scales.repeat_interleave(high, 0)[:rows]
             return counts * each.repeat_interleave(wide, 1)[:, :columns]

@@ -123,7 +123,7 @@ class TensorFiles:
             self._quantised = QuantisedTensors(how, path, self._places, self._tensor)
         self._parts: SharedParts | None = None
         if source.shared_in is not None and device.type == "cpu" and is_supported():
-            names = {single_file, *stored.values()}
+            names = {single_file, "config.json", *stored.values()}
             files = [path / name for name in names if (path / name).is_file()]
             form = f"{source.dtype}, {source.form}"
             if source.shard is not None:
@@ -297,9 +297,9 @@ class TensorFiles:
         if form is target.form:
             target.rows.copy_(rows)
             return
-        target.fill(stored.values(torch.float32))
-        if target.rows.device.type == "cpu" and not target.is_finite():
-            raise self._not_finite(name, str(target.rows.dtype))
+        numbers = stored.values(torch.float32)
+        target.fill(numbers)
+        self._check_finite(name, numbers, target.rows.dtype)
 
     def _numbers_into(self, name: str, target: torch.Tensor) -> None:
         """Read a tensor of numbers into `target`, converting its dtype."""
@@ -313,10 +313,12 @@ class TensorFiles:
         if stored.shape != target.shape:
             raise self._misfit(name, list(target.shape), f"shape {list(stored.shape)}")
         target.copy_(stored)
-        # On the host, and without a copy of the tensor: NaN is both its least and its greatest.
-        seen = target if target.device.type == "cpu" else stored
-        if not torch.isfinite(torch.stack(seen.aminmax())).all():
-            raise self._not_finite(name, str(seen.dtype))
+        self._check_finite(name, target if target.device.type == "cpu" else stored, target.dtype)
+
+    def _check_finite(self, name: str, seen: torch.Tensor, dtype: torch.dtype) -> None:
+        """Raises: ConfigError: NaN, which is both least and greatest, or infinite as `dtype`."""
+        if not torch.isfinite(torch.stack(seen.aminmax()).to(dtype)).all():
+            raise self._not_finite(name, str(dtype))
 
     def _part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What this engine holds of a tensor."""

@@ -158,6 +158,15 @@ def test_a_library_that_cannot_be_loaded_leaves_the_engine_eager(
     start_row(runner, 0, make_state([5, 6, 7]))
 
 
+def test_a_second_load_without_memory_leaves_the_engine_eager(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiled, "cached_library", lambda cache_dir: None)
+    monkeypatch.setattr(compiled, "load_spec", lambda *_, **__: bytes(1 << 62))
+    load_runner(make_spec(checkpoint, compile="auto")).wait_compiled(DEADLINE_S)
+    assert "the engine stays eager: MemoryError()" in caplog.text
+
+
 def test_compilation_in_the_background_stalls_nobody(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,3 +194,6 @@ def test_compilation_in_the_background_stalls_nobody(
         theirs.output_ids.append(alone.decode([0])[0].token_id)
     assert runner.is_compiled
     assert ours.output_ids == theirs.output_ids
+    monkeypatch.setattr(compiled, "_BACKGROUND_BYTES", 1000)
+    kernels = compiled.find_kernels(make_spec(checkpoint, compile="auto"))
+    assert kernels.library is not None, "large weights are not held twice"

@@ -26,6 +26,7 @@ LLAMA: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
 }
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1}
 
 
 def read(tmp_path: Path, **changes: Any):  # type: ignore[no-untyped-def]
@@ -50,6 +51,11 @@ def read(tmp_path: Path, **changes: Any):  # type: ignore[no-untyped-def]
         ({"hidden_size": "wide"}, "wide"),
         ({"num_hidden_layers": 0}, "must be positive"),
         ({"head_dim": 7}, "even"),
+        ({"vocab_size": 1 << 27}, "vocab_size is 134217728; must be positive, 67,108,864 at most"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rope_theta": -1e4}, "rope_theta is -10000"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor of RoPE is 0.0"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1}}, "high_freq_factor - low_freq_factor"),
     ],
 )
 def test_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from quadriga.catalogue.headers import SINGLE_FILE
+from quadriga.catalogue.inspection import inspect
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.checkpoint.model_config import read_model_config
 from quadriga.config.kv_memory import weight_bytes
@@ -165,10 +166,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[int, int], Any]]] = {
         groups_of(num_bits=8, type="float", strategy="channel") | {"format": "float-quantized"},
         lambda r, c: fp8(r, c, name="weight_scale", blocks=False),
     ),
-    "compressed-tensors, FP8 by block": (
-        groups_of(num_bits=8, type="float", strategy="block", block_structure=[24, 40])
+    "compressed-tensors, FP8 by block of more rows than there are": (
+        groups_of(num_bits=8, type="float", strategy="block", block_structure=[10**30, 40])
         | {"format": "float-quantized"},
-        lambda r, c: fp8(r, c, name="weight_scale", blocks=True),
+        lambda r, c: fp8(r, c, name="weight_scale", blocks=True, high=10**30),
     ),
     "FP8 by block": (
         {"quant_method": "fp8", "weight_block_size": [24, 40]},
@@ -231,6 +232,8 @@ def test_numbers_are_those_of_the_layout(whole: Path, layout: str) -> None:
                 else:
                     assert matrix.form is Form.FLOAT32
                     torch.testing.assert_close(values, numbers, rtol=1e-6, atol=1e-7)
+    (whole / "tokenizer.json").write_text("{}")
+    assert inspect(str(whole)).sizes.num_layers == 2
     checkpoint = read_checkpoint(str(whole))
     assert weight_bytes(checkpoint, 4, matrices="stored") > 0
 
@@ -299,10 +302,20 @@ def test_tensors_that_do_not_fit_are_refused(whole: Path, layout: str, part: str
             load_weights(WeightSource(whole, torch.float32), read_model_config(whole), 2, 32)
 
 
-def test_groups_beyond_the_scales_are_refused(whole: Path) -> None:
-    quantise(whole, "gptq")
+@pytest.mark.parametrize(
+    ("layout", "part", "values", "message"),
+    [
+        ("gptq", "g_idx", [0] * 63 + [99], "do not fit 2 scales"),
+        ("compressed-tensors, 4 bits", "weight_shape", [64, 10**6], "weight_packed holds"),
+        ("compressed-tensors, 4 bits", "weight_shape", [float("inf")] * 2, "infinity"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(
+    whole: Path, layout: str, part: str, values: Any, message: str
+) -> None:
+    quantise(whole, layout)
     tensors = load_file(whole / SINGLE_FILE)
-    tensors["model.layers.0.self_attn.q_proj.g_idx"][3] = 99
+    tensors[f"model.layers.0.self_attn.q_proj.{part}"] = torch.tensor(values)
     save_file(tensors, whole / SINGLE_FILE)
-    with pytest.raises(ConfigError, match=r"q_proj.*do not fit"):
+    with pytest.raises(ConfigError, match=f"q_proj.*{message}"):
         load_weights(WeightSource(whole, torch.float32), read_model_config(whole), 2, 32)

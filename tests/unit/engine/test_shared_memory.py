@@ -121,6 +121,10 @@ def test_changed_files_are_read_anew(checkpoint: Path, tmp_path: Path) -> None:
     after = load(checkpoint, tmp_path / "shared")
     old, new = before.layers[1].down.weight, after.layers[1].down.weight
     assert torch.equal(2 * old.rows, new.rows)
+    parts = set((tmp_path / "shared").iterdir())
+    (checkpoint / "config.json").touch()  # it says what tensors mean
+    load(checkpoint, tmp_path / "shared")
+    assert len(set((tmp_path / "shared").iterdir()) - parts) == len(parts) / 2
 
 
 def test_a_part_that_was_not_filled_to_its_end_is_not_shared(

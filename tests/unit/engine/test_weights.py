@@ -117,6 +117,13 @@ def test_blocks_that_are_none(
         files.matrix("w", 64, 64)
 
 
+def test_a_gpus_numbers_are_those_of_its_dtype(tmp_path: Path) -> None:
+    save_file({"w": torch.full((2, 32), 7e4)}, tmp_path / SINGLE_FILE)
+    source = WeightSource(tmp_path, torch.float16, torch.device("meta"))
+    with source.open() as files, pytest.raises(ConfigError, match=r"infinity as torch\.float16"):
+        files.matrix("w", 2, 32)
+
+
 def test_matrices_of_several_forms_become_one(tmp_path: Path) -> None:
     """What is stacked has one form: theirs, or else float32."""
     ones = {"a": torch.ones(2, 32), "b": torch.ones(2, 32, dtype=torch.bfloat16)}
@@ -150,19 +157,15 @@ def test_pickled_weights_are_not_opened(checkpoint: Path) -> None:
 
 
 def test_wrong_shape(checkpoint: Path) -> None:
-    def widen(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(48, 90)
-
-    rewrite(checkpoint, widen)
+    wide = {"model.layers.1.mlp.down_proj.weight": torch.zeros(48, 90)}
+    rewrite(checkpoint, lambda tensors: tensors.update(wide))
     with pytest.raises(ConfigError, match=r"down_proj.*\[48, 90\].*\[48, 88\]"):
         load(checkpoint)
 
 
 def test_integer_weights(checkpoint: Path) -> None:
-    def quantise(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["lm_head.weight"] = torch.zeros(130, 48, dtype=torch.int8)
-
-    rewrite(checkpoint, quantise)
+    whole = {"lm_head.weight": torch.zeros(130, 48, dtype=torch.int8)}
+    rewrite(checkpoint, lambda tensors: tensors.update(whole))
     with pytest.raises(ConfigError, match=r"lm_head\.weight is torch\.int8"):
         load(checkpoint)
 

@@ -92,6 +92,7 @@ def test_a_file_that_changes_while_it_is_read(
     monkeypatch.setattr(Conversion, "write", and_touch)
     with pytest.raises(ConfigError, match="changed while it was read"):
         converted_folder(file, cache)
+    assert folders(cache) == []
 
 
 def test_a_young_file_is_looked_at_again(

@@ -112,6 +112,7 @@ def test_other_architectures(tmp_path: Path, architecture: str) -> None:
 TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "one missing": (lambda t: t.pop("blk.1.ffn_up.weight"), "blk.1.ffn_up.weight is missing"),
     "no embedding": (lambda t: t.pop("token_embd.weight"), "token_embd.weight is missing"),
+    "a bias of the head": (lambda t: t.update({"output.bias": np.ones(260, "f4")}), "output.bias"),
     "one unknown": (lambda t: t.update({"blk.0.ssm_a": np.ones(3, "f4")}), "blk.0.ssm_a"),
     "one transposed": (
         lambda t: t.update({"blk.0.ffn_up.weight": t["blk.0.ffn_up.weight"].T.copy()}),
