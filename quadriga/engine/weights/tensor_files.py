@@ -317,7 +317,7 @@ class TensorFiles:
 
     def _check_finite(self, name: str, seen: torch.Tensor, dtype: torch.dtype) -> None:
         """Raises: ConfigError: NaN, which is both least and greatest, or infinite as `dtype`."""
-        if not torch.isfinite(torch.stack(seen.aminmax()).to(dtype)).all():
+        if seen.numel() and not torch.isfinite(torch.stack(seen.aminmax()).to(dtype)).all():
             raise self._not_finite(name, str(dtype))
 
     def _part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
