@@ -56,6 +56,8 @@ def wanted_classes(
     for model, depth in sorted(strict.items()):
         if model not in depths or any(_serves(wanted[n], model, depth) for n in pool):
             continue
+        if all(model not in (wanted[n].model, replicas[n].depth_class.model) for n in pool):
+            continue  # in a profile alone, and `may_change` keeps its layers: nobody else gets it
         free = [n for n in pool if n not in pinned]
         able = [n for n in free if _serves(replicas[n].depth_class, model, depth)]
         if not free:

@@ -357,6 +357,25 @@ def test_strict_requests_keep_a_deep_replica() -> None:
     assert cluster.replicas["decode-1"].depth_class == S6
 
 
+def test_strict_requests_of_a_profile_bring_its_model_to_nobody_that_serves() -> None:
+    cluster = with_scout()
+    cluster.tick()
+    cluster.profile()
+    cluster.done()
+    assert cluster.replicas["scout"].depth_class == L32, "its turn"
+    cluster.strict = {"opt-6.7b": 32}
+    cluster.tick()
+    assert cluster.order is None and cluster.trace == ["switch scout opt-6.7b@32"]
+    cluster.profile()
+    cluster.tick()
+    assert cluster.replicas["scout"].depth_class == L32, "the strict ones are not over"
+    cluster.settle()
+    cluster.strict = {}
+    cluster.tick(31.0)  # others might have followed
+    cluster.settle()
+    assert cluster.replicas["scout"].depth_class == S24
+
+
 def said_reason(cluster: Cluster) -> str:
     assert cluster.order is not None
     return cluster.order.reason
