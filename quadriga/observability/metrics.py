@@ -130,9 +130,9 @@ class _Source:
 class MetricsHub:
     """Last values of every source, dead ones included; owned by one process, not thread-safe.
 
-    A source that falls silent keeps its counters and histograms and loses its gauges, which speak
-    of a present it no longer has. Beyond `MAX_SOURCES` the longest silent are forgotten: added to
-    another source, all that they ever counted would be news to whoever asks for rates.
+    A source that falls silent keeps the counters and histograms that it counted in and loses its
+    gauges, which speak of a present it no longer has. Beyond `MAX_SOURCES` the longest silent are
+    forgotten: added to another source, all that they counted would be news to who asks for rates.
     """
 
     def __init__(self) -> None:
@@ -189,8 +189,9 @@ class MetricsHub:
         """Return all sources as one Prometheus text page, each series labelled `replica`."""
         present: list[tuple[str, dict[str, Family]]] = []
         for name, source in self._sources.items():
-            fresh = now_s - source.seen_s <= GAUGE_MAX_AGE_S
-            present.append((name, source.families if fresh else _cumulative(source.families)))
+            if now_s - source.seen_s > GAUGE_MAX_AGE_S:
+                source.families = _cumulative(source.families)
+            present.append((name, source.families))
         return merge(present)
 
     def values(self, name: str) -> dict[str, dict[Labels, float]]:
@@ -262,7 +263,8 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][^ {]*(?:\{.*\})?) (\S+)$")
 
 
 def _cumulative(families: dict[str, Family]) -> dict[str, Family]:
-    return {name: family for name, family in families.items() if family.cumulative}
+    """What is kept of a silent source: it may have died, and processes come and go."""
+    return {n: f for n, f in families.items() if f.cumulative and any(f.samples.values())}
 
 
 def _to_tree(seq: int, families: dict[str, Family]) -> dict[str, Any]:

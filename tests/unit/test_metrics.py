@@ -58,11 +58,12 @@ def test_the_dead_keep_their_counters_and_lose_their_gauges() -> None:
     registry.counter("t_total", "Things.").inc(5)
     registry.gauge("g", "Now.").set(1)
     registry.histogram("h", "Spread.", buckets=(1.0,)).observe(0.5)
+    registry.counter("never_total", "Nothing.")
     hub = MetricsHub()
     hub.push("a", registry.snapshot(), now_s=0.0)
-    assert page(hub)['g{replica="a"}'] == 1
+    assert page(hub)['g{replica="a"}'] == 1 and 'never_total{replica="a"}' in page(hub)
     later = page(hub, now_s=GAUGE_MAX_AGE_S + 1)
-    assert 'g{replica="a"}' not in later
+    assert not {'g{replica="a"}', 'never_total{replica="a"}'} & set(later), "nor what is zero"
     assert later['t_total{replica="a"}'] == 5
     assert later['h_bucket{le="+Inf",replica="a"}'] == 1
 
