@@ -157,9 +157,12 @@ class EngineClient:
         """Cancel every request and stop all tasks."""
         self.drain(0.0)
         try:
-            await asyncio.wait_for(self._request_manager.cancellations.flush(), FAREWELL_TIMEOUT_S)
+            async with asyncio.timeout(FAREWELL_TIMEOUT_S):
+                await self._request_manager.cancellations.flush()
+                if self._reports is not None:  # a profile would wait for its last requests
+                    await self._reports.send()
         except (TimeoutError, QuadrigaError):
-            logger.warning("not every replica could be reached to cancel requests at the shutdown")
+            logger.warning("not every actor could be reached to end requests at the shutdown")
         await self.tasks.close()
         self.models.close()
         await asyncio.to_thread(tracing.flush)

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,14 @@ SURE, UNSURE = 0.3, 0.99999
 class OwnIngress:
     """An ingress of its own in this process, over the real actors."""
 
-    def __init__(self, app: App, ingress_id: str = "test-ingress") -> None:
+    def __init__(self, app: App, ingress_id: str = "") -> None:
         config = load_config(app.config)
         self.engine = EngineClient(
             config,
             ModelDirectory.load(config),
             ApiKeys(),
             ClusterClient(app.name),
-            ingress_id=ingress_id,
+            ingress_id=ingress_id or uuid.uuid4().hex,  # its reports are numbered
         )
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(HttpServer(self.engine).application()),

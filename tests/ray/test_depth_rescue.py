@@ -39,6 +39,7 @@ def uneven(ray_cluster: None) -> Iterator[App]:
             "lifecycle.orphan_timeout_s": 300.0,
             "scheduler.snapshot_interval_s": 0.2,
             "scheduler.ares.interval_s": 0.5,
+            "scheduler.ares.depth_pools": False,  # they may move a sequence first
         },
     )
     app.ensure()
