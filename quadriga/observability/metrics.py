@@ -153,6 +153,10 @@ class MetricsHub:
         known = self._sources.get(source)
         if known is not None and seq <= known.seq:
             return False
+        if known is None:  # perhaps in the place of one that died
+            for other in self._sources.values():
+                if now_s - other.seen_s > GAUGE_MAX_AGE_S:
+                    other.families = _cumulative(other.families)
         self._sources[source] = _Source(seq, now_s, parsed)
         if len(self._sources) > MAX_SOURCES:
             seen_s, oldest = min((s.seen_s, name) for name, s in self._sources.items())
@@ -189,9 +193,8 @@ class MetricsHub:
         """Return all sources as one Prometheus text page, each series labelled `replica`."""
         present: list[tuple[str, dict[str, Family]]] = []
         for name, source in self._sources.items():
-            if now_s - source.seen_s > GAUGE_MAX_AGE_S:
-                source.families = _cumulative(source.families)
-            present.append((name, source.families))
+            fresh = now_s - source.seen_s <= GAUGE_MAX_AGE_S
+            present.append((name, source.families if fresh else _cumulative(source.families)))
         return merge(present)
 
     def values(self, name: str) -> dict[str, dict[Labels, float]]:

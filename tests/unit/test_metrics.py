@@ -64,6 +64,8 @@ def test_the_dead_keep_their_counters_and_lose_their_gauges() -> None:
     assert page(hub)['g{replica="a"}'] == 1 and 'never_total{replica="a"}' in page(hub)
     later = page(hub, now_s=GAUGE_MAX_AGE_S + 1)
     assert not {'g{replica="a"}', 'never_total{replica="a"}'} & set(later), "nor what is zero"
+    hub.push("b", Registry("b").snapshot(), now_s=GAUGE_MAX_AGE_S + 1)
+    assert not hub.family("g") and not hub.family("never_total"), "nothing holds them"
     assert later['t_total{replica="a"}'] == 5
     assert later['h_bucket{le="+Inf",replica="a"}'] == 1
 
