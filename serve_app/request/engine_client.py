@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 
 from quadriga.clock import Clock, SystemClock
@@ -159,11 +159,13 @@ class EngineClient:
         try:
             async with asyncio.timeout(FAREWELL_TIMEOUT_S):
                 await self._request_manager.cancellations.flush()
-                if self._reports is not None:  # a profile would wait for its last requests
-                    await self._reports.send()
         except (TimeoutError, QuadrigaError):
-            logger.warning("not every actor could be reached to end requests at the shutdown")
+            logger.warning("not every replica could be reached to cancel requests at the shutdown")
         await self.tasks.close()
+        if self._reports is not None:  # a profile would wait for its last requests
+            with suppress(TimeoutError, QuadrigaError):
+                async with asyncio.timeout(FAREWELL_TIMEOUT_S):
+                    await self._reports.send()
         self.models.close()
         await asyncio.to_thread(tracing.flush)
 

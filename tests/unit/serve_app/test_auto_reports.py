@@ -24,7 +24,7 @@ from serve_app.request.sequence_request import SequenceRequest
 from serve_app.responses.body import ResponsesBody
 from serve_app.responses.rendering import ResponsesFormat
 from tests.fakes import FakeCluster
-from tests.unit.serve_app.conftest import MODEL
+from tests.unit.serve_app.conftest import MODEL, MakeStand
 
 
 def sequence(**sampling: Any) -> SequenceRequest:
@@ -171,3 +171,14 @@ def test_the_usage_says_how_many_layers_a_token_were_expected() -> None:
         made.state.expected_layers = layers
     assert usage(request)["quadriga"]["expected_layers"] == 3.75
     assert usage_message(request).expected_layers == 3.75
+
+
+async def test_an_ingress_that_ends_tells_what_became_of_its_requests(
+    make_stand: MakeStand,
+) -> None:
+    stand = await make_stand(config={"helios.enabled": True})
+    reports = stand.engine._reports
+    assert reports is not None
+    reports.admitted(sequence(), "decode:1")
+    await stand.engine.close()
+    assert [(r.kind, r.replica) for r in stand.cluster.reports] == [("started", "decode:1")]
