@@ -194,7 +194,7 @@ class Preemption:
                 batch.note_room(sequence)
                 return
             if not self._trim():
-                self.relieve()
+                self._relieve()
 
     def _trim(self) -> int:
         """Take back what is promised and not used; returns how many tokens that was."""
@@ -204,7 +204,7 @@ class Preemption:
             batch.note_room(sequence)
         return freed
 
-    def relieve(self) -> None:
+    def _relieve(self) -> None:
         """Pause one sequence, and more until memory is no longer nearly full."""
         batch = self._batch
         self._pause_one()
