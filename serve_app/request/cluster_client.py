@@ -9,8 +9,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from quadriga.clock import Clock
@@ -24,6 +25,8 @@ from serve_app.ops.tasks import Tasks
 from serve_app.request.sequence_request import SequenceRequest
 
 logger = logging.getLogger("quadriga.ingress")
+
+Call = Callable[[], Coroutine[Any, Any, None]]
 
 CALL_TIMEOUT_S = 10.0
 SCHEDULER_TIMEOUT_S = 2.0
@@ -297,6 +300,7 @@ class CancellationBatcher:
         self._to_cancel: dict[tuple[str, str | None], list[str]] = {}
         self._ended: list[str] = []
         self._ended_tokens = 0
+        self._sending: set[asyncio.Task[None]] = set()
         self._work = asyncio.Event()
 
     def cancel(self, replica: str, sequence_id: str, *, is_ours: bool = True) -> None:
@@ -321,31 +325,34 @@ class CancellationBatcher:
         await self._work.wait()
         self._work.clear()
         for call in self._calls():
-            self._tasks.spawn(_send(call))
+            task = self._tasks.spawn(_send(call))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
 
     async def flush(self) -> None:
-        """Report all there is, and wait for the answers."""
-        await asyncio.gather(*(_send(call) for call in self._calls()))
+        """Report all there is, and wait for the answers, those of earlier reports too."""
+        await asyncio.gather(*self._sending, *(_send(call) for call in self._calls()))
 
-    def _calls(self) -> list[Coroutine[Any, Any, None]]:
+    def _calls(self) -> list[Call]:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         cancels, self._to_cancel = self._to_cancel, {}
         ended, self._ended = self._ended, []
         tokens, self._ended_tokens = self._ended_tokens, 0
-        calls = [
-            self._cluster.cancel(replica, ids, owner) for (replica, owner), ids in cancels.items()
+        calls: list[Call] = [
+            partial(self._cluster.cancel, replica, ids, owner)
+            for (replica, owner), ids in cancels.items()
         ]
         if ended:
-            calls.append(self._cluster.finished(ended, tokens))
+            calls.append(partial(self._cluster.finished, ended, tokens))
         return calls
 
 
-async def _send(call: Coroutine[Any, Any, None]) -> None:
+async def _send(call: Call) -> None:
     """Make a call; a replica that cannot be reached is dead, or frees by itself."""
     with suppress(ReplicaError):
-        await call
+        await call()
 
 
 def _is_lost(result: object) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,13 @@ from quadriga.core.replica import DepthClass
 from quadriga.core.routing import Admission, AdmitRequest
 from quadriga.errors import ReplicaDied, ReplicaError, Unavailable
 from quadriga.policies.liveness import CONTROLLER_SILENCE_S, DEAF_S
-from serve_app.request.cluster_client import LOST_S, ClusterClient, ClusterStateCache
+from serve_app.ops.tasks import Tasks
+from serve_app.request.cluster_client import (
+    LOST_S,
+    CancellationBatcher,
+    ClusterClient,
+    ClusterStateCache,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -128,3 +136,23 @@ async def test_a_cancellation_that_did_not_arrive_is_sent_again(
     monkeypatch.setattr("actors.rpc.ray_rpc.call", call)
     await ClusterClient("app").cancel("app:decode:0", ["s"], "me")
     assert [c.args for c in call.await_args_list] == [("app:decode:0", "cancel", ["s"], "me")] * 2
+
+
+async def test_reports_that_have_not_left_yet_are_waited_for_or_end_in_silence() -> None:
+    told: list[str] = []
+
+    async def cancel(replica: str, ids: list[str], owner: str) -> None:
+        await asyncio.sleep(0.001)
+        told.extend(ids)
+
+    tasks = Tasks()
+    batcher = CancellationBatcher(SimpleNamespace(cancel=cancel), tasks, "me")  # type: ignore[arg-type]
+    batcher.cancel("app:decode:0", "first")
+    await batcher.report_ended_sequences()
+    await batcher.flush()
+    assert told == ["first"]
+    batcher.cancel("app:decode:0", "second")
+    await batcher.report_ended_sequences()
+    await tasks.close()
+    gc.collect()  # a call that was made and never awaited would be told of here
+    assert told == ["first"]
