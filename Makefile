@@ -43,7 +43,7 @@ serve: setup ## Start the service on this machine: OpenAI HTTP on 127.0.0.1:8000
 demo: setup ## Start the service, ask it a few things over HTTP and gRPC, stop it
 	$(BIN)/python -m serve_app.cli.demo
 
-test: test-fast test-gpu test-ray test-e2e test-deploy ## Run every test
+test: test-fast test-gpu test-ray test-e2e test-deploy ## Run the tests, but the slow ones and those of other clients
 
 test-fast: setup ## Unit, property, equivalence, architecture: no Ray
 	$(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --dist loadfile --max-worker-restart 0 tests/unit tests/property tests/equivalence tests/simulation tests/architecture tests/docs

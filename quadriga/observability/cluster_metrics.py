@@ -30,7 +30,7 @@ EVENTS = (
             labels=("result",)),
     histogram("quadriga_handoff_seconds", "From the first token to the acknowledged commit."),
     histogram("quadriga_handoff_bytes", "KV bytes of one hand-off.", buckets=SIZE_BUCKETS_BYTES),
-    gauge("quadriga_kv_transport_fallbacks", "Times a peer was moved to the object store."),
+    gauge("quadriga_kv_transport_fallbacks", "Times a peer was moved to the next, slower transport."),
     counter("quadriga_integrity_violations_total",
             "Engines given up because their books contradicted themselves; 0 by promise."),
 )

@@ -28,7 +28,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a member is trained. Source: the measurements in docs/training.md.
+    """How a member is trained. Source: the measurements in docs/experiments/models.md.
 
     Attributes:
         mix: Weight per task in the stream of examples.
