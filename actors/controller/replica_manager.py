@@ -170,6 +170,7 @@ class ReplicaManager:
         replica.tasks += [
             background(self._await_death(replica)),
             background(self._heartbeat_forever(replica)),
+            background(self._await_place(replica)),
         ]
 
     async def _await_death(self, replica: ReplicaHandle) -> None:
@@ -184,6 +185,13 @@ class ReplicaManager:
             except Exception:  # a border, as for heartbeats
                 logger.exception("the wait for the end of %s failed", replica.name)
                 await asyncio.sleep(1.0)
+
+    async def _await_place(self, replica: ReplicaHandle) -> None:
+        """Note that it has a place: Ray holds the first heartbeat back until its process runs."""
+        while replica.phase is ReplicaPhase.PENDING and replica.name in self.replicas:
+            if await self._is_placed(replica) and replica.phase is ReplicaPhase.PENDING:
+                replica.phase, replica.since_s = ReplicaPhase.STARTING, self._clock.now_s()
+            await asyncio.sleep(self.lifecycle.heartbeat_interval_s / 4)
 
     async def _heartbeat_forever(self, replica: ReplicaHandle) -> None:
         while replica.name in self.replicas:
