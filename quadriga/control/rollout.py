@@ -90,7 +90,9 @@ def turn_over(
                         replica, "it, or its node, was asked to go", moves=True, within_s=within_s
                     )
                 )
-        elif is_replaced or (has_no_room and may_go is None and not is_leaving):
+        elif is_replaced or (
+            has_no_room and may_go is None and not is_leaving and not is_under_way
+        ):
             if may_go is None:
                 going.append(DepartingReplica(replica, "its configuration has changed"))
             elif may_go(replica):  # for another model: those still to change have the old one

@@ -106,12 +106,12 @@ def test_replicas_are_replaced_one_after_the_other(other: ReplicaRecord, may_beg
     assert decide(old, others=[other], leaving={"a": 60.0}, now_s=FAR_S).lacks_one, "it goes anyway"
 
 
-def test_only_one_goes_before_its_successor_has_room() -> None:
+@pytest.mark.parametrize("first", [ReplicaPhase.RETIRING, ReplicaPhase.STARTING])
+def test_only_one_goes_before_its_successor_has_room(first: ReplicaPhase) -> None:
     """The other successor may take the room that is given back, but no second one gives its own."""
     waiting = (member("a", fingerprint="old"), member("b", ReplicaPhase.PENDING))
     assert gone(decide(*waiting, now_s=FAR_S)) == ["a"]
-    retiring = [elsewhere(ReplicaPhase.RETIRING)]
-    assert gone(decide(*waiting, others=retiring, now_s=FAR_S)) == []
+    assert gone(decide(*waiting, others=[elsewhere(first)], now_s=FAR_S)) == []
 
 
 def test_an_empty_place_is_filled_and_a_full_one_left_alone() -> None:
