@@ -35,6 +35,7 @@ weights are loaded, so no more than its process's start may still be under way."
 STOP_GRACE_S = 5.0
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
+MAX_DOUBLINGS = 10
 HEALTHY_S = 60.0
 REMOVE_PAUSE_S = 1.0
 MAX_REMOVALS = 300
@@ -296,7 +297,8 @@ class ReplicaManager:
             kind = (replica.key, replica.fingerprint)  # not an older one that serves beside it
             failures = self._num_failures.get(kind, 0)
             self._num_failures[kind] = failures + 1
-            pause_s = min(BACKOFF_S * 2.0**failures, MAX_BACKOFF_S) if failures else 0.0
+            longer = 2.0 ** min(failures, MAX_DOUBLINGS)
+            pause_s = min(BACKOFF_S * longer, MAX_BACKOFF_S) if failures else 0.0
             self._not_before_s[replica.key] = self._clock.now_s() + pause_s
             self.num_respawns += 1
             self.last_failure = f"{replica.name}: {reason}"

@@ -152,7 +152,9 @@ async def test_a_place_is_given_back_once_the_control_store_is_there_again(
     monkeypatch.setattr(replica_manager, "REMOVE_PAUSE_S", 0.001)
     fleet, member = fleet_of(changed=changed.set), replica_of(ReplicaPhase.READY)
     fleet.replicas["d0"] = member
+    fleet._num_failures[member.key, "same"] = 2_000
     await fleet._gone(member, "died")
+    assert not fleet.may_spawn(member.key)
     assert changed.is_set(), "a replacement does not wait for it"
     async with asyncio.timeout(20):
         await removed.wait()
