@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actors.controller import controller_store
@@ -90,7 +91,7 @@ class Controller:
     # RPC
 
     async def ensure(self, config: dict[str, Any]) -> None:
-        """Set the desired state; the same one again changes nothing.
+        """Set the desired state; the same one again changes nothing, unless GPUs were added.
 
         Does not return while the application ends: the caller sees the end of this actor and
         creates another one.
@@ -99,8 +100,8 @@ class Controller:
             ConfigError: It cannot be served on this cluster; the state before stays.
         """
         self._heard_s = self._clock.now_s()
-        desired = await asyncio.to_thread(resolve_here, config)
         await self._is_started.wait()
+        desired = await asyncio.to_thread(resolve_here, config, self._desired)
         async with self._wanting:
             if not self._is_ending:
                 await self._want(desired)
@@ -113,7 +114,7 @@ class Controller:
             await self._choose_models(desired)
             text = json.dumps(desired.config).encode()
             await asyncio.to_thread(controller_store.save, self._app, "desired", text)
-        self._apply(desired)
+        await self._apply(desired)
 
     async def ingress_heartbeat(self, ingress_id: str, actor: str = "") -> None:
         """Note a heartbeat of an ingress; without any the whole application ends.
@@ -320,13 +321,16 @@ class Controller:
             try:
                 saved = await asyncio.to_thread(controller_store.load, self._app, "desired")
                 config = self._first_config if saved is None else json.loads(saved)
-                desired = await asyncio.to_thread(resolve_here, config)
+                gpus = await asyncio.to_thread(controller_store.load, self._app, "gpus")
+                desired = await asyncio.to_thread(resolve_here, config, None, float(gpus or 0))
                 await self._choose_models(desired)
-                self._apply(desired)
+                await self._apply(desired)
             finally:
                 self._is_started.set()
 
-    def _apply(self, desired: Desired) -> None:
+    async def _apply(self, desired: Desired) -> None:
+        gpus = str(desired.hardware.num_gpus).encode()
+        await asyncio.to_thread(controller_store.save, self._app, "gpus", gpus)
         self._desired = desired
         self._manager.lifecycle = desired.deployment.config.lifecycle
         self._wake.set()
@@ -453,6 +457,15 @@ class Controller:
             logger.warning("stored values of %s stay in Ray's store: %s", self._app, exc)
 
 
-def resolve_here(config: dict[str, Any]) -> Desired:
-    """Resolve a configuration on the cluster's hardware; blocks. Raises: ConfigError."""
-    return resolve_on(config, cluster_hardware())
+def resolve_here(
+    config: dict[str, Any], last: Desired | None = None, least_gpus: float = 0.0
+) -> Desired:
+    """Resolve a configuration on the cluster's hardware; blocks. Raises: ConfigError.
+
+    Args:
+        last: See `resolve_on`.
+        least_gpus: An earlier controller saw so many for this configuration.
+    """
+    hardware = cluster_hardware()
+    hardware = replace(hardware, num_gpus=max(hardware.num_gpus, least_gpus))
+    return resolve_on(config, hardware, last)

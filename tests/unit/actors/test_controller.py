@@ -15,12 +15,12 @@ from actors.controller import controller as module
 from actors.controller.controller import Controller
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
-from quadriga.config.resolve import Deployment
+from quadriga.config.resolve import Deployment, Hardware
 from quadriga.control.desired import Desired
 from quadriga.errors import ConfigError, ReplicaDied
 
 CONFIG = load_config({}).model_dump(mode="json")
-NOTHING = Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {})
+NOTHING = Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {}, Hardware(2.0))
 
 
 class Failing:
@@ -119,6 +119,28 @@ async def test_what_cannot_be_served_yet_is_tried_again(monkeypatch: pytest.Monk
         await until(lambda: made._error == "the cluster has no GPU")
         await until(lambda: made._desired is NOTHING)
         await until(lambda: made._error is None)
+
+
+async def test_gpus_that_are_away_for_a_moment_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither when another ingress starts, nor when the controller restarts."""
+    monkeypatch.setattr("actors.controller.replica_manager.ReplicaManager.may_spawn", Failing(None))
+    there, resolve_here = [Hardware(8.0, 3.0)], module.resolve_here
+    monkeypatch.setattr(module, "cluster_hardware", lambda: there[-1])
+    async with controller(monkeypatch, resolve_here=resolve_here) as made:
+        await until(lambda: made._desired is not None)
+        first = made._desired
+        assert first is not None and len(first.places) == 3
+        for num_gpus in (0.0, 1.0):
+            there.append(Hardware(8.0, num_gpus))
+            await made.ensure(CONFIG)
+            assert made._desired == first
+            monkeypatch.setattr(made, "_desired", None)
+            await until(lambda: made._desired is not None)
+            assert made._desired == first
+        await made.ensure(load_config({"decode.max_slots": 4}).model_dump(mode="json"))
+        assert len(made._desired.places) == 1, "another configuration goes by what is there"
 
 
 async def test_a_failed_turn_of_the_controller_is_followed_by_the_next(
