@@ -84,7 +84,9 @@ def turn_over(
     for replica in others[:1]:
         within_s = due_s[replica.name]
         if within_s is not None:
-            if is_replaced or has_no_room or within_s < LEAVE_S:
+            # A node that goes takes no successor: giving up the room there helps nobody.
+            was_asked = replica.status is not None and replica.status.leave_s is not None
+            if is_replaced or (has_no_room and was_asked) or within_s < LEAVE_S:
                 going.append(
                     DepartingReplica(
                         replica, "it, or its node, was asked to go", moves=True, within_s=within_s

@@ -151,8 +151,16 @@ def test_a_replica_whose_node_goes_is_followed_and_emptied() -> None:
     assert gone(decide(leaving, leaving=left)) == [], "it serves on until it has a successor"
     (one,) = decide(leaving, member("b"), leaving=left).going
     assert (one.replica.name, one.moves, one.within_s) == ("a", True, FAR_S)
-    waiting = member("b", ReplicaPhase.PENDING)
-    assert gone(decide(leaving, waiting, leaving=left, now_s=SURGE_PATIENCE_S + 1)) == ["a"]
+
+
+@pytest.mark.parametrize("was_asked", [False, True])
+def test_only_a_replica_that_was_asked_to_go_makes_room_for_its_successor(was_asked: bool) -> None:
+    """Where its node goes, nothing new is placed in its room."""
+    leaving, waiting = member("a"), member("b", ReplicaPhase.PENDING)
+    assert leaving.status is not None
+    leaving.status = replace(leaving.status, leave_s=FAR_S if was_asked else None)
+    found = decide(leaving, waiting, leaving={"a": FAR_S}, now_s=SURGE_PATIENCE_S + 1)
+    assert gone(found) == (["a"] if was_asked else [])
 
 
 def test_a_replica_whose_node_goes_soon_waits_for_no_successor() -> None:
