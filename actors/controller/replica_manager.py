@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 ADOPTED_SILENCE_S = 30.0
 """An adopted replica that is placed, and answers nothing for so long, is hung: it answers while its
-weights are loaded, so no more than its process's start may still be under way."""
+weights are loaded, so no more than its process's start may still be under way. One without a place
+for so long gives way to what is wanted now."""
 STOP_GRACE_S = 5.0
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
@@ -258,23 +259,26 @@ class ReplicaManager:
         if since_s is not None and now_s - since_s > self._patience_s(limit_s):
             return f"hung: no answer for {now_s - since_s:.1f} s"
         if replica.phase is ReplicaPhase.PENDING:
-            if await self._is_placed(replica):
+            has_place, waited_s = await self._is_placed(replica), now_s - replica.since_s
+            if has_place:
                 replica.phase = ReplicaPhase.STARTING
                 replica.since_s = now_s
-            else:
+            elif has_place is None or replica.fingerprint or waited_s <= ADOPTED_SILENCE_S:
                 await self._reports.while_pending(replica.since_s)
+            else:
+                return f"an earlier controller asked for it, without a place for {waited_s:.0f} s"
         start_s = self.lifecycle.replica_start_timeout_s
         if replica.phase is ReplicaPhase.STARTING and now_s - replica.since_s > start_s:
             return f"not ready {start_s:.0f} s after it was placed"
         return None
 
-    async def _is_placed(self, replica: ReplicaHandle) -> bool:
-        """Whether its placement group is created, as far as Ray says."""
+    async def _is_placed(self, replica: ReplicaHandle) -> bool | None:
+        """Whether its placement group is created; None where Ray does not say."""
         try:
             return await asyncio.to_thread(is_placed, replica.name)
         except RAY_FAILED as exc:
             logger.warning("Ray does not say whether %s has a place: %s", replica.name, exc)
-            return False
+            return None
 
     def _patience_s(self, silence_s: float) -> float:
         now_s = self._clock.now_s()

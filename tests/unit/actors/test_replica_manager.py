@@ -161,13 +161,19 @@ async def test_a_place_is_given_back_once_the_control_store_is_there_again(
     assert tried == ["d0"] * 3
 
 
-@pytest.mark.parametrize("is_placed", [True, False])
+@pytest.mark.parametrize("is_placed", [True, False, None])
 async def test_an_adopted_replica_that_never_answers_is_hung_once_it_is_placed(
-    is_placed: bool, monkeypatch: pytest.MonkeyPatch
+    is_placed: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that waits for its place cannot answer, and one that was just placed loads its code."""
+    """One that was just placed loads its code; one that has no place must not block another's."""
     placed = is_placed
-    monkeypatch.setattr(replica_manager, "is_placed", lambda name: placed)
+
+    def has_place(name: str) -> bool:
+        if placed is None:
+            raise RayError("the control store is away")
+        return placed
+
+    monkeypatch.setattr(replica_manager, "is_placed", has_place)
     monkeypatch.setattr(replica_manager, "background", lambda coroutine: coroutine.close())
     clock = ManualClock(NOW_S)
     fleet = fleet_of(clock)
@@ -184,6 +190,9 @@ async def test_an_adopted_replica_that_never_answers_is_hung_once_it_is_placed(
     late = await verdict(ADOPTED_SILENCE_S)
     if is_placed:
         assert late == f"hung: no answer for {LIMIT_S + ADOPTED_SILENCE_S:.1f} s"
+        return
+    if is_placed is False:
+        assert late == "an earlier controller asked for it, without a place for 46 s"
         return
     assert late is None and member.phase is ReplicaPhase.PENDING
     placed = True
