@@ -351,15 +351,21 @@ class ReplicaManager:
         return [name for _, name in sorted(able) if name != replica.name]
 
     async def _retire(self, replica: ReplicaHandle, was_ready: bool, deadline_s: float) -> None:
-        if was_ready:
+        left_s, ends_s = deadline_s, self._clock.now_s() + deadline_s
+        while was_ready:
             try:
                 is_empty = await call_handle(
-                    replica.name, replica.handle, "drain", deadline_s, timeout_s=deadline_s + 5.0
+                    replica.name, replica.handle, "drain", left_s, timeout_s=left_s + 5.0
                 )
                 if not is_empty:
                     logger.warning("%s did not drain in %.0f s", replica.name, deadline_s)
+                break
             except QuadrigaError as exc:
                 logger.info("drain of %s: %s", replica.name, exc)
+                if exc.code != "unreachable" or left_s <= 0:
+                    break
+            await asyncio.sleep(REMOVE_PAUSE_S)
+            left_s = ends_s - self._clock.now_s()
         await self._stop(replica)
 
     async def _stop(self, replica: ReplicaHandle) -> None:

@@ -23,7 +23,7 @@ from quadriga.clock import ManualClock
 from quadriga.config.ingress import LifecycleConfig
 from quadriga.control.replica_record import ReplicaLoad, ReplicaStatus
 from quadriga.core.replica import Role
-from quadriga.errors import QuadrigaError, ReplicaError
+from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
 from quadriga.policies.liveness import STALL_PATIENCE
 
 LIMIT_S = 8.0
@@ -204,18 +204,25 @@ async def test_an_adopted_replica_that_never_answers_is_hung_once_it_is_placed(
 async def test_an_adopted_replica_that_drains_is_retired_to_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing undoes a drain: as a current replica it would keep its place and serve nobody."""
-    to_replica = AsyncMock(return_value=replace(status_of(), is_draining=True))
+    """Nothing undoes a drain: as a current replica it would keep its place and serve nobody.
+
+    It is not ended with what it holds because it could not be reached for a moment.
+    """
+    status = replace(status_of(), is_draining=True)
+    lost = ReplicaDied("the connection broke", code="unreachable")
+    to_replica = AsyncMock(side_effect=[status, lost, True, None])
     monkeypatch.setattr(replica_manager, "call_handle", to_replica)
     monkeypatch.setattr(replica_manager, "call", AsyncMock())
     monkeypatch.setattr(replica_manager, "remove", lambda name, handle: None)
     monkeypatch.setattr(replica_manager, "STOP_GRACE_S", 0.01)
+    monkeypatch.setattr(replica_manager, "REMOVE_PAUSE_S", 0.001)
     fleet, member = fleet_of(), replica_of(ReplicaPhase.PENDING)
     fleet.replicas["d0"] = member
     await fleet._heartbeat(member)
     assert member.phase is ReplicaPhase.RETIRING
     await member.tasks[-1]
-    assert [one.args[2] for one in to_replica.mock_calls] == ["heartbeat", "drain", "stop"]
+    asked = [one.args[2] for one in to_replica.mock_calls]
+    assert asked == ["heartbeat", "drain", "drain", "stop"]
     assert not fleet.replicas
 
 
