@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 FORGET_TIMEOUT_S = 10.0
+TURN_TIMEOUT_S = 10.0
 LOADS_TIMEOUT_S = 5.0
 ADOPT_EVERY_S = 30.0
 """Period of the search for replicas and placement groups that this process does not know."""
@@ -85,7 +86,7 @@ class Controller:
         )
         self._strict = StrictRequests(self._manager.replicas, self._clock)
         die_on_sigterm()
-        background(self._run())
+        self._turns = background(self._run())
         background(self._page.sample_forever())
 
     # RPC
@@ -367,6 +368,8 @@ class Controller:
         wanted = {key: fingerprint(spec, desired.config) for key, spec in places.items()}
         may_go = self._helios.pools.may_go if self._helios is not None else None
         for key, spec in places.items():
+            if self._is_ending:
+                return
             if any(m.fingerprint is None for m in self._manager.of(key)):
                 continue  # adopted, and not yet known
             everyone, now_s = list(self._manager.replicas.values()), self._clock.now_s()
@@ -443,6 +446,9 @@ class Controller:
         try:
             await self._page.close()  # a value that is still being written would stay behind
             await self._forget()
+            if asyncio.current_task() is not self._turns:  # the turn under way may start a replica
+                self._wake.set()
+                await asyncio.wait([self._turns], timeout=TURN_TIMEOUT_S)
             await self._manager.stop_all()
             await self._scheduler.stop()
         finally:  # no other process would end it later

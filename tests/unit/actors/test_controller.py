@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
 from quadriga.config.resolve import Deployment, Hardware
 from quadriga.control.desired import Desired
+from quadriga.core.replica import Role
 from quadriga.errors import ConfigError, ReplicaDied
 
 CONFIG = load_config({}).model_dump(mode="json")
@@ -259,6 +261,39 @@ async def test_a_controller_that_ends_accepts_no_configuration(
         assert not late.done()
         for task in (early, late):
             task.cancel()
+
+
+def some_places(*ordinals: int) -> dict[str, Any]:
+    """Parts of a controller that shall keep these decode replicas."""
+    spec: Any = None
+    desired = replace(NOTHING, places={(Role.DECODE, n): spec for n in ordinals})
+    return {"resolve_here": Failing(desired), "fingerprint": lambda *_: "same"}
+
+
+async def test_a_controller_that_ends_leaves_no_replica_that_it_was_starting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    may_spawn = asyncio.Event()
+
+    async def spawn(*_: Any) -> None:
+        done.append("begun")
+        await may_spawn.wait()
+        done.append("spawned")
+
+    async def stop_all() -> None:
+        done.append("stopped")
+
+    monkeypatch.setattr("actors.controller.controller_store.forget", Failing(None))
+    async with controller(monkeypatch, **some_places(0, 1)) as made:
+        monkeypatch.setattr(made._manager, "spawn", spawn)
+        monkeypatch.setattr(made._manager, "stop_all", stop_all)
+        await until(lambda: bool(done))
+        ending = asyncio.create_task(made._end("stopped"))
+        await asyncio.sleep(0.05)
+        may_spawn.set()
+        await ending
+        assert done == ["begun", "spawned", "stopped"]
 
 
 async def test_replicas_unknown_to_the_controller_are_found_later_too(
