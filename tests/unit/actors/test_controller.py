@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from ray.exceptions import RayError
 
 from actors.controller import controller as module
-from actors.controller.controller import Controller
+from actors.controller.controller import FIRST_ANSWER_S, Controller
+from actors.controller.replica_manager import ReplicaHandle
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
 from quadriga.config.resolve import Deployment, Hardware
@@ -294,6 +296,27 @@ async def test_a_controller_that_ends_leaves_no_replica_that_it_was_starting(
         may_spawn.set()
         await ending
         assert done == ["begun", "spawned", "stopped"]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_an_empty_place_waits_for_an_adopted_replica_of_its_role(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the earlier controller knew which place it had taken over."""
+    parts = some_places(0) | {"call": AsyncMock(return_value=[])}
+    async with controller(monkeypatch, **parts) as made:
+        clock, spawn, handle = ManualClock(made._clock.now_s()), AsyncMock(), AsyncMock()
+        monkeypatch.setattr(made, "_clock", clock)
+        monkeypatch.setattr(made._manager, "spawn", spawn)
+        adopted = ReplicaHandle((Role.DECODE, 1), "d1", clock.now_s(), None, handle=handle)
+        made._manager.replicas["d1"] = adopted
+        await until(lambda: made._desired is not None and made._error is None)
+        await asyncio.sleep(0.01)
+        spawn.assert_not_awaited()
+        adopted.fingerprint = "same" if answers else None
+        clock.advance(FIRST_ANSWER_S)
+        await until(lambda: adopted.key == (Role.DECODE, 0) or spawn.await_count > 0)
+        assert (spawn.await_count > 0) is not answers
 
 
 async def test_replicas_unknown_to_the_controller_are_found_later_too(
