@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actors.controller import controller_store
@@ -41,7 +42,10 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 FORGET_TIMEOUT_S = 10.0
+TURN_TIMEOUT_S = 10.0
 LOADS_TIMEOUT_S = 5.0
+FIRST_ANSWER_S = 5.0
+"""An empty place waits so long for an adopted replica, which may have filled it before."""
 ADOPT_EVERY_S = 30.0
 """Period of the search for replicas and placement groups that this process does not know."""
 
@@ -84,13 +88,13 @@ class Controller:
         )
         self._strict = StrictRequests(self._manager.replicas, self._clock)
         die_on_sigterm()
-        background(self._run())
+        self._turns = background(self._run())
         background(self._page.sample_forever())
 
     # RPC
 
     async def ensure(self, config: dict[str, Any]) -> None:
-        """Set the desired state; the same one again changes nothing.
+        """Set the desired state; the same one again changes nothing, unless GPUs were added.
 
         Does not return while the application ends: the caller sees the end of this actor and
         creates another one.
@@ -99,8 +103,8 @@ class Controller:
             ConfigError: It cannot be served on this cluster; the state before stays.
         """
         self._heard_s = self._clock.now_s()
-        desired = await asyncio.to_thread(resolve_here, config)
         await self._is_started.wait()
+        desired = await asyncio.to_thread(resolve_here, config, self._desired)
         async with self._wanting:
             if not self._is_ending:
                 await self._want(desired)
@@ -113,7 +117,7 @@ class Controller:
             await self._choose_models(desired)
             text = json.dumps(desired.config).encode()
             await asyncio.to_thread(controller_store.save, self._app, "desired", text)
-        self._apply(desired)
+        await self._apply(desired)
 
     async def ingress_heartbeat(self, ingress_id: str, actor: str = "") -> None:
         """Note a heartbeat of an ingress; without any the whole application ends.
@@ -320,13 +324,16 @@ class Controller:
             try:
                 saved = await asyncio.to_thread(controller_store.load, self._app, "desired")
                 config = self._first_config if saved is None else json.loads(saved)
-                desired = await asyncio.to_thread(resolve_here, config)
+                gpus = await asyncio.to_thread(controller_store.load, self._app, "gpus")
+                desired = await asyncio.to_thread(resolve_here, config, None, float(gpus or 0))
                 await self._choose_models(desired)
-                self._apply(desired)
+                await self._apply(desired)
             finally:
                 self._is_started.set()
 
-    def _apply(self, desired: Desired) -> None:
+    async def _apply(self, desired: Desired) -> None:
+        gpus = str(desired.hardware.num_gpus).encode()
+        await asyncio.to_thread(controller_store.save, self._app, "gpus", gpus)
         self._desired = desired
         self._manager.lifecycle = desired.deployment.config.lifecycle
         self._wake.set()
@@ -363,13 +370,17 @@ class Controller:
         wanted = {key: fingerprint(spec, desired.config) for key, spec in places.items()}
         may_go = self._helios.pools.may_go if self._helios is not None else None
         for key, spec in places.items():
+            if self._is_ending:
+                return
             if any(m.fingerprint is None for m in self._manager.of(key)):
                 continue  # adopted, and not yet known
             everyone, now_s = list(self._manager.replicas.values()), self._clock.now_s()
             place = turn_over(
                 key, everyone, wanted, left_s=self._left_s, may_go=may_go, now_s=now_s
             )
-            if place.lacks_one and self._manager.may_spawn(key):
+            unheard = [m for m in everyone if m.fingerprint is None and m.key[0] is key[0]]
+            may_be_filled = any(now_s - m.since_s < FIRST_ANSWER_S for m in unheard)
+            if place.lacks_one and not may_be_filled and self._manager.may_spawn(key):
                 name = new_replica_name(self._app, *key)
                 await self._manager.spawn(key, name, spec, desired.config)
             for one in place.going:
@@ -439,6 +450,9 @@ class Controller:
         try:
             await self._page.close()  # a value that is still being written would stay behind
             await self._forget()
+            if asyncio.current_task() is not self._turns:  # the turn under way may start a replica
+                self._wake.set()
+                await asyncio.wait([self._turns], timeout=TURN_TIMEOUT_S)
             await self._manager.stop_all()
             await self._scheduler.stop()
         finally:  # no other process would end it later
@@ -453,6 +467,15 @@ class Controller:
             logger.warning("stored values of %s stay in Ray's store: %s", self._app, exc)
 
 
-def resolve_here(config: dict[str, Any]) -> Desired:
-    """Resolve a configuration on the cluster's hardware; blocks. Raises: ConfigError."""
-    return resolve_on(config, cluster_hardware())
+def resolve_here(
+    config: dict[str, Any], last: Desired | None = None, least_gpus: float = 0.0
+) -> Desired:
+    """Resolve a configuration on the cluster's hardware; blocks. Raises: ConfigError.
+
+    Args:
+        last: See `resolve_on`.
+        least_gpus: An earlier controller saw so many for this configuration.
+    """
+    hardware = cluster_hardware()
+    hardware = replace(hardware, num_gpus=max(hardware.num_gpus, least_gpus))
+    return resolve_on(config, hardware, last)

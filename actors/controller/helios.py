@@ -14,7 +14,6 @@ from ray.exceptions import RayError
 
 from actors.controller import controller_store
 from actors.controller.full_depth_rescorer import FullDepthRescorer
-from actors.controller.placement_groups import cluster_hardware
 from actors.controller.replica_manager import ReplicaManager
 from actors.controller.strict_requests import StrictRequests
 from actors.rpc.lifecycle import scheduler_name
@@ -184,7 +183,7 @@ class HeliosController:
 def set_up_helios(app: str, desired: Desired) -> HeliosSetup:
     """Prepare the choice of models; blocks. Raises: ConfigError."""
     config = desired.deployment.config
-    return set_up(config, cluster_hardware(), desired.places, load_history(app, config))
+    return set_up(config, desired.hardware, desired.places, load_history(app, config))
 
 
 def load_history(app: str, config: QuadrigaConfig) -> HistoryTable:

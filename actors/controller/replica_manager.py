@@ -31,10 +31,12 @@ logger = logging.getLogger(__name__)
 
 ADOPTED_SILENCE_S = 30.0
 """An adopted replica that is placed, and answers nothing for so long, is hung: it answers while its
-weights are loaded, so no more than its process's start may still be under way."""
+weights are loaded, so no more than its process's start may still be under way. One without a place
+for so long gives way to what is wanted now."""
 STOP_GRACE_S = 5.0
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
+MAX_DOUBLINGS = 10
 HEALTHY_S = 60.0
 REMOVE_PAUSE_S = 1.0
 MAX_REMOVALS = 300
@@ -170,6 +172,7 @@ class ReplicaManager:
         replica.tasks += [
             background(self._await_death(replica)),
             background(self._heartbeat_forever(replica)),
+            background(self._await_place(replica)),
         ]
 
     async def _await_death(self, replica: ReplicaHandle) -> None:
@@ -184,6 +187,13 @@ class ReplicaManager:
             except Exception:  # a border, as for heartbeats
                 logger.exception("the wait for the end of %s failed", replica.name)
                 await asyncio.sleep(1.0)
+
+    async def _await_place(self, replica: ReplicaHandle) -> None:
+        """Note that it has a place: Ray holds the first heartbeat back until its process runs."""
+        while replica.phase is ReplicaPhase.PENDING and replica.name in self.replicas:
+            if await self._is_placed(replica) and replica.phase is ReplicaPhase.PENDING:
+                replica.phase, replica.since_s = ReplicaPhase.STARTING, self._clock.now_s()
+            await asyncio.sleep(self.lifecycle.heartbeat_interval_s / 4)
 
     async def _heartbeat_forever(self, replica: ReplicaHandle) -> None:
         while replica.name in self.replicas:
@@ -249,23 +259,26 @@ class ReplicaManager:
         if since_s is not None and now_s - since_s > self._patience_s(limit_s):
             return f"hung: no answer for {now_s - since_s:.1f} s"
         if replica.phase is ReplicaPhase.PENDING:
-            if await self._is_placed(replica):
+            has_place, waited_s = await self._is_placed(replica), now_s - replica.since_s
+            if has_place:
                 replica.phase = ReplicaPhase.STARTING
                 replica.since_s = now_s
-            else:
+            elif has_place is None or replica.fingerprint or waited_s <= ADOPTED_SILENCE_S:
                 await self._reports.while_pending(replica.since_s)
+            else:
+                return f"an earlier controller asked for it, without a place for {waited_s:.0f} s"
         start_s = self.lifecycle.replica_start_timeout_s
         if replica.phase is ReplicaPhase.STARTING and now_s - replica.since_s > start_s:
             return f"not ready {start_s:.0f} s after it was placed"
         return None
 
-    async def _is_placed(self, replica: ReplicaHandle) -> bool:
-        """Whether its placement group is created, as far as Ray says."""
+    async def _is_placed(self, replica: ReplicaHandle) -> bool | None:
+        """Whether its placement group is created; None where Ray does not say."""
         try:
             return await asyncio.to_thread(is_placed, replica.name)
         except RAY_FAILED as exc:
             logger.warning("Ray does not say whether %s has a place: %s", replica.name, exc)
-            return False
+            return None
 
     def _patience_s(self, silence_s: float) -> float:
         now_s = self._clock.now_s()
@@ -288,7 +301,8 @@ class ReplicaManager:
             kind = (replica.key, replica.fingerprint)  # not an older one that serves beside it
             failures = self._num_failures.get(kind, 0)
             self._num_failures[kind] = failures + 1
-            pause_s = min(BACKOFF_S * 2.0**failures, MAX_BACKOFF_S) if failures else 0.0
+            longer = 2.0 ** min(failures, MAX_DOUBLINGS)
+            pause_s = min(BACKOFF_S * longer, MAX_BACKOFF_S) if failures else 0.0
             self._not_before_s[replica.key] = self._clock.now_s() + pause_s
             self.num_respawns += 1
             self.last_failure = f"{replica.name}: {reason}"
@@ -337,15 +351,21 @@ class ReplicaManager:
         return [name for _, name in sorted(able) if name != replica.name]
 
     async def _retire(self, replica: ReplicaHandle, was_ready: bool, deadline_s: float) -> None:
-        if was_ready:
+        left_s, ends_s = deadline_s, self._clock.now_s() + deadline_s
+        while was_ready:
             try:
                 is_empty = await call_handle(
-                    replica.name, replica.handle, "drain", deadline_s, timeout_s=deadline_s + 5.0
+                    replica.name, replica.handle, "drain", left_s, timeout_s=left_s + 5.0
                 )
                 if not is_empty:
                     logger.warning("%s did not drain in %.0f s", replica.name, deadline_s)
+                break
             except QuadrigaError as exc:
                 logger.info("drain of %s: %s", replica.name, exc)
+                if exc.code != "unreachable" or left_s <= 0:
+                    break
+            await asyncio.sleep(REMOVE_PAUSE_S)
+            left_s = ends_s - self._clock.now_s()
         await self._stop(replica)
 
     async def _stop(self, replica: ReplicaHandle) -> None:

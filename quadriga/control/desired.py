@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quadriga.config.engine_spec import DTYPE_BYTES
@@ -17,11 +17,16 @@ from quadriga.core.replica import ReplicaInfo, Role
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """What shall run: the configuration and a specification for every place."""
+    """What shall run: the configuration and a specification for every place.
+
+    Attributes:
+        hardware: What it was resolved on.
+    """
 
     config: dict[str, Any]
     deployment: Deployment
     places: Mapping[PlaceKey, ReplicaSpec]
+    hardware: Hardware
 
     def why_so_long(self, info: ReplicaInfo) -> str | None:
         """How long a sequence may be at a replica, and why; None for a model not named here."""
@@ -44,9 +49,17 @@ class Desired:
         return [c.id for c in self.deployment.checkpoints]
 
 
-def resolve_on(config: dict[str, Any], hardware: Hardware) -> Desired:
-    """Validate and fill in a configuration; reads checkpoint files. Raises: ConfigError."""
+def resolve_on(config: dict[str, Any], hardware: Hardware, last: Desired | None = None) -> Desired:
+    """Validate and fill in a configuration; reads checkpoint files. Raises: ConfigError.
+
+    Args:
+        last: Where it has the same configuration, its GPUs count: some may be away for a moment.
+    """
     loaded = load_config(config)
+    plain = loaded.model_dump(mode="json", exclude={"auth"})
+    if last is not None and last.config == plain:
+        num_gpus = max(hardware.num_gpus, last.hardware.num_gpus)
+        hardware = replace(hardware, num_gpus=num_gpus)
     if loaded.decode.pace is not None:
         find_profile(loaded.decode.pace)
     deployment = resolve(loaded, hardware)
@@ -55,4 +68,4 @@ def resolve_on(config: dict[str, Any], hardware: Hardware) -> Desired:
     for spec in deployment.replicas:
         places[(spec.role, ordinals[spec.role])] = spec
         ordinals[spec.role] += 1
-    return Desired(loaded.model_dump(mode="json", exclude={"auth"}), deployment, places)
+    return Desired(plain, deployment, places, hardware)

@@ -84,13 +84,17 @@ def turn_over(
     for replica in others[:1]:
         within_s = due_s[replica.name]
         if within_s is not None:
-            if is_replaced or has_no_room or within_s < LEAVE_S:
+            # A node that goes takes no successor: giving up the room there helps nobody.
+            was_asked = replica.status is not None and replica.status.leave_s is not None
+            if is_replaced or (has_no_room and was_asked) or within_s < LEAVE_S:
                 going.append(
                     DepartingReplica(
                         replica, "it, or its node, was asked to go", moves=True, within_s=within_s
                     )
                 )
-        elif is_replaced or (has_no_room and may_go is None and not is_leaving):
+        elif is_replaced or (
+            has_no_room and may_go is None and not is_leaving and not is_under_way
+        ):
             if may_go is None:
                 going.append(DepartingReplica(replica, "its configuration has changed"))
             elif may_go(replica):  # for another model: those still to change have the old one

@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from ray.exceptions import RayError
 
 from actors.controller import controller as module
-from actors.controller.controller import Controller
+from actors.controller.controller import FIRST_ANSWER_S, Controller
+from actors.controller.replica_manager import ReplicaHandle
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
-from quadriga.config.resolve import Deployment
+from quadriga.config.resolve import Deployment, Hardware
 from quadriga.control.desired import Desired
+from quadriga.core.replica import Role
 from quadriga.errors import ConfigError, ReplicaDied
 
 CONFIG = load_config({}).model_dump(mode="json")
-NOTHING = Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {})
+NOTHING = Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {}, Hardware(2.0))
 
 
 class Failing:
@@ -119,6 +123,28 @@ async def test_what_cannot_be_served_yet_is_tried_again(monkeypatch: pytest.Monk
         await until(lambda: made._error == "the cluster has no GPU")
         await until(lambda: made._desired is NOTHING)
         await until(lambda: made._error is None)
+
+
+async def test_gpus_that_are_away_for_a_moment_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither when another ingress starts, nor when the controller restarts."""
+    monkeypatch.setattr("actors.controller.replica_manager.ReplicaManager.may_spawn", Failing(None))
+    there, resolve_here = [Hardware(8.0, 3.0)], module.resolve_here
+    monkeypatch.setattr(module, "cluster_hardware", lambda: there[-1])
+    async with controller(monkeypatch, resolve_here=resolve_here) as made:
+        await until(lambda: made._desired is not None)
+        first = made._desired
+        assert first is not None and len(first.places) == 3
+        for num_gpus in (0.0, 1.0):
+            there.append(Hardware(8.0, num_gpus))
+            await made.ensure(CONFIG)
+            assert made._desired == first
+            monkeypatch.setattr(made, "_desired", None)
+            await until(lambda: made._desired is not None)
+            assert made._desired == first
+        await made.ensure(load_config({"decode.max_slots": 4}).model_dump(mode="json"))
+        assert len(made._desired.places) == 1, "another configuration goes by what is there"
 
 
 async def test_a_failed_turn_of_the_controller_is_followed_by_the_next(
@@ -237,6 +263,60 @@ async def test_a_controller_that_ends_accepts_no_configuration(
         assert not late.done()
         for task in (early, late):
             task.cancel()
+
+
+def some_places(*ordinals: int) -> dict[str, Any]:
+    """Parts of a controller that shall keep these decode replicas."""
+    spec: Any = None
+    desired = replace(NOTHING, places={(Role.DECODE, n): spec for n in ordinals})
+    return {"resolve_here": Failing(desired), "fingerprint": lambda *_: "same"}
+
+
+async def test_a_controller_that_ends_leaves_no_replica_that_it_was_starting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    may_spawn = asyncio.Event()
+
+    async def spawn(*_: Any) -> None:
+        done.append("begun")
+        await may_spawn.wait()
+        done.append("spawned")
+
+    async def stop_all() -> None:
+        done.append("stopped")
+
+    monkeypatch.setattr("actors.controller.controller_store.forget", Failing(None))
+    async with controller(monkeypatch, **some_places(0, 1)) as made:
+        monkeypatch.setattr(made._manager, "spawn", spawn)
+        monkeypatch.setattr(made._manager, "stop_all", stop_all)
+        await until(lambda: bool(done))
+        ending = asyncio.create_task(made._end("stopped"))
+        await asyncio.sleep(0.05)
+        may_spawn.set()
+        await ending
+        assert done == ["begun", "spawned", "stopped"]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_an_empty_place_waits_for_an_adopted_replica_of_its_role(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the earlier controller knew which place it had taken over."""
+    parts = some_places(0) | {"call": AsyncMock(return_value=[])}
+    async with controller(monkeypatch, **parts) as made:
+        clock, spawn, handle = ManualClock(made._clock.now_s()), AsyncMock(), AsyncMock()
+        monkeypatch.setattr(made, "_clock", clock)
+        monkeypatch.setattr(made._manager, "spawn", spawn)
+        adopted = ReplicaHandle((Role.DECODE, 1), "d1", clock.now_s(), None, handle=handle)
+        made._manager.replicas["d1"] = adopted
+        await until(lambda: made._desired is not None and made._error is None)
+        await asyncio.sleep(0.01)
+        spawn.assert_not_awaited()
+        adopted.fingerprint = "same" if answers else None
+        clock.advance(FIRST_ANSWER_S)
+        await until(lambda: adopted.key == (Role.DECODE, 0) or spawn.await_count > 0)
+        assert (spawn.await_count > 0) is not answers
 
 
 async def test_replicas_unknown_to_the_controller_are_found_later_too(

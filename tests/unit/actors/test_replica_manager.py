@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import RayError
 
 from actors.controller import replica_manager
 from actors.controller.replica_manager import (
@@ -23,7 +23,7 @@ from quadriga.clock import ManualClock
 from quadriga.config.ingress import LifecycleConfig
 from quadriga.control.replica_record import ReplicaLoad, ReplicaStatus
 from quadriga.core.replica import Role
-from quadriga.errors import QuadrigaError, ReplicaError
+from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
 from quadriga.policies.liveness import STALL_PATIENCE
 
 LIMIT_S = 8.0
@@ -87,7 +87,7 @@ def test_a_hung_replica_is_replaced_and_a_stall_is_waited_out() -> None:
 
 
 class Handle:
-    """A replica's process: it has no place at first, and is well once it `is_placed`."""
+    """A replica's process: a call waits until it `is_placed`, and then it is well."""
 
     def __init__(self) -> None:
         self.is_placed = False
@@ -102,15 +102,18 @@ class Handle:
             return await self._answer()
 
     async def _beat(self) -> ReplicaStatus:
-        if not self.is_placed:
-            raise ActorUnavailableError("it has no place", None)
+        while not self.is_placed:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
         return status_of()
 
 
 async def test_a_replica_is_watched_on_while_the_control_store_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One look that fails must not leave a place that nobody looks after."""
+    """One look that fails must not leave a place that nobody looks after.
+
+    Nor may a heartbeat that waits for the process hide that it has a place.
+    """
     handle: Any = Handle()
     failures = [RayError("the control store is away"), RuntimeError("still")]
 
@@ -149,20 +152,28 @@ async def test_a_place_is_given_back_once_the_control_store_is_there_again(
     monkeypatch.setattr(replica_manager, "REMOVE_PAUSE_S", 0.001)
     fleet, member = fleet_of(changed=changed.set), replica_of(ReplicaPhase.READY)
     fleet.replicas["d0"] = member
+    fleet._num_failures[member.key, "same"] = 2_000
     await fleet._gone(member, "died")
+    assert not fleet.may_spawn(member.key)
     assert changed.is_set(), "a replacement does not wait for it"
     async with asyncio.timeout(20):
         await removed.wait()
     assert tried == ["d0"] * 3
 
 
-@pytest.mark.parametrize("is_placed", [True, False])
+@pytest.mark.parametrize("is_placed", [True, False, None])
 async def test_an_adopted_replica_that_never_answers_is_hung_once_it_is_placed(
-    is_placed: bool, monkeypatch: pytest.MonkeyPatch
+    is_placed: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that waits for its place cannot answer, and one that was just placed loads its code."""
+    """One that was just placed loads its code; one that has no place must not block another's."""
     placed = is_placed
-    monkeypatch.setattr(replica_manager, "is_placed", lambda name: placed)
+
+    def has_place(name: str) -> bool:
+        if placed is None:
+            raise RayError("the control store is away")
+        return placed
+
+    monkeypatch.setattr(replica_manager, "is_placed", has_place)
     monkeypatch.setattr(replica_manager, "background", lambda coroutine: coroutine.close())
     clock = ManualClock(NOW_S)
     fleet = fleet_of(clock)
@@ -180,6 +191,9 @@ async def test_an_adopted_replica_that_never_answers_is_hung_once_it_is_placed(
     if is_placed:
         assert late == f"hung: no answer for {LIMIT_S + ADOPTED_SILENCE_S:.1f} s"
         return
+    if is_placed is False:
+        assert late == "an earlier controller asked for it, without a place for 46 s"
+        return
     assert late is None and member.phase is ReplicaPhase.PENDING
     placed = True
     assert await verdict(1.0) is None
@@ -190,18 +204,25 @@ async def test_an_adopted_replica_that_never_answers_is_hung_once_it_is_placed(
 async def test_an_adopted_replica_that_drains_is_retired_to_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing undoes a drain: as a current replica it would keep its place and serve nobody."""
-    to_replica = AsyncMock(return_value=replace(status_of(), is_draining=True))
+    """Nothing undoes a drain: as a current replica it would keep its place and serve nobody.
+
+    It is not ended with what it holds because it could not be reached for a moment.
+    """
+    status = replace(status_of(), is_draining=True)
+    lost = ReplicaDied("the connection broke", code="unreachable")
+    to_replica = AsyncMock(side_effect=[status, lost, True, None])
     monkeypatch.setattr(replica_manager, "call_handle", to_replica)
     monkeypatch.setattr(replica_manager, "call", AsyncMock())
     monkeypatch.setattr(replica_manager, "remove", lambda name, handle: None)
     monkeypatch.setattr(replica_manager, "STOP_GRACE_S", 0.01)
+    monkeypatch.setattr(replica_manager, "REMOVE_PAUSE_S", 0.001)
     fleet, member = fleet_of(), replica_of(ReplicaPhase.PENDING)
     fleet.replicas["d0"] = member
     await fleet._heartbeat(member)
     assert member.phase is ReplicaPhase.RETIRING
     await member.tasks[-1]
-    assert [one.args[2] for one in to_replica.mock_calls] == ["heartbeat", "drain", "stop"]
+    asked = [one.args[2] for one in to_replica.mock_calls]
+    assert asked == ["heartbeat", "drain", "drain", "stop"]
     assert not fleet.replicas
 
 
@@ -287,7 +308,7 @@ async def test_an_unexpected_error_ends_no_watch(
         while asked < 2:
             await sleep(0.001)
         assert member.phase is ReplicaPhase.READY
-        assert not any(task.done() for task in member.tasks)
+        assert not any(task.done() for task in member.tasks[:2])
 
 
 async def test_a_partitioned_controller_ends_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,12 +106,12 @@ def test_replicas_are_replaced_one_after_the_other(other: ReplicaRecord, may_beg
     assert decide(old, others=[other], leaving={"a": 60.0}, now_s=FAR_S).lacks_one, "it goes anyway"
 
 
-def test_only_one_goes_before_its_successor_has_room() -> None:
+@pytest.mark.parametrize("first", [ReplicaPhase.RETIRING, ReplicaPhase.STARTING])
+def test_only_one_goes_before_its_successor_has_room(first: ReplicaPhase) -> None:
     """The other successor may take the room that is given back, but no second one gives its own."""
     waiting = (member("a", fingerprint="old"), member("b", ReplicaPhase.PENDING))
     assert gone(decide(*waiting, now_s=FAR_S)) == ["a"]
-    retiring = [elsewhere(ReplicaPhase.RETIRING)]
-    assert gone(decide(*waiting, others=retiring, now_s=FAR_S)) == []
+    assert gone(decide(*waiting, others=[elsewhere(first)], now_s=FAR_S)) == []
 
 
 def test_an_empty_place_is_filled_and_a_full_one_left_alone() -> None:
@@ -151,8 +151,16 @@ def test_a_replica_whose_node_goes_is_followed_and_emptied() -> None:
     assert gone(decide(leaving, leaving=left)) == [], "it serves on until it has a successor"
     (one,) = decide(leaving, member("b"), leaving=left).going
     assert (one.replica.name, one.moves, one.within_s) == ("a", True, FAR_S)
-    waiting = member("b", ReplicaPhase.PENDING)
-    assert gone(decide(leaving, waiting, leaving=left, now_s=SURGE_PATIENCE_S + 1)) == ["a"]
+
+
+@pytest.mark.parametrize("was_asked", [False, True])
+def test_only_a_replica_that_was_asked_to_go_makes_room_for_its_successor(was_asked: bool) -> None:
+    """Where its node goes, nothing new is placed in its room."""
+    leaving, waiting = member("a"), member("b", ReplicaPhase.PENDING)
+    assert leaving.status is not None
+    leaving.status = replace(leaving.status, leave_s=FAR_S if was_asked else None)
+    found = decide(leaving, waiting, leaving={"a": FAR_S}, now_s=SURGE_PATIENCE_S + 1)
+    assert gone(found) == (["a"] if was_asked else [])
 
 
 def test_a_replica_whose_node_goes_soon_waits_for_no_successor() -> None:
