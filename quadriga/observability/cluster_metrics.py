@@ -30,9 +30,9 @@ EVENTS = (
             labels=("result",)),
     histogram("quadriga_handoff_seconds", "From the first token to the acknowledged commit."),
     histogram("quadriga_handoff_bytes", "KV bytes of one hand-off.", buckets=SIZE_BUCKETS_BYTES),
-    gauge("quadriga_kv_transport_fallbacks", "Times a peer was moved to the next, slower transport."),
+    gauge("quadriga_kv_transport_fallbacks", "Times a peer was moved to a slower transport."),
     counter("quadriga_integrity_violations_total",
-            "Engines given up because their books contradicted themselves; 0 by promise."),
+            "Engines given up because their records disagreed; 0 by promise."),
 )
 """Of a replica, counted as they happen."""
 
