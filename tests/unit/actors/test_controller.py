@@ -144,7 +144,8 @@ async def test_gpus_that_are_away_for_a_moment_change_nothing(
             await until(lambda: made._desired is not None)
             assert made._desired == first
         await made.ensure(load_config({"decode.max_slots": 4}).model_dump(mode="json"))
-        assert len(made._desired.places) == 1, "another configuration goes by what is there"
+        other = made._desired
+        assert other is not None and len(other.places) == 1, "another goes by what is there"
 
 
 async def test_a_failed_turn_of_the_controller_is_followed_by_the_next(
