@@ -359,7 +359,8 @@ class OutputStream:
 
     async def _wait(self) -> None:
         """Wait until there may be something to read."""
-        due_s = min((p.due_s for p in self._pacers if p.num_held), default=None)
+        pacers = zip(self._pacers, self.request.sequences, strict=False)  # none without gaps
+        due_s = min((p.due_s for p, s in pacers if p.num_held and not s.done), default=None)
         if due_s is None:
             await self.news.wait()
             return

@@ -256,9 +256,10 @@ def paced(sequence: SequenceRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[R
 
 
 async def test_where_short_gaps_are_asked_for_tokens_are_read_one_by_one(
-    sequence: SequenceRequest, paced: tuple[Request, SlowTime]
+    model: ServedModel, sequence: SequenceRequest, paced: tuple[Request, SlowTime]
 ) -> None:
     request, clock = paced
+    request.sequences.append(make_choice(model))  # it has no tokens yet
     reader = request.reader()
     sequence.accept("p", tokens(0, 40))
     assert [d.token_ids for d in await reader.read()] == [[40]]
@@ -269,9 +270,16 @@ async def test_where_short_gaps_are_asked_for_tokens_are_read_one_by_one(
         assert [d.token_ids for d in await reader.read()] == [[token_id]]
     assert clock.now_s - began_s > 0.03, "the second and the third wait for their turn"
     sequence.accept("p", tokens(4, 44, 45, 46))
+    assert [d.token_ids for d in await reader.read()] == [[44]]
     sequence.accept("p", tokens(7, 47, finish=FinishReason.LENGTH))
     (last,) = await reader.read()
-    assert last.token_ids == [44, 45, 46, 47] and last.finish is FinishReason.LENGTH
+    assert last.token_ids == [45, 46, 47] and last.finish is FinishReason.LENGTH
+    clock.now_s += 1.0
+    began_s, waiting = clock.now_s, asyncio.ensure_future(reader.read())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert clock.now_s - began_s < 0.02, "the reader sleeps until the other choice has tokens"
+    waiting.cancel()
 
 
 async def test_what_was_held_comes_before_an_error(
