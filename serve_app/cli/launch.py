@@ -111,6 +111,13 @@ def _unverified() -> ssl.SSLContext:
     return context
 
 
+def own_opener() -> urllib.request.OpenerDirector:
+    """Return what opens URLs of this machine; no proxy that the environment names is asked."""
+    return urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_unverified())
+    )
+
+
 def find_models(config: QuadrigaConfig) -> QuadrigaConfig:
     """Look for every model, fetching and converting what this machine does not have yet.
 
@@ -341,7 +348,7 @@ class LocalService:
     def _is_healthy(self) -> bool:
         try:
             url = f"{self.addresses.health_url}/health"
-            with urllib.request.urlopen(url, timeout=5, context=_unverified()) as reply:
+            with own_opener().open(url, timeout=5) as reply:
                 return bool(reply.status == 200)
         except (urllib.error.URLError, OSError):
             return False
