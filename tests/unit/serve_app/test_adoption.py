@@ -163,6 +163,7 @@ async def test_an_adoption_that_fails_in_any_way_ends_the_request(
     async with asyncio.timeout(5.0):
         reply = await resume(stand)
     assert reply.status_code == 404, reply.text
+    assert stand.engine.metrics.recoveries.labels("failed")._value.get() == 1
     async with asyncio.timeout(5.0):
         while stand.cluster.num_held:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
