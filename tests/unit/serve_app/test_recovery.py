@@ -223,6 +223,7 @@ async def test_the_prefill_replica_dies_with_the_first_token(num_logprobs: int |
         cluster.may_end.set()
         await all_well(client, cluster, [request])
         assert sequence.num_rebuilds == 0, "replicas keep log-probabilities, too"
+        assert recoveries(client) == {"recovered": 1, "adopted": 0, "failed": 0}
 
 
 async def test_an_unreported_next_owner_is_cancelled() -> None:

@@ -361,5 +361,7 @@ def test_seconds_to_go_follow_the_prediction_and_the_pace(sequence: SequenceRequ
     assert sequence.eta.plain() == {
         "tokens": 18.0, "lower": 8.0, "upper": 38.0, "seconds": 4.5, "upper_seconds": 9.5
     }  # fmt: skip
+    sequence.num_at_first = 2  # it was adopted with two
+    assert sequence.eta.token_s == 0.5
     sequence.accept("p", tokens(3, 43, finish=FinishReason.LENGTH))
     assert sequence.eta is None
