@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -326,6 +327,13 @@ def test_what_is_kept_for_a_resumption_is_bounded_by_its_tokens() -> None:
     reader.close()
     store.expire(2.0)
     assert store.get(("anyone", "r0")) is None
+
+
+def test_an_embedding_that_is_kept_counts_as_tokens(sequence: SequenceRequest) -> None:
+    sequence.embedding = array("f", [0.5] * 4096)
+    request = request_of(sequence)
+    request.end(1.0)
+    assert request.num_kept_tokens == 1 + 512
 
 
 def test_what_became_of_a_sequence_goes_on_where_it_is_begun_anew(
