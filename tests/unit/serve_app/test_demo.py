@@ -51,30 +51,28 @@ class Service(BaseHTTPRequestHandler):
     """A service that is well, and answers every request with one word."""
 
     def do_GET(self) -> None:
+        self.rfile.read(int(self.headers["content-length"] or 0))
         self.send_response(200)
         self.end_headers()
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        self.do_GET()
         choice = b'{"text": "Hi", "delta": {"content": "Hi"}, "finish_reason": "stop"}'
         self.wfile.write(b'data: {"choices": [' + choice + b"]}\n")
+
+    do_POST = do_GET
 
 
 def test_a_service_on_this_machine_is_asked_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")  # where nobody listens
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv(demo.NO_PROXY_VARIABLE, "")
     monkeypatch.setattr("urllib.request._opener", None)  # it would know the former environment
+    monkeypatch.setattr(demo, "run_local", lambda *_, **__: 0)
+    sample = sample_requests("quadriga-s").http
     with HTTPServer(("127.0.0.1", 0), Service) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         addresses = Addresses(http_port=server.server_port)
         assert LocalService(load_config({}), ApiKeys(), addresses)._is_healthy()
-        sample = sample_requests("quadriga-s").http
         answer = stream_over_http(addresses.http_url, "quadriga-s", sample, io.StringIO())
         server.shutdown()
     assert answer == DemoAnswer("Hi", "stop")
-    monkeypatch.setenv(demo.NO_PROXY_VARIABLE, "")
-    monkeypatch.setattr(demo, "run_local", lambda *_, **__: 0)
     assert demo.main(["model=quadriga-s"]) == 0
     assert os.environ[demo.NO_PROXY_VARIABLE] == "127.0.0.1"

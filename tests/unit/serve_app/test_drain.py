@@ -207,15 +207,13 @@ def test_signals_interrupt_until_the_ordered_end_and_count_then(
     assert signals.exit_status == 143
 
 
-def test_a_second_signal_ends_a_download_whose_threads_are_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_signal_ends_what_the_first_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_signals, "REPEAT_S", 0.0)
 
     def find_models(config: Any) -> Any:
         try:
             interrupted()
-        finally:
+        finally:  # a download waits for its threads
             interrupted()
 
     monkeypatch.setattr(local_run, "find_models", find_models)

@@ -308,7 +308,7 @@ def kept(name: str, prompt: list[int], *, is_over: bool = True) -> Request:
     return request
 
 
-def test_what_is_kept_for_a_resumption_is_bounded_by_its_tokens() -> None:
+def test_what_is_kept_for_a_resumption_is_bounded_by_its_tokens(sequence: SequenceRequest) -> None:
     """Requests that generate nothing cost nothing, but their prompts would fill the memory."""
     store = RequestStore(keep_s=30.0)
     prompt = [1] * 1_000_000
@@ -327,13 +327,10 @@ def test_what_is_kept_for_a_resumption_is_bounded_by_its_tokens() -> None:
     reader.close()
     store.expire(2.0)
     assert store.get(("anyone", "r0")) is None
-
-
-def test_an_embedding_that_is_kept_counts_as_tokens(sequence: SequenceRequest) -> None:
     sequence.embedding = array("f", [0.5] * 4096)
-    request = request_of(sequence)
-    request.end(1.0)
-    assert request.num_kept_tokens == 1 + 512
+    asked = request_of(sequence)
+    asked.end(1.0)
+    assert asked.num_kept_tokens == 1 + 512, "an embedding counts as tokens"
 
 
 def test_what_became_of_a_sequence_goes_on_where_it_is_begun_anew(
