@@ -12,6 +12,11 @@ free when the service that is told of it comes up."""
 MAX_TRIES = 1000
 
 
+def with_port(host: str, port: int) -> str:
+    """Return `host:port` as URLs and gRPC write it: an IPv6 address is in brackets."""
+    return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def free_port() -> int:
     """Return a TCP port of loopback that nobody listens on now.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from quadriga.config.loader import QuadrigaConfig, load_config, setting_names
 from quadriga.errors import ConfigError, QuadrigaError
-from quadriga.ports import LOOPBACK, is_free
+from quadriga.ports import LOOPBACK, is_free, with_port
 from serve_app.auth.api_keys import KEY_VARIABLE, ApiKeys
 from serve_app.auth.keys import make_key
 from serve_app.cli.arguments import MAX_PORT, ServeParser, port_number
@@ -193,7 +193,7 @@ def _admin_line(config: QuadrigaConfig) -> str:
     """The banner's line about the admin port; empty where it is off."""
     if config.admin.port is None:
         return ""
-    url = f"http://{config.admin.host}:{config.admin.port}"
+    url = f"http://{with_port(config.admin.host, config.admin.port)}"
     return f"\n  live {url}/dashboard, metrics {url}/metrics\n"
 
 

@@ -7,6 +7,7 @@ program can check.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import sys
 import time
@@ -21,11 +22,11 @@ from quadriga.client import Client
 from quadriga.config.engine import PoolConfig
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.errors import ConfigError, QuadrigaError
-from quadriga.ports import free_port
+from quadriga.ports import LOOPBACK, free_port
 from quadriga.tasks import TASKS, Example, check, make_example
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.cli.arguments import ServeParser
-from serve_app.cli.launch import Addresses
+from serve_app.cli.launch import Addresses, own_opener
 from serve_app.cli.local_run import RunningService, leave, run_local
 from serve_app.cli.sample_request import SampleRequest, sample_requests
 
@@ -35,6 +36,7 @@ MAX_TOKENS = 800
 MAX_SHOWN_TOKENS = 128
 TIMEOUT_S = 60.0
 EXIT_INTERRUPTED = 130
+NO_PROXY_VARIABLE = "no_grpc_proxy"
 MIN_RIGHT_SHARE = 0.8
 """A bundled model answers at least so much of the tasks right; less is a fault of the service."""
 
@@ -104,6 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(exc.message)
     key = secrets.token_urlsafe(16)
     addresses = Addresses(http_port=free_port(), grpc_port=free_port())
+    os.environ[NO_PROXY_VARIABLE] = LOOPBACK  # gRPC would ask `http_proxy`, too
     print(f"starting {', '.join(models)}: 1 ingress, prefill and decode apart …", flush=True)
     if FALLBACK_MODEL in models and (lack := default_model().lack):
         print(f"  {lack}", flush=True)
@@ -159,7 +162,7 @@ def stream_over_http(base_url: str, model: str, sample: SampleRequest, out: Text
     )
     print(f"  HTTP  {sample.text}\n        ", end="", flush=True, file=out)
     answer, reason = "", None
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+    with own_opener().open(request, timeout=TIMEOUT_S) as reply:
         for line in reply:
             if line.startswith(b"data: {"):
                 for choice in json.loads(line[6:])["choices"]:

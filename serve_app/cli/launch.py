@@ -18,7 +18,7 @@ from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.config.resolve import runner_of
 from quadriga.errors import ConfigError, QuadrigaError, ReplicaError, Unavailable
-from quadriga.ports import LOOPBACK
+from quadriga.ports import LOOPBACK, with_port
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.cli.environment import GRPC_SERVICERS, LOG_FORMAT_VARIABLE, prepare_environment
 from serve_app.cli.local_stop import Drain, LocalStop
@@ -55,20 +55,21 @@ class Addresses:
     @property
     def http_url(self) -> str:
         if self.tls is None:
-            return f"http://{self.host}:{self.http_port}"
-        return f"https://{self.host}:{self.tls.https_port}"
+            return f"http://{with_port(self.host, self.http_port)}"
+        return f"https://{with_port(self.host, self.tls.https_port)}"
 
     @property
     def grpc_target(self) -> str | None:
         if self.grpc_port is None:
             return None
-        return f"{self.host}:{self.grpc_port if self.tls is None else self.tls.grpc_port}"
+        return with_port(self.host, self.grpc_port if self.tls is None else self.tls.grpc_port)
 
     @property
     def health_url(self) -> str:
         """Where this machine looks whether it is up; past HAProxy's TLS, which may ask for more."""
         options = self.http_options()
-        return f"{'https' if 'ssl_certfile' in options else 'http'}://{options['host']}:{options['port']}"
+        scheme = "https" if "ssl_certfile" in options else "http"
+        return f"{scheme}://{with_port(options['host'], options['port'])}"
 
     def http_options(self) -> dict[str, Any]:
         """Serve's options: where to listen, and how."""
@@ -109,6 +110,13 @@ def _unverified() -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context
+
+
+def own_opener() -> urllib.request.OpenerDirector:
+    """Return what opens URLs of this machine; no proxy that the environment names is asked."""
+    return urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_unverified())
+    )
 
 
 def find_models(config: QuadrigaConfig) -> QuadrigaConfig:
@@ -205,9 +213,10 @@ class LocalService:
                 )
         for option, address, port in wanted:
             try:
-                with socket.socket() as probe:
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                with socket.socket(family) as probe:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind((address, port))
+                    probe.bind((address.strip("[]"), port))
             except OSError as exc:
                 is_taken = exc.errno == errno.EADDRINUSE
                 reason = "is taken by another process" if is_taken else f"cannot be used: {exc}"
@@ -341,7 +350,7 @@ class LocalService:
     def _is_healthy(self) -> bool:
         try:
             url = f"{self.addresses.health_url}/health"
-            with urllib.request.urlopen(url, timeout=5, context=_unverified()) as reply:
+            with own_opener().open(url, timeout=5) as reply:
                 return bool(reply.status == 200)
         except (urllib.error.URLError, OSError):
             return False

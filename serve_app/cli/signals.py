@@ -17,12 +17,13 @@ SIGNAL_STATUS = 128
 class StopSignals:
     """Counts requests to stop while it is entered; the handlers from before come back afterwards.
 
-    Enter it on the main thread. The first request raises KeyboardInterrupt there; later ones are
-    only counted, for the code that ends a service. SIGHUP counts unless it is ignored, as it
-    is under `nohup`.
+    Enter it on the main thread. A request raises KeyboardInterrupt there as long as `interrupts`
+    holds: what the one before interrupted may still wait for its threads. Code that ends a service
+    in order sets it to False, and requests are only counted then. SIGHUP counts unless it is
+    ignored, as it is under `nohup`.
 
     Attributes:
-        interrupts: Whether the first request raises KeyboardInterrupt.
+        interrupts: Whether a request raises KeyboardInterrupt.
         num_requests: Requests so far.
         last: The signal of the latest request.
     """
@@ -64,5 +65,5 @@ class StopSignals:
         self._counted_s = now_s
         self.num_requests += 1
         self.last = signal.Signals(number)
-        if self.num_requests == 1 and self.interrupts:
+        if self.interrupts:
             raise KeyboardInterrupt

@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 
 from quadriga.errors import ConfigError
+from quadriga.ports import with_port
 
 CERT_VARIABLE = "QUADRIGA_TLS_CERT"
 KEY_VARIABLE = "QUADRIGA_TLS_KEY"
@@ -162,7 +163,7 @@ def add_tls_port(server: grpc.Server) -> None:
     tls = Tls.from_environment()
     assert tls is not None
     try:
-        server.add_secure_port(f"{tls.host or '[::]'}:{port}", tls.server_credentials())
+        server.add_secure_port(with_port(tls.host or "::", port), tls.server_credentials())
     except RuntimeError as exc:
         raise ConfigError(f"{GRPC_PORT_VARIABLE}: {port} cannot be opened: {exc}") from exc
 

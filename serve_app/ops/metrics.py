@@ -81,13 +81,17 @@ class IngressMetrics:
         """Record new tokens of a sequence as the client experiences them; notes their times."""
         series = self.of(request.shown_model)
         series.generation_tokens.inc(num_new)
+        is_first = sequence.first_token_s is None
+        is_adopted = sequence.was_adopted and is_first and sequence.num_rebuilds == 0
         if sequence.lost_s is not None:
-            is_adopted = sequence.num_rebuilds == 0
             self.recoveries.labels("adopted" if is_adopted else "recovered").inc()
             self.recovery_time.observe(now_s - sequence.lost_s)
             sequence.lost_s, sequence.num_stalled = None, 0
-        if sequence.first_token_s is None:
+        if is_first:
             sequence.first_token_s = sequence.last_token_s = now_s
+            if is_adopted:  # it had these tokens before; another ingress has measured them
+                sequence.num_at_first = len(sequence.state.output_ids)
+                return
             series.ttft.observe(now_s - request.arrived_s)
             if sequence.accepted_s is not None:
                 series.prefill_time.observe(now_s - sequence.accepted_s)
@@ -102,7 +106,7 @@ class IngressMetrics:
         """Record a sequence that ended without an error."""
         if sequence.finish is not None:
             self.success.labels(request.shown_model, sequence.finish.value).inc()
-        num_after_first = len(sequence.state.output_ids) - 1
+        num_after_first = len(sequence.state.output_ids) - sequence.num_at_first
         if sequence.first_token_s is not None and num_after_first > 0:
             series = self.of(request.shown_model)
             decode_s = now_s - sequence.first_token_s

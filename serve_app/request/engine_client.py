@@ -154,7 +154,7 @@ class EngineClient:
             self._num_answering -= 1
 
     async def close(self) -> None:
-        """Cancel every request and stop all tasks."""
+        """Cancel every request, stop all tasks, and send the last reports and counts."""
         self.drain(0.0)
         try:
             async with asyncio.timeout(FAREWELL_TIMEOUT_S):
@@ -162,10 +162,13 @@ class EngineClient:
         except (TimeoutError, QuadrigaError):
             logger.warning("not every replica could be reached to cancel requests at the shutdown")
         await self.tasks.close()
+        last = [self._push_metrics]
         if self._reports is not None:  # a profile would wait for its last requests
+            last.insert(0, self._reports.send)
+        for send in last:
             with suppress(TimeoutError, QuadrigaError):
                 async with asyncio.timeout(FAREWELL_TIMEOUT_S):
-                    await self._reports.send()
+                    await send()
         self.models.close()
         await asyncio.to_thread(tracing.flush)
 

@@ -40,6 +40,8 @@ LOGPROBS_AT_ONCE = 256
 """Tokens with log-probabilities, of all choices, in one piece of a stream: some milliseconds."""
 KEPT_TOKENS_PER_LOGPROB = 4
 """What a log-probability takes of memory, in tokens: some hundred bytes."""
+NUMBERS_PER_KEPT_TOKEN = 8
+"""So many numbers of an embedding take as much memory as a token."""
 
 
 @dataclass(slots=True)
@@ -95,7 +97,7 @@ class Request:
         began_with: The model of its first token, whichever model goes on.
         arrived_s: When it was opened, monotonic.
         ended_s: When the last sequence ended, monotonic; None while it runs.
-        num_kept_tokens: Of prompts and answers, once it ended.
+        num_kept_tokens: Of prompts and answers, embeddings among them, once it ended.
         abandoned_s: Since when it has no reader, monotonic; None while it has one.
         deadline_timer: Ends the request at its deadline.
         span: Of its trace; None where it is not traced.
@@ -236,6 +238,8 @@ class Request:
         self.ended_s = now_s
         self.num_kept_tokens = self.num_prompt_tokens + self.num_output_tokens
         self.num_kept_tokens += KEPT_TOKENS_PER_LOGPROB * self.num_logprobs
+        numbers = (len(s.embedding or ()) for s in self.sequences)
+        self.num_kept_tokens += sum(count // NUMBERS_PER_KEPT_TOKEN for count in numbers)
 
     @property
     def num_logprobs(self) -> int:
@@ -359,7 +363,8 @@ class OutputStream:
 
     async def _wait(self) -> None:
         """Wait until there may be something to read."""
-        due_s = min((p.due_s for p in self._pacers if p.num_held), default=None)
+        pacers = zip(self._pacers, self.request.sequences, strict=False)  # none without gaps
+        due_s = min((p.due_s for p, s in pacers if p.num_held and not s.done), default=None)
         if due_s is None:
             await self.news.wait()
             return

@@ -14,11 +14,13 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.request import ResumableSequence
 from quadriga.core.routing import Admission
 from quadriga.errors import (
+    Cancelled,
     NotFound,
     Overloaded,
     QuadrigaError,
     ReplicaDied,
     ReplicaError,
+    TakenOver,
     Unavailable,
 )
 from serve_app.openai.errors import as_quadriga
@@ -123,6 +125,9 @@ class RequestManager:
         sequence_id = sequence.state.sequence_id
         if self._live.pop(sequence_id, None) is None:
             return
+        error = sequence.error
+        if sequence.lost_s is not None and not isinstance(error, Cancelled | TakenOver | None):
+            self._metrics.recoveries.labels("failed").inc()
         for name in sequence.owners:
             self.output_poller.unwatch(name, sequence_id)
             if cancel:
@@ -362,6 +367,8 @@ class RequestManager:
 
     def _rebuild(self, request: Request, sequence: SequenceRequest, error: QuadrigaError) -> None:
         """Begin a lost sequence anew, or end it where that did not help."""
+        if sequence.lost_s is None:
+            sequence.lost_s = self._clock.now_s()
         if sequence.is_unknown:
             self._fail(
                 request,
@@ -375,8 +382,6 @@ class RequestManager:
         if sequence.num_stalled >= self._config.max_rebuilds:
             self._fail(request, sequence, error)
             return
-        if sequence.lost_s is None:
-            sequence.lost_s = self._clock.now_s()
         sequence.num_rebuilds += 1
         sequence.num_stalled += 1
         self._metrics.rebuilds.labels(error.code).inc()
@@ -386,8 +391,6 @@ class RequestManager:
         self._tasks.spawn(self._launch(request, sequence, name))
 
     def _fail(self, request: Request, sequence: SequenceRequest, error: QuadrigaError) -> None:
-        if sequence.num_rebuilds > 0:
-            self._metrics.recoveries.labels("failed").inc()
         sequence.fail(error)
         self.retire(sequence, cancel=True)
         self._on_end(request, sequence)

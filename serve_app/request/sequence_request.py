@@ -38,7 +38,7 @@ class SequenceEta:
 
     Attributes:
         tokens: Still to come.
-        token_s: Seconds a token so far; None before the second.
+        token_s: Seconds a token so far; None before the second, or the next one after an adoption.
     """
 
     tokens: LengthPrediction
@@ -80,6 +80,7 @@ class SequenceRequest:
         is_auto: Its model is chosen by the cluster, anew whenever it is begun anew.
         may_begin: Whether it may be begun from its prompt. False where the client has a part of it
             already, and could not notice that the answer is another one.
+        num_at_first: Tokens that count as its first: one, or all that it had when it was adopted.
         profile: The replica whose profile it is part of.
         spans: (model, layers loaded, tokens) one after the other, where depths change.
         num_cached: Prompt tokens that were not computed for its first token.
@@ -110,6 +111,7 @@ class SequenceRequest:
         self.error: QuadrigaError | None = None
         self.accepted_s: float | None = None
         self.first_token_s: float | None = None
+        self.num_at_first = 1
         self.last_token_s = 0.0
         self.caller_fingerprint = ""
         self.is_ours = True
@@ -346,10 +348,10 @@ class SequenceRequest:
     def eta(self) -> SequenceEta | None:
         """Tokens and seconds to go, by the last prediction and its own pace; None without one."""
         said, first_s = remaining_of(self.state), self.first_token_s
-        num_tokens = len(self.state.output_ids)
+        num_after = len(self.state.output_ids) - self.num_at_first
         if said is None or first_s is None or self.done:
             return None
-        token_s = (self.last_token_s - first_s) / (num_tokens - 1) if num_tokens > 1 else None
+        token_s = (self.last_token_s - first_s) / num_after if num_after > 0 else None
         return SequenceEta(said, token_s)
 
     def _note_logprob(self, logprob: TokenLogprob) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from quadriga.core.output import PollReply
 from quadriga.core.request import ResumableSequence, token_digest
+from quadriga.observability.metrics import parse_exposition
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
@@ -86,8 +87,16 @@ async def test_an_http_client_resumes_at_another_ingress(
     assert tokens == stand.cluster.script[HAD:]
     assert len(stand.cluster.submitted) == 1, "nothing was computed again"
     assert stand.cluster.num_orphan_calls == 1
-    page = stand.engine.metrics.registry.snapshot()
-    assert b"adopted" in page
+    counts = parse_exposition((await stand.engine.metrics_page()).decode())
+    counts = {key.split(",replica")[0]: n for key, n in counts.items() if "ingress-1" in key}
+    assert counts['quadriga_recoveries_total{result="adopted"'] == 1
+    of_model = '{model_name="quadriga-s"'
+    assert counts["vllm:time_to_first_token_seconds_count" + of_model] == 0
+    num_gaps = counts["vllm:inter_token_latency_seconds_count" + of_model]
+    assert 0 < num_gaps <= len(tokens), "only of tokens that came after the adoption"
+    name = "vllm:request_time_per_output_token_seconds_sum" + of_model
+    took_s = counts["vllm:request_decode_time_seconds_sum" + of_model]
+    assert counts[name] == pytest.approx(took_s / num_gaps)
 
 
 async def test_a_reader_at_the_former_ingress_gets_an_error_and_may_resume(
@@ -163,6 +172,7 @@ async def test_an_adoption_that_fails_in_any_way_ends_the_request(
     async with asyncio.timeout(5.0):
         reply = await resume(stand)
     assert reply.status_code == 404, reply.text
+    assert stand.engine.metrics.recoveries.labels("failed")._value.get() == 1
     async with asyncio.timeout(5.0):
         while stand.cluster.num_held:  # noqa: ASYNC110
             await asyncio.sleep(0.001)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -12,6 +13,7 @@ from quadriga.core.replica import DepthClass
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState, TokenLogprob
 from quadriga.core.routing import AutoReport
 from quadriga.errors import ReplicaError
+from quadriga.observability.metrics import parse_exposition
 from quadriga.text import StopMatcher
 from serve_app.grpc.messages import usage_message, whole_message
 from serve_app.openai.models import ModelDirectory
@@ -173,12 +175,17 @@ def test_the_usage_says_how_many_layers_a_token_were_expected() -> None:
     assert usage_message(request).expected_layers == 3.75
 
 
-async def test_an_ingress_that_ends_tells_what_became_of_its_requests(
-    make_stand: MakeStand,
+async def test_an_ingress_that_ends_tells_what_became_of_its_requests_and_its_counts(
+    make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand = await make_stand(config={"helios.enabled": True})
     reports = stand.engine._reports
     assert reports is not None
     reports.admitted(sequence(), "decode:1")
+    stand.engine.metrics.resumed.inc(7)
     await stand.engine.close()
     assert [(r.kind, r.replica) for r in stand.cluster.reports] == [("started", "decode:1")]
+    counts = parse_exposition((await stand.cluster.metrics()).decode())
+    assert counts['quadriga_requests_resumed_total{replica="ingress-0"}'] == 7
+    monkeypatch.setattr(stand.cluster, "push_metrics", AsyncMock(side_effect=ReplicaError("gone")))
+    await stand.engine.close()  # it ends all the same

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
 import pytest
 
 from quadriga.checkpoint import packaged_models
-from serve_app.cli.demo import DemoAnswer, Score, _configuration
+from quadriga.config.loader import load_config
+from quadriga.ports import free_port
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.cli import demo
+from serve_app.cli.demo import DemoAnswer, Score, _configuration, stream_over_http
+from serve_app.cli.launch import Addresses, LocalService
+from serve_app.cli.sample_request import sample_requests
 
 
 def test_the_demonstration_names_what_is_wrong() -> None:
@@ -34,3 +45,34 @@ def test_a_model_with_checkable_answers_is_served_beside_the_default(
 @pytest.mark.parametrize("setting", ["model=quadriga-l", "decode_replicas=3", "exits.layers=none"])
 def test_settings_of_a_pool_leave_one_pool(setting: str) -> None:
     assert len(_configuration([setting]).pools) == 1
+
+
+class Service(BaseHTTPRequestHandler):
+    """A service that is well, and answers every request with one word."""
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers["content-length"] or 0))
+        self.send_response(200)
+        self.end_headers()
+        choice = b'{"text": "Hi", "delta": {"content": "Hi"}, "finish_reason": "stop"}'
+        self.wfile.write(b'data: {"choices": [' + choice + b"]}\n")
+
+    do_POST = do_GET
+
+
+def test_a_service_on_this_machine_is_asked_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")  # where nobody listens
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv(demo.NO_PROXY_VARIABLE, "")
+    monkeypatch.setattr("urllib.request._opener", None)  # it would know the former environment
+    monkeypatch.setattr(demo, "run_local", lambda *_, **__: 0)
+    sample = sample_requests("quadriga-s").http
+    with HTTPServer(("127.0.0.1", 0), Service) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        addresses = Addresses(http_port=server.server_port)
+        assert LocalService(load_config({}), ApiKeys(), addresses)._is_healthy()
+        answer = stream_over_http(addresses.http_url, "quadriga-s", sample, io.StringIO())
+        server.shutdown()
+    assert answer == DemoAnswer("Hi", "stop")
+    assert demo.main(["model=quadriga-s"]) == 0
+    assert os.environ[demo.NO_PROXY_VARIABLE] == "127.0.0.1"

@@ -15,9 +15,13 @@ from typing import Any
 import httpx
 import pytest
 
+from quadriga.config.loader import load_config
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
+from serve_app.auth.api_keys import ApiKeys
+from serve_app.cli import local_run
 from serve_app.cli import signals as stop_signals
 from serve_app.cli.console import Console, drain_text
+from serve_app.cli.launch import Addresses
 from serve_app.cli.local_stop import Drain
 from serve_app.cli.signals import StopSignals
 from serve_app.cli.stdio_redirect import StdioRedirect
@@ -184,20 +188,36 @@ def signals() -> Iterator[StopSignals]:
         yield signals
 
 
-def test_the_first_signal_interrupts_and_later_ones_count(
+def interrupted() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5.0)
+    pytest.fail("the signal did not interrupt")
+
+
+def test_signals_interrupt_until_the_ordered_end_and_count_then(
     signals: StopSignals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stop_signals, "REPEAT_S", 0.0)
-
-    def work() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(5.0)
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+    signals.interrupts = False
     os.kill(os.getpid(), signal.SIGTERM)
-    assert signals.num_requests == 2
+    assert signals.num_requests == 3
     assert signals.exit_status == 143
+
+
+def test_a_second_signal_ends_what_the_first_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_signals, "REPEAT_S", 0.0)
+
+    def find_models(config: Any) -> Any:
+        try:
+            interrupted()
+        finally:  # a download waits for its threads
+            interrupted()
+
+    monkeypatch.setattr(local_run, "find_models", find_models)
+    assert local_run.run_local(load_config({}), ApiKeys(), Addresses(), lambda _: 0) == 130
 
 
 def test_one_request_may_come_as_several_signals(signals: StopSignals) -> None:

@@ -136,10 +136,16 @@ def test_ray_does_not_take_sigterm_while_it_starts(
     assert capfd.readouterr().out.splitlines()[-1] == "stopped"
 
 
-def test_a_taken_port_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_taken_port_is_named(host: str, capfd: pytest.CaptureFixture[str]) -> None:
+    family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+    try:
+        taken = socket.create_server((host, 0), family=family)
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    with taken:
         port = taken.getsockname()[1]
-        assert main(["--http-port", str(port), "--no-grpc"]) == 2
+        assert main(["--host", host, "--http-port", str(port), "--no-grpc"]) == 2
     assert f"--http-port: {port} is taken by another process" in the_line(capfd)
 
 

@@ -30,6 +30,7 @@ from quadriga.errors import (
 )
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.openai.models import ModelDirectory
+from serve_app.ops.metrics import RECOVERY_RESULTS
 from serve_app.request.engine_client import EngineClient
 from serve_app.request.request import Request
 from tests.simulation.virtual_time import run_virtually, virtual_clocks
@@ -122,6 +123,10 @@ def owner(cluster: FailingCluster, request: Request) -> FailingReplica:
     name = request.sequences[0].replica
     assert name is not None
     return cluster.replicas[name]
+
+
+def recoveries(client: EngineClient) -> dict[str, float]:
+    return {r: client.metrics.recoveries.labels(r)._value.get() for r in RECOVERY_RESULTS}
 
 
 async def test_a_stream_goes_on_when_its_owner_dies() -> None:
@@ -218,6 +223,7 @@ async def test_the_prefill_replica_dies_with_the_first_token(num_logprobs: int |
         cluster.may_end.set()
         await all_well(client, cluster, [request])
         assert sequence.num_rebuilds == 0, "replicas keep log-probabilities, too"
+        assert recoveries(client) == {"recovered": 1, "adopted": 0, "failed": 0}
 
 
 async def test_an_unreported_next_owner_is_cancelled() -> None:
@@ -391,6 +397,7 @@ async def test_another_answer_where_nothing_may_be_begun_anew() -> None:
         with pytest.raises(ReplicaError, match="another answer"):
             await read(request)
         assert 7 not in request.sequences[0].state.output_ids
+        assert recoveries(client)["failed"] == 1
         await until(lambda: not liar.own)
 
 
@@ -479,6 +486,7 @@ async def test_rebuilding_ends() -> None:
         with pytest.raises(ReplicaDied):
             await read(request)
         assert request.sequences[0].num_rebuilds == 2
+        assert recoveries(client)["failed"] == 1
         assert not client._request_manager.open_requests()
 
 
@@ -494,6 +502,7 @@ async def test_the_deadline_ends_a_rebuild() -> None:
         with pytest.raises(DeadlineExceeded):
             await read(request)
         assert time.monotonic() - started < 10.0
+        assert recoveries(client)["failed"] == 1
         assert not client._request_manager.open_requests()
         for replica in cluster.of(Role.PREFILL):
             replica.awake.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -256,9 +257,10 @@ def paced(sequence: SequenceRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[R
 
 
 async def test_where_short_gaps_are_asked_for_tokens_are_read_one_by_one(
-    sequence: SequenceRequest, paced: tuple[Request, SlowTime]
+    model: ServedModel, sequence: SequenceRequest, paced: tuple[Request, SlowTime]
 ) -> None:
     request, clock = paced
+    request.sequences.append(make_choice(model))  # it has no tokens yet
     reader = request.reader()
     sequence.accept("p", tokens(0, 40))
     assert [d.token_ids for d in await reader.read()] == [[40]]
@@ -269,9 +271,16 @@ async def test_where_short_gaps_are_asked_for_tokens_are_read_one_by_one(
         assert [d.token_ids for d in await reader.read()] == [[token_id]]
     assert clock.now_s - began_s > 0.03, "the second and the third wait for their turn"
     sequence.accept("p", tokens(4, 44, 45, 46))
+    assert [d.token_ids for d in await reader.read()] == [[44]]
     sequence.accept("p", tokens(7, 47, finish=FinishReason.LENGTH))
     (last,) = await reader.read()
-    assert last.token_ids == [44, 45, 46, 47] and last.finish is FinishReason.LENGTH
+    assert last.token_ids == [45, 46, 47] and last.finish is FinishReason.LENGTH
+    clock.now_s += 1.0
+    began_s, waiting = clock.now_s, asyncio.ensure_future(reader.read())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert clock.now_s - began_s < 0.02, "the reader sleeps until the other choice has tokens"
+    waiting.cancel()
 
 
 async def test_what_was_held_comes_before_an_error(
@@ -299,7 +308,7 @@ def kept(name: str, prompt: list[int], *, is_over: bool = True) -> Request:
     return request
 
 
-def test_what_is_kept_for_a_resumption_is_bounded_by_its_tokens() -> None:
+def test_what_is_kept_for_a_resumption_is_bounded_by_its_tokens(sequence: SequenceRequest) -> None:
     """Requests that generate nothing cost nothing, but their prompts would fill the memory."""
     store = RequestStore(keep_s=30.0)
     prompt = [1] * 1_000_000
@@ -318,6 +327,10 @@ def test_what_is_kept_for_a_resumption_is_bounded_by_its_tokens() -> None:
     reader.close()
     store.expire(2.0)
     assert store.get(("anyone", "r0")) is None
+    sequence.embedding = array("f", [0.5] * 4096)
+    asked = request_of(sequence)
+    asked.end(1.0)
+    assert asked.num_kept_tokens == 1 + 512, "an embedding counts as tokens"
 
 
 def test_what_became_of_a_sequence_goes_on_where_it_is_begun_anew(
@@ -353,5 +366,7 @@ def test_seconds_to_go_follow_the_prediction_and_the_pace(sequence: SequenceRequ
     assert sequence.eta.plain() == {
         "tokens": 18.0, "lower": 8.0, "upper": 38.0, "seconds": 4.5, "upper_seconds": 9.5
     }  # fmt: skip
+    sequence.num_at_first = 2  # it was adopted with two
+    assert sequence.eta.token_s == 0.5
     sequence.accept("p", tokens(3, 43, finish=FinishReason.LENGTH))
     assert sequence.eta is None

@@ -313,5 +313,9 @@ def test_the_addresses_that_serve_listens_on(ca: Authority) -> None:
     assert behind.http_options() == {"host": "127.0.0.1", "port": 8000}
     assert behind.health_url == "http://127.0.0.1:8000"
     assert (behind.http_url, behind.grpc_target) == ("https://0.0.0.0:8443", "0.0.0.0:9443")
+    over_ipv6 = Addresses("::1", 8000, 9000)
+    assert over_ipv6.http_url == over_ipv6.health_url == "http://[::1]:8000"
+    assert over_ipv6.grpc_target == "[::1]:9000"
+    assert Addresses("::1", 8000, 9000, tls).http_url == "https://[::1]:8443"
     with pytest.raises(ConfigError, match="9101 is also HAProxy's metrics"):
         LocalService(QuadrigaConfig(), KEYS, Addresses("", 9101, is_haproxy=True))._check_ports()
