@@ -169,6 +169,20 @@ def test_a_streamed_argument_in_tags_comes_when_it_ends() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "arguments"),
+    [("<parameter=city>\nRome\n</parameter>\n", {"city": "Rome"}), ("<parameter=city>\n", {})],
+)
+def test_a_call_in_tags_without_its_end_has_whole_arguments(
+    said: str, arguments: dict[str, str]
+) -> None:
+    text = f"<tool_call>\n<function=get_weather>\n{said}</tool_call>\n" * 2 + "It rains."
+    for size in (1, 2, 7, len(text)):
+        shown, found = read(QWEN_TAGS, text, size)
+        assert shown.strip() == "It rains."
+        assert [(n, json.loads(a)) for n, a in found] == [("get_weather", arguments)] * 2, size
+
+
+@pytest.mark.parametrize(
     ("written_value", "value"),
     [("5", "5"), ('"5"', '"5"'), ("", ""), ("[", "["), ("null", "null"), ("a\n", "a\n")],
 )
