@@ -27,6 +27,7 @@ from quadriga.text.tool_parser import ToolParser
 from serve_app.openai.models import ServedModel
 from serve_app.openai.schema import ChatBody
 from serve_app.openai.tools import read_tools
+from serve_app.openai.validation import plain_messages
 from tests.unit.text import tool_templates as templates
 
 CHECKPOINT = read_checkpoint("quadriga-s")
@@ -146,6 +147,15 @@ def test_a_conversation_with_tools_and_results_is_rendered(name: str) -> None:
     assert places == sorted(places)
     assert "get_weather" in shown
     assert "days" in shown
+
+
+@pytest.mark.parametrize("arguments", ["", " ", "{}"])
+def test_a_call_in_a_conversation_may_have_empty_arguments(arguments: str) -> None:
+    call = {"id": "1", "function": {"name": "wait", "arguments": arguments}}
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    messages = plain_messages(ChatBody.model_validate({"messages": talk}).messages)
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {}
+    assert "<function=wait>" in tokenizer(templates.QWEN_CODER).render_chat(messages)
 
 
 @pytest.mark.parametrize("name", FORMS)
