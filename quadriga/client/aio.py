@@ -42,7 +42,10 @@ class AsyncClient(BaseClient):
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection; running calls end in `Cancelled`."""
+        """Close the connection; running calls end in `Cancelled`, streams at the server too."""
+        for progress in list(self._open):
+            if self._is_left(progress):
+                self._cancel_soon(progress.request)
         if self._cancelling:
             await asyncio.wait(self._cancelling, timeout=CANCEL_TIMEOUT_S)
         await self._channel.close(None)
@@ -94,6 +97,7 @@ class AsyncClient(BaseClient):
         progress = StreamProgress(request)
         deadline = self._deadline(timeout_s)
         attempts = 0
+        self._open.add(progress)
         try:
             while True:
                 attempts += 1
@@ -123,7 +127,7 @@ class AsyncClient(BaseClient):
                     attempts = 1
                 await asyncio.sleep(self._pause_s(error, attempts, deadline))
         finally:  # unless in an error: then the request may be another's
-            if not progress.is_complete and not isinstance(sys.exception(), QuadrigaError):
+            if self._is_left(progress) and not isinstance(sys.exception(), QuadrigaError):
                 self._cancel_soon(request)
 
     async def embed(

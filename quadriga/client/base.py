@@ -7,7 +7,7 @@ import time
 from typing import Any, ClassVar
 
 from quadriga.client.retries import RetryPolicy
-from quadriga.client.wire import CHANNEL_OPTIONS, affinity, credentials
+from quadriga.client.wire import CHANNEL_OPTIONS, StreamProgress, affinity, credentials
 from quadriga.errors import DeadlineExceeded, QuadrigaError
 from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import QuadrigaStub
 
@@ -95,10 +95,17 @@ class BaseClient:
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
         self._cancelling: set[asyncio.Task[None]] = set()  # of the asyncio client alone
+        self._open: set[StreamProgress] = set()  # streams that were begun and are not over
 
     def _for(self, request: Any) -> list[tuple[str, str]]:
         """Metadata that sends every attempt of a request to the same ingress."""
         return [*self._metadata, *affinity(request.request_id)]
+
+    def _is_left(self, progress: StreamProgress) -> bool:
+        """Forget a stream; returns whether it is incomplete and was not forgotten before."""
+        is_open = progress in self._open
+        self._open.discard(progress)
+        return is_open and not progress.is_complete
 
     def _pause_s(self, error: QuadrigaError, attempts: int, deadline: Deadline) -> float:
         """Seconds before the next attempt. Raises: the error, where there shall be none."""

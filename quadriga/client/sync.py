@@ -42,7 +42,11 @@ class Client(BaseClient):
         self.close()
 
     def close(self) -> None:
-        """Close the connection; running calls end in `Cancelled`."""
+        """Close the connection; running calls end in `Cancelled`, streams at the server too."""
+        left = [progress for progress in list(self._open) if self._is_left(progress)]
+        for call in [self._cancel(progress.request.request_id) for progress in left]:
+            with contextlib.suppress(grpc.FutureCancelledError):
+                call.exception()
         self._channel.close()
 
     def generate(
@@ -86,6 +90,7 @@ class Client(BaseClient):
         progress = StreamProgress(request)
         deadline = self._deadline(timeout_s)
         attempts = 0
+        self._open.add(progress)
         try:
             while True:
                 attempts += 1
@@ -112,7 +117,7 @@ class Client(BaseClient):
                     attempts = 1
                 time.sleep(self._pause_s(error, attempts, deadline))
         finally:  # unless in an error: then the request may be another's
-            if not progress.is_complete and not isinstance(sys.exception(), QuadrigaError):
+            if self._is_left(progress) and not isinstance(sys.exception(), QuadrigaError):
                 with contextlib.suppress(QuadrigaError, ValueError):  # ValueError: channel closed
                     self.cancel(request.request_id)
 
@@ -155,16 +160,19 @@ class Client(BaseClient):
 
     def cancel(self, request_id: str) -> bool:
         """End a request by its id; False when the server does not know it."""
-        metadata = [*self._metadata, *affinity(request_id)]
         try:
-            reply = self._stub.Cancel(
-                pb.CancelRequest(request_id=request_id),
-                metadata=metadata,
-                timeout=CANCEL_TIMEOUT_S,
-            )
+            reply = self._cancel(request_id).result()
         except grpc.RpcError as exc:
             raise from_rpc(exc) from exc
         return bool(reply.found)
+
+    def _cancel(self, request_id: str) -> Any:
+        """The call that has the server drop a request, begun."""
+        return self._stub.Cancel.future(
+            pb.CancelRequest(request_id=request_id),
+            metadata=[*self._metadata, *affinity(request_id)],
+            timeout=CANCEL_TIMEOUT_S,
+        )
 
     def _retried(self, attempt: Callable[[], Any], deadline: Deadline) -> Any:
         attempts = 0

@@ -349,7 +349,7 @@ def to_model(message: Any) -> Model:
     )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StreamProgress:
     """How much of a stream has arrived, so that it can be taken up again without loss.
 

@@ -243,6 +243,7 @@ class _Call:
         self.is_known = False  # it calls a tool: its name stands, and arguments begin or it is over
         self._depth = 0
         self._in_text = self._escaped = False
+        self._next = ""  # behind the arguments: characters that may follow; empty: all may
         self._key: str | None = None
         self._value: list[str] = []
         self._news: list[str] = []  # of the arguments
@@ -260,6 +261,10 @@ class _Call:
     def read(self, text: str) -> int:
         """Read on; returns how many characters were of the call."""
         for at, char in enumerate(text):
+            if self._next and char not in self._next + BLANKS:  # its own last brace is missing
+                self.is_over = True
+                self._know()
+                return at
             self._step(char)
             if self.is_over or self.is_wrong:
                 return at + 1
@@ -284,6 +289,7 @@ class _Call:
                     self._know()
                 return
             self._end_value()
+            self._next = '"}' if self.has_arguments else ""
             if char == "}":
                 self._depth, self.is_over = 0, True
                 self._news.extend("" if self.has_arguments else "{}")
@@ -297,8 +303,9 @@ class _Call:
                 return
         elif char in "}]":
             self._depth -= 1
+            self._next = ",}" if self._depth == 1 and self.in_arguments else ""
         elif char == '"':
-            self._in_text = True
+            self._in_text, self._next = True, ""
         self._note(char)
 
     def _note(self, char: str) -> None:
@@ -358,6 +365,8 @@ class _TagCall(_Call):
             if len(rest) == len(left):
                 break
             left = rest
+        if self.is_over or (self.is_wrong and self.is_known):
+            self._news.append("}" if self.has_arguments else "{}")
         return len(text) - len(left)
 
     def _advance(self, text: str) -> str:
@@ -369,7 +378,6 @@ class _TagCall(_Call):
             return rest if end else text
         tag = text.lstrip()
         if tag.startswith("</function>"):
-            self._news.append("}" if self.has_arguments else "{}")
             self.is_over = True
             self._know()
             return tag.removeprefix("</function>")
@@ -377,6 +385,9 @@ class _TagCall(_Call):
             self.is_wrong = not any(t.startswith(tag) for t in ("</function>", "<parameter="))
             return text
         self._know()
+        if empty := re.match(r"<parameter=[^<>]*>\s*(?=</tool_call>)", tag):
+            self.is_wrong = True
+            return tag[empty.end() :]
         written, end, rest = tag.removeprefix("<parameter=").partition("</parameter>")
         if end:
             key, _, value = written.partition(">")

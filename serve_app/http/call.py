@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from quadriga.errors import BodyTooLarge, Cancelled, HeadersTooLarge, InvalidRequest, RequestTimeout
+from serve_app.http.cors import check_page
 from serve_app.http.server_metrics import HTTP_SERVER
 from serve_app.openai.errors import as_quadriga, send_error
 from serve_app.request.engine_client import EngineClient
@@ -175,6 +176,9 @@ class Endpoint:
         limits = self._engine_client.config.ingress
         try:
             call.check_headers(limits.max_headers, limits.max_header_bytes)
+            if self._engine_client.rate_limiter.keys.is_http_open:
+                server = str((scope.get("server") or ("",))[0])
+                check_page(call.headers.get("origin"), server, limits.cors_origins)
             await self._handler(call)
         except Exception as exc:  # whatever it is, the client gets the documented form
             error = as_quadriga(exc)

@@ -18,7 +18,7 @@ from serve_app.auth.keys import ApiKey
 from serve_app.embeddings.body import EmbeddingsBody, embedding_request
 from serve_app.embeddings.rendering import EmbeddingsFormat
 from serve_app.http.call import Call, Headers, json_in_parts
-from serve_app.openai.bodies import ignored_fields, parse_body, parse_json
+from serve_app.openai.bodies import parse_body, parse_json
 from serve_app.openai.models import ModelDirectory
 from serve_app.openai.rendering import CHAT, COMPLETION, AnswerFormat, StreamFormat
 from serve_app.openai.schema import ChatBody, CompletionBody
@@ -124,7 +124,6 @@ class HttpGeneration:
             request = await self._chat_request(as_chat(body), caller)
         except InvalidRequest as exc:
             raise in_its_words(exc) from exc
-        request.ignored_fields = ignored_fields(body)
         return request, ResponsesFormat(body)
 
     async def _embedding(self, data: Any, caller: ApiKey) -> tuple[Request, AnswerFormat]:

@@ -49,6 +49,8 @@ def read_grammar(body: GenerationFields, tools: ChatTools) -> tuple[Grammar, str
 
 def _response_format(body: GenerationFields) -> list[tuple[Grammar, str]]:
     form = body.response_format
+    if form is not None:
+        refuse_unsupported(form.model_extra or {}, form.unsupported, "response_format.")
     if form is None or form.type == "text":
         return []
     if form.type == "json_object":

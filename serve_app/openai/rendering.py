@@ -192,17 +192,16 @@ class CompletionFormat(ChoicesFormat):
 
     def _news(self, stream: OutputStream, delta: OutputDelta, tokenizer: TextTokenizer) -> str:
         request = stream.request
-        text, logprobs = delta.text, delta.logprobs
+        text, echoed = delta.text, None
         if request.echo and delta.is_first and delta.first_index == 0:
             text = request.prompt_text(delta.choice) + text
-            prompt_logprobs = request.sequences[delta.choice].state.prompt_logprobs
-            if prompt_logprobs is not None:
-                logprobs = [*prompt_logprobs, *(logprobs or [])]
+            stream.text_offsets[delta.choice] = len(text) - len(delta.text)
+            echoed = request.sequences[delta.choice].state.prompt_logprobs
         table = "null"
-        if logprobs is not None:
+        if delta.logprobs is not None or echoed is not None:
             start = stream.text_offsets[delta.choice]
             columns, stream.text_offsets[delta.choice] = _completion_logprobs(
-                logprobs, tokenizer, start
+                delta.logprobs or (), tokenizer, start, echoed or ()
             )
             table = json.dumps(columns, separators=(",", ":"))
         return f'"text":{quote(text)},"logprobs":{table}'
@@ -210,15 +209,13 @@ class CompletionFormat(ChoicesFormat):
     def _message(
         self, request: Request, sequence: SequenceRequest, tokenizer: TextTokenizer
     ) -> dict[str, Any]:
-        text = "".join(sequence.pieces) + sequence.tail
-        rows = list(sequence.state.logprobs)
-        if request.echo:
-            text = request.prompt_text(sequence.index) + text
-            rows = [*(sequence.state.prompt_logprobs or []), *rows]
-        wants = request.sampling.num_logprobs is not None
+        prompt, table = request.prompt_text(sequence.index) if request.echo else "", None
+        if request.sampling.num_logprobs is not None:
+            rows, echoed = sequence.state.logprobs, sequence.state.prompt_logprobs or ()
+            table, _ = _completion_logprobs(rows, tokenizer, len(prompt), echoed)
         return {
-            "text": text,
-            "logprobs": _completion_logprobs(rows, tokenizer)[0] if wants else None,
+            "text": prompt + "".join(sequence.pieces) + sequence.tail,
+            "logprobs": table,
             "finish_reason": sequence.finish,
         }
 
@@ -280,12 +277,20 @@ def _call_delta(request: Request, choice: int, call: CallNews) -> dict[str, Any]
 
 
 def _completion_logprobs(
-    rows: Sequence[TokenLogprob], tokenizer: TextTokenizer, offset: int = 0
+    rows: Sequence[TokenLogprob],
+    tokenizer: TextTokenizer,
+    begin: int,
+    echoed: Sequence[TokenLogprob] = (),
 ) -> tuple[dict[str, Any], int]:
-    """Columns of a completion's log-probabilities, and the text offset after them."""
+    """Columns of a completion's log-probabilities, and the text offset after them.
+
+    The text of `rows` begins at `begin`, however many characters the tokens of the prompt have.
+    """
     name = tokenizer.token_text
     tokens, values, tops, offsets = [], [], [], []
-    for row in rows:
+    offset = 0
+    for i, row in enumerate([*echoed, *rows]):
+        offset = begin if i == len(echoed) else offset
         text = name(row.token_id)
         tokens.append(text)
         values.append(row.logprob)
@@ -302,7 +307,7 @@ def _completion_logprobs(
         "top_logprobs": tops,
         "text_offset": offsets,
     }
-    return table, offset
+    return table, offset if rows else begin
 
 
 def _chat_logprobs(rows: Sequence[TokenLogprob], tokenizer: TextTokenizer) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from serve_app.openai.unsupported import (
     CHAT,
     COMPLETIONS,
     MESSAGE,
+    RESPONSE_FORMAT,
     STRUCTURED_OUTPUTS,
     TOKENIZE,
     UnsupportedField,
@@ -108,6 +109,8 @@ class JsonSchemaFormat(RequestBody):
 
 class ResponseFormat(RequestBody):
     """The form of the answer, in OpenAI's words."""
+
+    unsupported = RESPONSE_FORMAT
 
     type: Literal["text", "json_object", "json_schema"] = Field(description="Which form.")
     json_schema: JsonSchemaFormat | None = Field(None, description="With type json_schema.")

@@ -108,7 +108,10 @@ def _check(tools: list[ToolBody]) -> None:
                 f"{field}.required: must be a list of names, got {shown(required)}",
                 param=f"{field}.required",
             )
-    size = sum(len(json.dumps(tool.function.parameters)) for tool in tools)
+    try:
+        size = sum(len(json.dumps(tool.function.parameters, allow_nan=False)) for tool in tools)
+    except ValueError as exc:
+        raise InvalidRequest("tools: a number is above 1.8e308, the limit", param="tools") from exc
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
             f"tools: the parameters have {size:,} bytes together, above the limit of "

@@ -107,6 +107,7 @@ DECODING = (
     _Field("dynatemp_range", (0,)),
     _Field("stop_regex", ([], "")),
     _Field("prediction"),
+    _Field("repeat_penalty", (1,), instead="repetition_penalty"),
 )
 """Which tokens are chosen."""
 
@@ -157,13 +158,20 @@ STRUCTURED_OUTPUTS = _table(
 )
 """Of `structured_outputs`."""
 
+RESPONSE_FORMAT = _table((_Field("schema", instead="response_format.json_schema.schema"),))
+"""Of `response_format`."""
+
 COMPLETIONS = _table(
     STRUCTURE,
     DECODING,
     OUTPUT,
     INPUT,
     OTHER_NAMES,
-    (_Field("suffix", ("",)), _Field("add_special_tokens", (True,))),
+    (
+        _Field("suffix", ("",)),
+        _Field("add_special_tokens", (True,)),
+        _Field("max_completion_tokens", instead="max_tokens"),
+    ),
 )
 """Of POST /v1/completions."""
 
@@ -226,6 +234,10 @@ RESPONSES = _table(
         _Field("stream_options"),
         _Field("context_management"),
         _Field("max_tokens", instead="max_output_tokens"),
+        _Field("max_completion_tokens", instead="max_output_tokens"),
+        _Field("n", (1,)),
+        _Field("logprobs", (False,)),
+        _Field("return_token_ids", (False,)),
         _Field("messages", instead="input"),
         _Field("response_format", instead="text.format"),
     )

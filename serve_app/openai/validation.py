@@ -323,7 +323,7 @@ def _plain_call(call: ToolCallBody) -> dict[str, Any]:
     """A call as chat templates want it: with the arguments as an object, where they are one."""
     arguments: Any = call.function.arguments
     with suppress(ValueError):
-        arguments = from_json(arguments)
+        arguments = from_json(arguments.strip() or "{}")
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 

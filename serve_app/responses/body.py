@@ -128,9 +128,9 @@ def as_chat(body: ResponsesBody) -> ChatBody:
 
     Raises: InvalidRequest.
     """
-    fields: dict[str, Any] = {
-        name: value for name in SAME if (value := getattr(body, name)) is not None
-    }
+    extra = body.model_extra or {}  # what a chat does not know either, it names as ignored
+    fields: dict[str, Any] = {k: v for k, v in extra.items() if k not in RESPONSES}
+    fields |= {name: value for name in SAME if (value := getattr(body, name)) is not None}
     fields["messages"] = _messages(body)
     if len(fields["messages"]) > MAX_MESSAGES:
         raise InvalidRequest(

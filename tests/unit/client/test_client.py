@@ -208,6 +208,15 @@ def test_leaving_a_stream_cancels_it(servicer: Servicer, client: Client) -> None
     assert servicer.cancelled == [servicer.requests[0].request_id]
 
 
+def test_closing_the_client_cancels_streams_that_are_open(servicer: Servicer, target: str) -> None:
+    with Client(target, api_key="k", timeout_s=20) as client:
+        assert len(list(client.stream("x", request_id="whole"))) == len(WORDS)
+        read, left = client.stream("x", request_id="read"), client.stream("x", request_id="left")
+        assert [next(read).text for _ in WORDS] == WORDS
+        next(left)
+    assert servicer.cancelled == ["left"]
+
+
 def test_timeouts(servicer: Servicer, client: Client) -> None:
     with pytest.raises(DeadlineExceeded):
         client.generate("x", timeout_s=0.0)
@@ -241,7 +250,11 @@ async def test_the_async_client_leaves_a_stream(servicer: Servicer, target: str)
         pieces = client.stream("x", request_id="left")
         await anext(pieces)
         await pieces.aclose()
-    assert servicer.cancelled == ["left"]
+        read = client.stream("x", request_id="read")
+        assert [(await anext(read)).text for _ in WORDS] == WORDS
+        async for _ in client.stream("x", request_id="broken off"):
+            break
+    assert servicer.cancelled == ["left", "broken off"]
 
 
 def test_the_services_own_limit_holds_where_the_caller_sets_none(

@@ -7,6 +7,7 @@ import pytest
 
 from quadriga.config.loader import load_config
 from quadriga.errors import ConfigError
+from serve_app.auth.api_keys import ApiKeys
 from tests.unit.serve_app.conftest import MakeStand, Stand
 
 ALLOWED = "https://app.example"
@@ -55,6 +56,40 @@ async def test_another_origin_is_refused_in_openais_form(
         headers = {"origin": origin, "content-type": form}
         reply = await stand.http.post("/tokenize", content=b'{"prompt": "a"}', headers=headers)
         assert reply.status_code == status, "who sends it without asking is refused"
+
+
+OPEN = "https://other.example"
+"""A page that `CONFIG` does not name."""
+
+
+@pytest.mark.parametrize(
+    ("origin", "server", "config", "status"),
+    [
+        (OPEN, "127.0.0.1", {}, 403),
+        (OPEN, "[::1]", CONFIG, 403),
+        ("null", "127.0.0.1", {}, 403),
+        ("http://localhost.example:8000", "127.0.0.1", {}, 403),
+        ("http://localhost:3001", "127.0.0.1", {}, 200),
+        ("http://[::1]", "127.0.0.1", {}, 200),
+        (ALLOWED, "127.0.0.1", CONFIG, 200),
+        (OPEN, "127.0.0.1", {"ingress.cors_origins": ["*"]}, 200),
+        (OPEN, "10.0.0.7", {}, 200),
+    ],
+)
+async def test_a_page_whose_name_resolves_to_loopback_reaches_no_open_service(
+    make_stand: MakeStand, origin: str, server: str, config: dict[str, object], status: int
+) -> None:
+    url, headers = f"http://{server}:8000/v1/completions", {"origin": origin, "host": "a.example"}
+    body = {"prompt": "hi", "max_tokens": 1}
+    stand = await make_stand(config=config)
+    reply = await stand.http.post(url, json=body, headers=headers)
+    assert reply.status_code == status, reply.text
+    if status == 403:
+        assert "ingress.cors_origins" in reply.json()["error"]["message"]
+        assert not stand.cluster.submitted
+        stand = await make_stand(config=config, keys=ApiKeys.of(["k" * 32]))
+        headers["authorization"] = f"Bearer {'k' * 32}"
+        assert (await stand.http.post(url, json=body, headers=headers)).is_success
 
 
 async def test_streams_and_errors_can_be_read_by_the_page(make_stand: MakeStand) -> None:

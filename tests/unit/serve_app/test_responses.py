@@ -86,6 +86,9 @@ LONG = "a" * 513
         ({"tools": [TOOL], "tool_choice": CHOICE}, "tool_choice.name", "tool_choice.name: 'b'"),
         ({"tools": [TOOL | {"parameters": {"required": 5}}]}, "tools.0.parameters.required", ""),
         ({"input": [CALL] * 129}, "input.128", "128 calls"),
+        ({"bad_words": ["a"]}, "bad_words", "not supported"),
+        ({"n": 2}, "n", "not supported"),
+        ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "not together with guided_regex"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "at most 16 items"),
         ({"metadata": {str(i): i for i in range(1025)}}, "metadata", "at most 1024 items"),
         ({"input": [CALL | {"call_id": LONG}]}, "input.0.call_id", "512"),
@@ -133,8 +136,11 @@ async def test_the_conversation_is_the_chats(stand: Stand) -> None:
         {"type": "function_call_output", "call_id": "1", "output": "c"},
         {"role": "user", "content": "d"},
     ]
-    body = {"input": items, "instructions": "Be short.", "priority": 3, "temperature": 0}
-    assert (await stand.http.post(PATH, json=body)).status_code == 200
+    same = {"priority": 3, "temperature": 0, "seed": 1, "top_k": 5, "stop_token_ids": [7]}
+    same |= {"repetition_penalty": 1.5, "logit_bias": {"5": 1}, "guided_choice": ["a", "b"]}
+    reply = await stand.http.post(PATH, json={"input": items, "instructions": "Be short."} | same)
+    assert reply.status_code == 200, reply.text
+    assert "x-quadriga-ignored" not in reply.headers
     state = stand.cluster.submitted[-1]
     assert state.sampling.greedy
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
@@ -145,7 +151,8 @@ async def test_the_conversation_is_the_chats(stand: Stand) -> None:
         {"role": "tool", "tool_call_id": "1", "content": "c"},
         {"role": "user", "content": "d"},
     ]
-    chat = {"messages": messages, "priority": 3, "temperature": 0}
+    chat = {"messages": messages} | same
     assert (await stand.http.post("/v1/chat/completions", json=chat)).status_code == 200
     assert stand.cluster.submitted[-1].prompt_ids == state.prompt_ids
+    assert stand.cluster.submitted[-1].sampling == state.sampling
     assert stand.cluster.submitted[-1].priority == state.priority == 3

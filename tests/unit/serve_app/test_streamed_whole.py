@@ -71,20 +71,24 @@ async def test_a_stream_put_together_is_the_whole(stand: Stand, options: dict[st
 
 
 ECHOED = {"prompt": "é😀a", "max_tokens": 4, "echo": True, "logprobs": 1}
+MARKED = "a<|pad|>"
+"""A special token's own characters are no answer's text, but the prompt's."""
 
 
-async def test_offsets_count_characters(stand: Stand) -> None:
-    (choice,) = (await stand.complete(**ECHOED)).json()["choices"]
+@pytest.mark.parametrize("prompt", ["é😀a", MARKED])
+async def test_offsets_count_characters(stand: Stand, prompt: str) -> None:
+    (choice,) = (await stand.complete(**ECHOED | {"prompt": prompt})).json()["choices"]
     offsets = choice["logprobs"]["text_offset"]
     named = zip(choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True)
     assert all(token in top for token, top in named if top is not None), "as OpenAI's have it"
     begins = [
         choice["text"][at:].startswith(word) for at, word in zip(offsets[-4:], "Hell", strict=True)
     ]
-    assert offsets[0] == 0 and offsets[-4:] == [3, 4, 5, 6] and all(begins)
+    end = len(prompt)
+    assert offsets[0] == 0 and offsets[-4:] == [end, end + 1, end + 2, end + 3] and all(begins)
 
 
-@pytest.mark.parametrize("fields", [{}, ECHOED])
+@pytest.mark.parametrize("fields", [{}, ECHOED, ECHOED | {"prompt": MARKED}])
 async def test_offsets_go_on_after_a_resumption(stand: Stand, fields: dict[str, Any]) -> None:
     asked = {"logprobs": 0, "stream": True} | fields
     headers, offsets = {"idempotency-key": "k"}, []

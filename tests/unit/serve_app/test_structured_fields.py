@@ -62,6 +62,7 @@ HOSTILE = {"allOf": [{"type": "string", "pattern": f".*a{{{i}}}.*"} for i in ran
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format.schema"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 1}}}},
         "response_format.json_schema.schema",

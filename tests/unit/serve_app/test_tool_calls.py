@@ -204,6 +204,17 @@ async def test_messages_that_are_refused(stand: Stand, message: dict[str, Any], 
     assert reply.json()["error"]["param"].startswith(param)
 
 
+async def test_numbers_of_a_tool_that_no_answer_can_repeat_are_refused(stand: Stand) -> None:
+    told = tool(parameters={"maximum": 5})
+    flat = told["function"] | {"type": "function"}
+    for path, body in (
+        (PATH, {"messages": [USER], "tools": [told]}),
+        ("/v1/responses", {"input": "a", "tools": [flat]}),
+    ):
+        reply = await stand.http.post(path, content=json.dumps(body).replace("5", "1e400"))
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools"), reply.text
+
+
 @pytest.mark.parametrize("arguments", ["no JSON", "[" * 5000, '{"a": ' * 500, "5"])
 async def test_arguments_in_a_conversation_may_be_anything(stand: Stand, arguments: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": arguments}}

@@ -14,6 +14,7 @@ from serve_app.openai.unsupported import (
     COMPLETIONS,
     EMBEDDINGS,
     MESSAGE,
+    RESPONSE_FORMAT,
     RESPONSES,
     STRUCTURED_OUTPUTS,
     TOKENIZE,
@@ -73,6 +74,8 @@ async def test_each_field_of_a_message_is_refused(stand: Stand) -> None:
         ("lora_path", "a"),
         ("max_new_tokens", 5),
         ("best_of", 3),
+        ("repeat_penalty", 1.1),
+        ("max_completion_tokens", 0),  # in chats only its value
     ],
 )
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
@@ -105,6 +108,7 @@ def test_the_openapi_document_and_the_docs_name_each_field() -> None:
         ("ChatMessage", MESSAGE),
         ("TokenizeBody", TOKENIZE),
         ("StructuredOutputs", STRUCTURED_OUTPUTS),
+        ("ResponseFormat", RESPONSE_FORMAT),
         ("ResponsesBody", RESPONSES),
         ("EmbeddingsBody", EMBEDDINGS),
     ):

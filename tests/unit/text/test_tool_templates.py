@@ -27,6 +27,7 @@ from quadriga.text.tool_parser import ToolParser
 from serve_app.openai.models import ServedModel
 from serve_app.openai.schema import ChatBody
 from serve_app.openai.tools import read_tools
+from serve_app.openai.validation import plain_messages
 from tests.unit.text import tool_templates as templates
 
 CHECKPOINT = read_checkpoint("quadriga-s")
@@ -148,6 +149,15 @@ def test_a_conversation_with_tools_and_results_is_rendered(name: str) -> None:
     assert "days" in shown
 
 
+@pytest.mark.parametrize("arguments", ["", " ", "{}"])
+def test_a_call_in_a_conversation_may_have_empty_arguments(arguments: str) -> None:
+    call = {"id": "1", "function": {"name": "wait", "arguments": arguments}}
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    messages = plain_messages(ChatBody.model_validate({"messages": talk}).messages)
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {}
+    assert "<function=wait>" in tokenizer(templates.QWEN_CODER).render_chat(messages)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_a_conversation_without_tools_is_as_the_template_alone_writes_it(name: str) -> None:
     text, talk = tokenizer(getattr(templates, name)), [{"role": "user", "content": "Hi"}]
@@ -166,6 +176,20 @@ def test_a_streamed_argument_in_tags_comes_when_it_ends() -> None:
     parser.push(rest)
     assert parser.num_calls == 1
     assert not parser.flush().text
+
+
+@pytest.mark.parametrize(
+    ("said", "arguments"),
+    [("<parameter=city>\nRome\n</parameter>\n", {"city": "Rome"}), ("<parameter=city>\n", {})],
+)
+def test_a_call_in_tags_without_its_end_has_whole_arguments(
+    said: str, arguments: dict[str, str]
+) -> None:
+    text = f"<tool_call>\n<function=get_weather>\n{said}</tool_call>\n" * 2 + "It rains."
+    for size in (1, 2, 7, len(text)):
+        shown, found = read(QWEN_TAGS, text, size)
+        assert shown.strip() == "It rains."
+        assert [(n, json.loads(a)) for n, a in found] == [("get_weather", arguments)] * 2, size
 
 
 @pytest.mark.parametrize(

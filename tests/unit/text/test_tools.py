@@ -169,6 +169,16 @@ def test_arguments_come_as_they_are_written_and_a_cut_call_stays_cut() -> None:
     assert not parser.flush().text
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_without_its_last_brace_ends_behind_its_arguments(form: ToolFormat) -> None:
+    calls = [("add", '{"a": 1}'), ("add", '{"a": 2}')]
+    whole = written(form, calls) + "\nIt is 3."
+    for text in (whole.replace("1}}", "1}"), whole.replace("}}", "}"), whole.replace("}}", "},")):
+        for size in (1, 2, 3, 7, len(text)):
+            shown, found = read(form, cut(text, size))
+            assert (shown.strip(), found) == ("It is 3.", calls), (text, size)
+
+
 def test_long_arguments_take_time_by_their_length() -> None:
     began_s = time.thread_time()
     read(HERMES, [written(HERMES, [("add", f'{{"a": "{"b" * 500_000}"}}')])])
