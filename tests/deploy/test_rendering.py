@@ -83,6 +83,19 @@ def test_another_configuration_changes_no_pod() -> None:
     assert spec["rayClusterConfig"] == other["rayClusterConfig"]
 
 
+def test_other_tolerations_change_pods() -> None:
+    """KubeRay compares pods without their tolerations, so something else must differ."""
+    for template in pod_templates(render({})).values():
+        assert "annotations" not in template["metadata"]
+    seen = []
+    for key in "ab":
+        pod = {"tolerations": [{"key": key}], "podAnnotations": {"example.com/note": "yes"}}
+        templates = pod_templates(render({"head": pod, "workerDefaults": pod}))
+        seen.append([t["metadata"]["annotations"] for t in templates.values()])
+        assert all(a["example.com/note"] == "yes" for a in seen[-1])
+    assert all(a != b for a, b in zip(*seen, strict=True))
+
+
 def test_nothing_selects_on_a_generated_name() -> None:
     stable = {"quadriga/release", "quadriga/group", "ray.io/node-type", "ray.io/serve"}
     num_seen = 0

@@ -143,7 +143,9 @@ HF_TOKEN:
 metadata:
   labels:
     {{- merge (dict) $selector .labels $pod.podLabels | toYaml | nindent 4 }}
-  {{- with $pod.podAnnotations }}
+  {{- /* KubeRay compares pods without their tolerations. */}}
+  {{- $tolerations := empty $pod.tolerations | ternary (dict) (dict "quadriga/tolerations" (toJson $pod.tolerations | sha256sum | trunc 8)) }}
+  {{- with merge (dict) $tolerations $pod.podAnnotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
