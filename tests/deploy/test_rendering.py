@@ -73,14 +73,23 @@ def test_another_chart_version_changes_no_pod(tmp_path: Path) -> None:
 
 def test_another_configuration_changes_no_pod() -> None:
     """It is applied in place; KubeRay starts another cluster only when pods change."""
-    spec = one(render({}), "RayService")["spec"]
+    download = EVERYTHING["models"][1]
+    values = {"models": [download], "modelStorage": {"enabled": True}}
+    spec = one(render(values), "RayService")["spec"]
     changed = {
-        "models": [{"model": "quadriga-l", "decode_replicas": 1}],
+        "models": [download | {"decode_replicas": 2}],
         "config": {"decode": {"max_slots": 4}},
+        "modelDownload": {"timeoutSeconds": 60},
     }
-    other = one(render(changed), "RayService")["spec"]
+    other = one(render(values | changed), "RayService")["spec"]
     assert spec["serveConfigV2"] != other["serveConfigV2"]
     assert spec["rayClusterConfig"] == other["rayClusterConfig"]
+    for pods in (
+        {"models": [{"download": {"repo": "a/b"}}]},
+        {"config": {"logging": {"format": "json"}}},
+    ):
+        other = one(render(values | pods), "RayService")["spec"]
+        assert spec["rayClusterConfig"] != other["rayClusterConfig"], "the documents say so"
 
 
 def test_other_tolerations_change_pods() -> None:
@@ -180,7 +189,9 @@ def test_grace_covers_the_longest_request(case: str) -> None:
     documents = render(CASES[case])
     told = serve_config(documents)["applications"][0]
     longest_s = load_config(told["args"]).ingress.max_deadline_s
-    assert told["deployments"][0]["graceful_shutdown_timeout_s"] >= longest_s
+    [ingress] = told["deployments"]
+    assert ingress["graceful_shutdown_timeout_s"] >= longest_s
+    assert ingress["max_surge_percent"] == 100, "one ingress starts before another stops"
     spec = one(documents, "RayService")["spec"]
     assert spec["rayClusterDeletionDelaySeconds"] >= longest_s
     for template in pod_templates(documents).values():

@@ -110,4 +110,5 @@ applications:
     deployments:
       - name: Ingress
         graceful_shutdown_timeout_s: {{ .Values.drainSeconds }}
+        max_surge_percent: 100
 {{- end -}}

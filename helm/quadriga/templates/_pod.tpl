@@ -125,7 +125,7 @@ HF_TOKEN:
     - name: MODELS
       value: {{ include "quadriga.downloads" $root | quote }}
     - name: TIMEOUT_S
-      value: {{ $root.Values.modelDownload.timeoutSeconds | quote }}
+      value: "7200" # then it starts again; modelDownload.timeoutSeconds would change pods
   resources:
     requests: {cpu: 50m, memory: 64Mi}
     limits: {memory: 128Mi}
