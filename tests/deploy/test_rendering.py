@@ -365,7 +365,7 @@ def test_dashboards_and_alerts_of_the_chart_are_shipped(tmp_path: Path) -> None:
         (chart / "alerts" / f"{name}.yaml").write_text(yaml.safe_dump(groups))
     documents = render(EVERYTHING, chart=chart)
     [page] = [d for d in documents if d["metadata"]["name"] == "quadriga-one-page"]
-    assert page["data"] == {"one_page.json": '{"title": "{{ not a template }}"}\n'}
+    assert page["data"] == {"quadriga-one_page.json": '{"title": "{{ not a template }}"}\n'}
     assert page["metadata"]["labels"]["grafana_dashboard"] == "1"
     groups = one(documents, "PrometheusRule")["spec"]["groups"]
     assert [g["name"] for g in groups] == ["a", "b"]
