@@ -16,6 +16,7 @@ from tests.deploy.charts import (
     CASES,
     CHART,
     EVERYTHING,
+    ROCKSDB,
     Document,
     needs_helm,
     one,
@@ -335,6 +336,9 @@ def test_keys_in_redis_are_removed_once_the_head_has_ended() -> None:
     options = service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
     assert options["externalStorageNamespace"] == "123", "a text"
     assert "annotations" not in one(render({}), "RayService")["metadata"]
+    account = one(render(EVERYTHING), "ServiceAccount")["metadata"]
+    assert account["annotations"]["helm.sh/resource-policy"] == "keep", "the job that removes them"
+    assert "annotations" not in one(render(ROCKSDB), "ServiceAccount")["metadata"]
 
 
 def test_traffic_moves_to_a_cluster_that_serves() -> None:
