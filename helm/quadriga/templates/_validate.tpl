@@ -152,6 +152,7 @@
 
 {{- define "quadriga.validateGroups" -}}
 {{- include "quadriga.validatePod" (dict "where" "head" "pod" .Values.head) -}}
+{{- include "quadriga.validateMemory" (dict "where" "head" "pod" .Values.head) -}}
 {{- include "quadriga.validatePod" (dict "where" "workerDefaults" "pod" .Values.workerDefaults) -}}
 {{- range $name, $own := .Values.workerGroups -}}
 {{- include "quadriga.validatePod" (dict "where" (printf "workerGroups.%s" $name) "pod" ($own | default dict)) -}}
@@ -163,6 +164,7 @@
 {{- if or (lt (int $group.replicas) (int $group.minReplicas)) (gt (int $group.replicas) (int $group.maxReplicas)) -}}
 {{- fail (printf "workerGroups.%s: replicas is %d, outside minReplicas..maxReplicas (%d..%d)" $name (int $group.replicas) (int $group.minReplicas) (int $group.maxReplicas)) -}}
 {{- end -}}
+{{- include "quadriga.validateMemory" (dict "where" (printf "workerGroups.%s" $name) "pod" $group) -}}
 {{- if eq $name "head" -}}
 {{- fail "workerGroups.head: the name is the head's; take another" -}}
 {{- end -}}
@@ -183,6 +185,23 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* Ray gives its object store 30 % of the memory, and no more than /dev/shm or 10 GB, the larger of
+both; it puts a store that does not fit into /dev/shm on the disk. */}}
+{{- define "quadriga.validateMemory" -}}
+{{- $memory := dig "limits" "memory" 0 .pod.resources -}}
+{{- $store := min (mulf 0.3 (include "quadriga.bytes" $memory | float64) | int64) 10000000000 -}}
+{{- if and (lt (include "quadriga.bytes" .pod.shmSize | float64 | int64) $store) (not (hasKey .pod.rayStartParams "object-store-memory")) -}}
+{{- fail (printf "%s.shmSize is %v, less than 30 %% of the limit of memory (%v) and than 10 GB, so Ray's object store would be on the disk: raise it, or set rayStartParams.object-store-memory" .where .pod.shmSize $memory) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Bytes of a quantity. */}}
+{{- define "quadriga.bytes" -}}
+{{- $unit := toString . | regexFind "[A-Za-z]+$" -}}
+{{- $sizes := dict "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 "Ei" 1152921504606846976 -}}
+{{- mulf (toString . | trimSuffix $unit | float64) (get $sizes $unit | default 1) -}}
 {{- end -}}
 
 {{/* Whole CPUs of a pod, as KubeRay tells Ray: rounded up. */}}
