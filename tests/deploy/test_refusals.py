@@ -25,6 +25,7 @@ pytestmark = needs_helm
 KEYS = {"apiKeys": {"existingSecret": "keys"}}
 ROUTE = {"enabled": True, "parentRefs": [{"name": "g"}], "hostnames": ["a.b"]}
 REDIS = {"enabled": True, "redisAddress": "r:6379"}
+ONE_POD = {"replicas": 1, "minReplicas": 1, "maxReplicas": 1}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     # The schema
     "unknown value": ({"modles": []}, "modles"),
@@ -177,6 +178,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too few pods": (
         {"models": [{"decode_replicas": 3}]},
         "3 replicas ask for nodes with the labels",
+    ),
+    "too few pods for what is not given": (
+        {"models": [{"decode_replicas": "auto"}], "workerGroups": {"decode": ONE_POD}},
+        '2 replicas ask for nodes with the labels {"quadriga/role":"decode"}',
+    ),
+    "too few pods for ranks": (
+        {"config": {"engine": {"tensor_parallel": 2}}},
+        '4 ranks of replicas ask for nodes with the labels {"quadriga/role":"decode"}',
     ),
     "no GPU in the pods": ({"config": {"engine": {"device": "cuda"}}}, "hold 0 of them"),
 }

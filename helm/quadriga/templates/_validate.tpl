@@ -225,15 +225,18 @@ both; it puts a store that does not fit into /dev/shm on the disk. */}}
 {{- fail (printf "config.engine.%s: %q depends on which nodes joined first; give a number" $field (get $engine $field)) -}}
 {{- end -}}
 {{- end -}}
+{{- $ranks := $engine.tensor_parallel | default 1 | int -}}
+{{- $auto := dict "prefill" 1 "decode" 2 -}}
 {{- $wanted := dict -}}
 {{- range $pool := include "quadriga.pools" . | fromJsonArray -}}
 {{- $counts := dict "mixed" $pool.mixed_replicas -}}
 {{- if not (int $pool.mixed_replicas) -}}
-{{- $counts = dict "prefill" ($pool.prefill_replicas | default 1) "decode" ($pool.decode_replicas | default 2) -}}
+{{- $counts = dict "prefill" ($pool.prefill_replicas | default "auto") "decode" ($pool.decode_replicas | default "auto") -}}
 {{- end -}}
 {{- range $role, $count := $counts -}}
 {{- $key := get $pool (printf "%s_labels" $role) | default dict | toJson -}}
-{{- $_ := set $wanted $key (add ($count | int) (get $wanted $key | default 0)) -}}
+{{- $replicas := eq (toString $count) "auto" | ternary (get $auto $role) $count | int -}}
+{{- $_ := set $wanted $key (add (mul $replicas $ranks) (get $wanted $key | default 0)) -}}
 {{- end -}}
 {{- end -}}
 {{- range $key, $count := $wanted -}}
@@ -256,7 +259,8 @@ both; it puts a store that does not fit into /dev/shm on the disk. */}}
 {{- fail (printf "no worker group has the labels %s that replicas of a model ask for; add them to a group's labels" $key) -}}
 {{- end -}}
 {{- if gt (int $count) (int $slots) -}}
-{{- fail (printf "%d replicas ask for nodes with the labels %s, but the worker groups %s hold %d of them at most (config.engine.resources_cpus: %v, resources_gpus: %v): raise maxReplicas or the limits in resources" (int $count) $key (join ", " $names) (int $slots) $engine.resources_cpus $engine.resources_gpus) -}}
+{{- $what := eq $ranks 1 | ternary "replicas" "ranks of replicas" -}}
+{{- fail (printf "%d %s ask for nodes with the labels %s, but the worker groups %s hold %d of them at most (config.engine.resources_cpus: %v, resources_gpus: %v): raise maxReplicas or the limits in resources" (int $count) $what $key (join ", " $names) (int $slots) $engine.resources_cpus $engine.resources_gpus) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
