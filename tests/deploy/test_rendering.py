@@ -141,8 +141,9 @@ def test_a_cluster_is_one_endpoint_of_an_inference_pool() -> None:
     }
     head = pod_templates(documents)["head"]
     labels = {"quadriga/release": head["metadata"]["labels"]["quadriga/release"]}
-    # KubeRay gives the other label, to the head alone.
-    assert spec["selector"]["matchLabels"] == {**labels, "ray.io/node-type": "head"}
+    # KubeRay gives the others: to the head alone, and while its proxy answers.
+    kuberay = {"ray.io/node-type": "head", "ray.io/serve": "true"}
+    assert spec["selector"]["matchLabels"] == labels | kuberay
     ports = {p["name"]: p["containerPort"] for p in head["spec"]["containers"][0]["ports"]}
     assert spec["targetPorts"] == [{"number": ports["serve"]}]
     [rule] = one(documents, "HTTPRoute")["spec"]["rules"]
@@ -155,7 +156,7 @@ def test_a_cluster_is_one_endpoint_of_an_inference_pool() -> None:
     ]
     shared = {"inferencePool": values["inferencePool"] | {"matchLabels": {"fleet": "chat"}}}
     several = one(render(values | shared), "InferencePool")["spec"]["selector"]["matchLabels"]
-    assert several == {"fleet": "chat", "ray.io/node-type": "head"}
+    assert several == {"fleet": "chat"} | kuberay
 
 
 def test_policy_ports_are_ports_of_the_pods() -> None:
@@ -293,6 +294,12 @@ def test_every_pod_can_be_placed() -> None:
     for template in pod_templates(documents).values():
         assert template["spec"]["schedulerName"] == "volcano"
     assert "schedulerName" not in pod_templates(render({}))["head"]["spec"]
+    spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+    given = spread | {"labelSelector": {"matchLabels": {"a": "b"}}}
+    head = pod_templates(render({"head": {"topologySpreadConstraints": [spread, given]}}))["head"]
+    own, users = head["spec"]["topologySpreadConstraints"]
+    assert own["labelSelector"]["matchLabels"]["quadriga/group"] == "head"
+    assert users == given, "word for word"
 
 
 def test_clients_outside_can_have_a_load_balancer() -> None:

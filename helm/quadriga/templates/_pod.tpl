@@ -168,7 +168,8 @@ spec:
   {{- with $pod.topologySpreadConstraints }}
   topologySpreadConstraints:
     {{- range . }}
-    - {{ merge (dict) . (dict "labelSelector" (dict "matchLabels" $selector)) | toYaml | nindent 6 | trim }}
+    {{- $own := hasKey . "labelSelector" | ternary (dict) (dict "labelSelector" (dict "matchLabels" $selector)) }}
+    - {{ merge (dict) . $own | toYaml | nindent 6 | trim }}
     {{- end }}
   {{- end }}
   securityContext:
