@@ -7,6 +7,7 @@ their legends. What Grafana wants besides is the same for all and added here.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent / "dashboards"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 COLUMNS, HEIGHT = 24, 8
+SELECTOR = re.compile(r"((?:quadriga_|vllm:)[a-z0-9_]+)(\{)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,10 +292,34 @@ def dashboard(name: str) -> dict[str, Any]:
             {"type": "dashboards", "tags": ["quadriga"], "title": "Quadriga", "asDropdown": True}
         ],
         "templating": {
-            "list": [{"name": "datasource", "type": "datasource", "query": "prometheus"}]
+            "list": [
+                {"name": "datasource", "type": "datasource", "query": "prometheus"},
+                _releases(),
+            ]
         },
         "panels": panels,
     }
+
+
+def _releases() -> dict[str, Any]:
+    """The variable that chooses releases by what Prometheus calls them."""
+    query = "label_values(quadriga_replicas_desired, job)"
+    return {
+        "name": "job",
+        "type": "query",
+        "datasource": SOURCE,
+        "query": {"query": query, "refId": "job"},
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def _of_releases(expression: str) -> str:
+    """The expression with every selector confined to the chosen releases."""
+    return SELECTOR.sub(lambda m: f'{m[1]}{{job=~"$job"' + (", " if m[2] else "}"), expression)
 
 
 def _panel(number: int, panel: Panel, grid: dict[str, int]) -> dict[str, Any]:
@@ -317,7 +343,12 @@ def _panel(number: int, panel: Panel, grid: dict[str, int]) -> dict[str, Any]:
             "tooltip": {"mode": "multi", "sort": "desc"},
         },
         "targets": [
-            {"refId": chr(ord("A") + i), "expr": expr, "legendFormat": legend, "datasource": SOURCE}
+            {
+                "refId": chr(ord("A") + i),
+                "expr": _of_releases(expr),
+                "legendFormat": legend,
+                "datasource": SOURCE,
+            }
             for i, (expr, legend) in enumerate(panel.queries)
         ],
     }

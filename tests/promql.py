@@ -117,15 +117,20 @@ def _grouped(modifier: Any, inner: frozenset[str], found: list[str]) -> frozense
 
 def selectors(node: Any) -> Iterator[str]:
     """Names of the metrics an expression reads."""
+    return (str(selector.name) for selector in vectors(node))
+
+
+def vectors(node: Any) -> Iterator[promql.VectorSelector]:
+    """The selectors of an expression."""
     if isinstance(node, promql.VectorSelector):
-        yield str(node.name)
+        yield node
     elif isinstance(node, promql.MatrixSelector):
-        yield str(node.vector_selector.name)
+        yield node.vector_selector
     else:
         children = [getattr(node, k, None) for k in ("expr", "lhs", "rhs")]
         for child in [*children, *getattr(node, "args", [])]:
             if child is not None:
-                yield from selectors(child)
+                yield from vectors(child)
 
 
 Vector = dict[frozenset[tuple[str, str]], float]

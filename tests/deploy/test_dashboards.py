@@ -14,7 +14,7 @@ import yaml
 
 from deploy import chart, grafana
 from serve_app.ops.metric_catalogue import catalogue
-from tests.promql import Metrics, selectors
+from tests.promql import Metrics, selectors, vectors
 
 DEPLOY = Path(grafana.__file__).parent
 CHART = Path(chart.CHART)
@@ -62,6 +62,13 @@ def test_every_panel_reads_what_is_there() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_every_panel_reads_the_chosen_releases_alone() -> None:
+    for where, expression, _ in dashboard_queries():
+        for selector in vectors(promql.parse(expression)):
+            values = [m.value for m in selector.matchers.matchers if m.name == "job"]
+            assert values == ["$job"] and 'job=~"$job"' in expression, (where, selector.name)
+
+
 def test_legends_name_labels_that_their_queries_have() -> None:
     every = {label for metric in DECLARED for label in metric.labels}
     for where, expression, legend in dashboard_queries():
@@ -92,6 +99,9 @@ def test_each_dashboard_is_one_that_grafana_takes() -> None:
         page = json.loads(path.read_text(encoding="utf-8"))
         seen.add(page["uid"])
         assert len(page["uid"]) <= 40
+        [_, job] = page["templating"]["list"]
+        assert (job["name"], job["allValue"]) == ("job", ".*")
+        assert job["query"]["query"] == "label_values(quadriga_replicas_desired, job)"
         ids = [panel["id"] for panel in page["panels"]]
         assert len(ids) == len(set(ids))
         for panel in page["panels"]:

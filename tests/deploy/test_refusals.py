@@ -17,6 +17,7 @@ pytestmark = needs_helm
 KEYS = {"apiKeys": {"existingSecret": "keys"}}
 ROUTE = {"enabled": True, "parentRefs": [{"name": "g"}], "hostnames": ["a.b"]}
 REDIS = {"enabled": True, "redisAddress": "r:6379"}
+ONE_POD = {"replicas": 1, "minReplicas": 1, "maxReplicas": 1}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     # The schema
     "unknown value": ({"modles": []}, "modles"),
@@ -170,8 +171,36 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"models": [{"decode_replicas": 3}]},
         "3 replicas ask for nodes with the labels",
     ),
+    "too few pods for what is not given": (
+        {"models": [{"decode_replicas": "auto"}], "workerGroups": {"decode": ONE_POD}},
+        '2 replicas ask for nodes with the labels {"quadriga/role":"decode"}',
+    ),
+    "too few pods for ranks": (
+        {"config": {"engine": {"tensor_parallel": 2}}},
+        '4 ranks of replicas ask for nodes with the labels {"quadriga/role":"decode"}',
+    ),
     "no GPU in the pods": ({"config": {"engine": {"device": "cuda"}}}, "hold 0 of them"),
 }
+
+
+@pytest.mark.parametrize("memory", ["3Gi", "64Gi"])
+@pytest.mark.parametrize("shm", ["921Mi", "922Mi", "9.3Gi", "9.4Gi"])
+def test_object_stores_on_the_disk_are_refused(
+    memory: str, shm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asks Ray where it puts one on a pod with that limit, of which nothing is used yet."""
+    from ray._private import services, utils
+
+    size, room = (int(float(q[:-2]) * {"Mi": 2**20, "Gi": 2**30}[q[-2:]]) for q in (memory, shm))
+    monkeypatch.setattr("ray._common.utils.get_system_memory", lambda: size)
+    monkeypatch.setattr(utils, "get_shared_memory_bytes", lambda: room)
+    store = utils.resolve_object_store_memory(size)
+    pod = {"resources": {"limits": {"cpu": "1", "memory": memory}}, "shmSize": shm}
+    if services.determine_plasma_store_config(store, "/tmp")[0] != "/dev/shm":
+        with pytest.raises(Exception, match=r"workerGroups\.decode\.shmSize is"):
+            render({"workerDefaults": pod})
+        pod["rayStartParams"] = {"object-store-memory": "900000000"}
+    render({"workerDefaults": pod})
 
 
 @pytest.mark.parametrize("case", REFUSED)

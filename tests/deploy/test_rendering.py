@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.deploy.charts import (
     CASES,
     CHART,
     EVERYTHING,
+    ROCKSDB,
     Document,
     needs_helm,
     one,
@@ -74,14 +74,24 @@ def test_another_chart_version_changes_no_pod(tmp_path: Path) -> None:
 
 def test_another_configuration_changes_no_pod() -> None:
     """It is applied in place; KubeRay starts another cluster only when pods change."""
-    spec = one(render({}), "RayService")["spec"]
+    download = EVERYTHING["models"][1]
+    values = {"models": [download], "modelStorage": {"enabled": True}}
+    spec = one(render(values), "RayService")["spec"]
     changed = {
-        "models": [{"model": "quadriga-l", "decode_replicas": 1}],
+        "models": [download | {"decode_replicas": 2}],
         "config": {"decode": {"max_slots": 4}},
+        "modelDownload": {"timeoutSeconds": 60},
     }
-    other = one(render(changed), "RayService")["spec"]
+    other = one(render(values | changed), "RayService")["spec"]
     assert spec["serveConfigV2"] != other["serveConfigV2"]
     assert spec["rayClusterConfig"] == other["rayClusterConfig"]
+
+
+def test_other_tolerations_change_pods() -> None:
+    """KubeRay compares pods without their tolerations, so something else must differ."""
+    pods = ({"tolerations": [{"key": key}]} for key in "ab")
+    first, second = (pod_templates(render({"head": p, "workerDefaults": p})) for p in pods)
+    assert all(first[group]["metadata"] != second[group]["metadata"] for group in first)
 
 
 def test_nothing_selects_on_a_generated_name() -> None:
@@ -119,8 +129,9 @@ def test_a_cluster_is_one_endpoint_of_an_inference_pool() -> None:
     }
     head = pod_templates(documents)["head"]
     labels = {"quadriga/release": head["metadata"]["labels"]["quadriga/release"]}
-    # KubeRay gives the other label, to the head alone.
-    assert spec["selector"]["matchLabels"] == {**labels, "ray.io/node-type": "head"}
+    # KubeRay gives the others: to the head alone, and while its proxy answers.
+    kuberay: dict[str, Any] = {"ray.io/node-type": "head", "ray.io/serve": "true"}
+    assert spec["selector"]["matchLabels"] == labels | kuberay
     ports = {p["name"]: p["containerPort"] for p in head["spec"]["containers"][0]["ports"]}
     assert spec["targetPorts"] == [{"number": ports["serve"]}]
     [rule] = one(documents, "HTTPRoute")["spec"]["rules"]
@@ -133,7 +144,7 @@ def test_a_cluster_is_one_endpoint_of_an_inference_pool() -> None:
     ]
     shared = {"inferencePool": values["inferencePool"] | {"matchLabels": {"fleet": "chat"}}}
     several = one(render(values | shared), "InferencePool")["spec"]["selector"]["matchLabels"]
-    assert several == {"fleet": "chat", "ray.io/node-type": "head"}
+    assert several == {"fleet": "chat"} | kuberay
 
 
 def test_policy_ports_are_ports_of_the_pods() -> None:
@@ -168,7 +179,9 @@ def test_grace_covers_the_longest_request(case: str) -> None:
     documents = render(CASES[case])
     told = serve_config(documents)["applications"][0]
     longest_s = load_config(told["args"]).ingress.max_deadline_s
-    assert told["deployments"][0]["graceful_shutdown_timeout_s"] >= longest_s
+    [ingress] = told["deployments"]
+    assert ingress["graceful_shutdown_timeout_s"] >= longest_s
+    assert ingress["max_surge_percent"] == 100, "one ingress starts before another stops"
     spec = one(documents, "RayService")["spec"]
     assert spec["rayClusterDeletionDelaySeconds"] >= longest_s
     for template in pod_templates(documents).values():
@@ -216,11 +229,26 @@ def test_pods_wait_for_downloads() -> None:
         assert json.loads(_env(wait, "MODELS")) == downloads
 
 
-def test_another_list_of_downloads_makes_another_job() -> None:
-    values = copy.deepcopy(EVERYTHING)
-    values["models"][1]["download"]["revision"] = "other"
-    first, second = one(render(EVERYTHING), "Job"), one(render(values), "Job")
-    assert first["metadata"]["name"] != second["metadata"]["name"]
+def test_another_download_makes_another_job(tmp_path: Path) -> None:
+    """Its pod cannot be changed; what failed for lack of time gets another try."""
+    chart = tmp_path / "quadriga"
+    shutil.copytree(CHART, chart)
+    (chart / "files" / "download_models.py").write_text("other")
+    changes: list[dict[str, Any]] = [
+        {},
+        {"models": [{"download": {"repo": "org/tiny", "revision": "other"}}]},
+        {"huggingFace": {"existingSecret": "other"}}, {"huggingFace": {"key": "other"}},
+        {"imagePullSecrets": [{"name": "other"}]}, {"serviceAccount": {"name": "other"}},
+        {"image": {"pullPolicy": "Never"}},
+        {"nameOverride": "other", "fullnameOverride": "quadriga"},
+        {"workerDefaults": {"podSecurityContext": {"fsGroup": 2000}}},
+        {"workerDefaults": {"securityContext": {"privileged": False}}},
+        {"modelDownload": {"timeoutSeconds": 60}},
+    ]  # fmt: skip
+    jobs = [one(render(EVERYTHING | changed), "Job") for changed in changes]
+    jobs.append(one(render(EVERYTHING, chart=chart), "Job"))
+    assert len({json.dumps(job["spec"]) for job in jobs}) == len(jobs)
+    assert len({job["metadata"]["name"] for job in jobs}) == len(jobs)
 
 
 def test_the_helm_test_needs_a_key_where_the_service_does() -> None:
@@ -252,6 +280,12 @@ def test_every_pod_can_be_placed() -> None:
     for template in pod_templates(documents).values():
         assert template["spec"]["schedulerName"] == "volcano"
     assert "schedulerName" not in pod_templates(render({}))["head"]["spec"]
+    spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+    given = spread | {"labelSelector": {"matchLabels": {"a": "b"}}}
+    head = pod_templates(render({"head": {"topologySpreadConstraints": [spread, given]}}))["head"]
+    own, users = head["spec"]["topologySpreadConstraints"]
+    assert own["labelSelector"]["matchLabels"]["quadriga/group"] == "head"
+    assert users == given, "word for word"
 
 
 def test_clients_outside_can_have_a_load_balancer() -> None:
@@ -295,6 +329,9 @@ def test_keys_in_redis_are_removed_once_the_head_has_ended() -> None:
     options = service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
     assert options["externalStorageNamespace"] == "123", "a text"
     assert "annotations" not in one(render({}), "RayService")["metadata"]
+    account = one(render(EVERYTHING), "ServiceAccount")["metadata"]
+    assert account["annotations"]["helm.sh/resource-policy"] == "keep", "the job that removes them"
+    assert "annotations" not in one(render(ROCKSDB), "ServiceAccount")["metadata"]
 
 
 def test_traffic_moves_to_a_cluster_that_serves() -> None:
@@ -325,7 +362,7 @@ def test_dashboards_and_alerts_of_the_chart_are_shipped(tmp_path: Path) -> None:
         (chart / "alerts" / f"{name}.yaml").write_text(yaml.safe_dump(groups))
     documents = render(EVERYTHING, chart=chart)
     [page] = [d for d in documents if d["metadata"]["name"] == "quadriga-one-page"]
-    assert page["data"] == {"one_page.json": '{"title": "{{ not a template }}"}\n'}
+    assert page["data"] == {"quadriga-one_page.json": '{"title": "{{ not a template }}"}\n'}
     assert page["metadata"]["labels"]["grafana_dashboard"] == "1"
     groups = one(documents, "PrometheusRule")["spec"]["groups"]
     assert [g["name"] for g in groups] == ["a", "b"]

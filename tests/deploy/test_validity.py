@@ -146,6 +146,7 @@ def test_notes_tell_what_operators_look_at() -> None:
         values = {k: v for k, v in EVERYTHING.items() if k != "ingress"}
         without = chart.render(values, name=NAME, namespace=NAMESPACE)
     assert "9600/dashboard" in notes["quadriga/templates/NOTES.txt"]
+    assert "patch raycluster" in notes["quadriga/templates/NOTES.txt"]
     assert "describe rayservice quadriga" in notes["quadriga/templates/NOTES.txt"]
     text = without["quadriga/templates/NOTES.txt"]
     assert "HTTPS: port 8443" in text and "gRPC: port 9443" in text

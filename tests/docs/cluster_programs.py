@@ -27,6 +27,7 @@ KUBE_FLAGS = {
     "exec": {"--container": 1, "--stdin": 0, "--tty": 0},
     "get": {"--selector": 1, "--output": 1, "--watch": 0, "--sort-by": 1},
     "logs": {"--selector": 1, "--container": 1, "--follow": 0, "--tail": 1, "--previous": 0},
+    "patch": {"--type": 1, "--patch": 1},
     "port-forward": {},
     "wait": {"--for": 1, "--timeout": 1},
 }
@@ -79,7 +80,7 @@ def kubectl(words: Sequence[str], shown: Shown) -> None:
         if name in ("--filename", "--from-file", "--cert", "--key"):
             path = value.rpartition("=")[2]
             assert path in shown.files or (ROOT / path).is_file(), f"no file {path}"
-    if verb in ("get", "describe", "delete", "create", "wait"):
+    if verb in ("get", "describe", "delete", "create", "patch", "wait"):
         kind = arguments[0].partition("/")[0].partition(",")[0]
         assert kind in KUBE_KINDS, f"kubectl {verb}: {kind}"
 

@@ -46,7 +46,7 @@ def inference_pool(tree: dict[str, Any]) -> None:
     assert set(spec) == {"selector", "targetPorts", "endpointPickerRef"}, spec
     labels = (charts.CHART / "templates" / "_names.tpl").read_text(encoding="utf-8")
     for name in spec["selector"]["matchLabels"]:
-        assert name == "ray.io/node-type" or f"{name}:" in labels, name
+        assert name in ("ray.io/node-type", "ray.io/serve") or f"{name}:" in labels, name
 
 
 def scrape(tree: dict[str, Any]) -> None:

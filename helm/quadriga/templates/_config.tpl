@@ -22,9 +22,9 @@ one: an upgrade to another must not change files that replicas have open. */}}
 {{- $downloads | uniq | toJson -}}
 {{- end -}}
 
-{{/* Name of the download job; another list of models makes another job, as a job cannot change. */}}
+{{/* Name of the download job. A job's pod cannot change: another pod, or other limits, make another job. */}}
 {{- define "quadriga.downloadJob" -}}
-{{- $facts := list (include "quadriga.downloads" .) (include "quadriga.image" .) .Values.modelDownload (include "quadriga.modelClaim" .) | toJson -}}
+{{- $facts := list (include "quadriga.downloadPod" .) .Values.modelDownload | toJson -}}
 {{- printf "%s-models-%s" (include "quadriga.fullname" .) (sha256sum $facts | trunc 8) -}}
 {{- end -}}
 
@@ -110,4 +110,5 @@ applications:
     deployments:
       - name: Ingress
         graceful_shutdown_timeout_s: {{ .Values.drainSeconds }}
+        max_surge_percent: 100
 {{- end -}}

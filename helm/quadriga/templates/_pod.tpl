@@ -125,7 +125,7 @@ HF_TOKEN:
     - name: MODELS
       value: {{ include "quadriga.downloads" $root | quote }}
     - name: TIMEOUT_S
-      value: {{ $root.Values.modelDownload.timeoutSeconds | quote }}
+      value: "7200" # then it starts again; modelDownload.timeoutSeconds would change pods
   resources:
     requests: {cpu: 50m, memory: 64Mi}
     limits: {memory: 128Mi}
@@ -143,7 +143,9 @@ HF_TOKEN:
 metadata:
   labels:
     {{- merge (dict) $selector .labels $pod.podLabels | toYaml | nindent 4 }}
-  {{- with $pod.podAnnotations }}
+  {{- /* KubeRay compares pods without their tolerations. */}}
+  {{- $tolerations := empty $pod.tolerations | ternary (dict) (dict "quadriga/tolerations" (toJson $pod.tolerations | sha256sum | trunc 8)) }}
+  {{- with merge (dict) $tolerations $pod.podAnnotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -166,7 +168,8 @@ spec:
   {{- with $pod.topologySpreadConstraints }}
   topologySpreadConstraints:
     {{- range . }}
-    - {{ merge (dict) . (dict "labelSelector" (dict "matchLabels" $selector)) | toYaml | nindent 6 | trim }}
+    {{- $own := hasKey . "labelSelector" | ternary (dict) (dict "labelSelector" (dict "matchLabels" $selector)) }}
+    - {{ merge (dict) . $own | toYaml | nindent 6 | trim }}
     {{- end }}
   {{- end }}
   securityContext:

@@ -152,6 +152,7 @@
 
 {{- define "quadriga.validateGroups" -}}
 {{- include "quadriga.validatePod" (dict "where" "head" "pod" .Values.head) -}}
+{{- include "quadriga.validateMemory" (dict "where" "head" "pod" .Values.head) -}}
 {{- include "quadriga.validatePod" (dict "where" "workerDefaults" "pod" .Values.workerDefaults) -}}
 {{- range $name, $own := .Values.workerGroups -}}
 {{- include "quadriga.validatePod" (dict "where" (printf "workerGroups.%s" $name) "pod" ($own | default dict)) -}}
@@ -163,6 +164,7 @@
 {{- if or (lt (int $group.replicas) (int $group.minReplicas)) (gt (int $group.replicas) (int $group.maxReplicas)) -}}
 {{- fail (printf "workerGroups.%s: replicas is %d, outside minReplicas..maxReplicas (%d..%d)" $name (int $group.replicas) (int $group.minReplicas) (int $group.maxReplicas)) -}}
 {{- end -}}
+{{- include "quadriga.validateMemory" (dict "where" (printf "workerGroups.%s" $name) "pod" $group) -}}
 {{- if eq $name "head" -}}
 {{- fail "workerGroups.head: the name is the head's; take another" -}}
 {{- end -}}
@@ -183,6 +185,23 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* Ray gives its object store 30 % of the memory, and no more than /dev/shm or 10 GB, the larger of
+both; it puts a store that does not fit into /dev/shm on the disk. */}}
+{{- define "quadriga.validateMemory" -}}
+{{- $memory := dig "limits" "memory" 0 .pod.resources -}}
+{{- $store := min (mulf 0.3 (include "quadriga.bytes" $memory | float64) | int64) 10000000000 -}}
+{{- if and (lt (include "quadriga.bytes" .pod.shmSize | float64 | int64) $store) (not (hasKey .pod.rayStartParams "object-store-memory")) -}}
+{{- fail (printf "%s.shmSize is %v, less than 30 %% of the limit of memory (%v) and than 10 GB, so Ray's object store would be on the disk: raise it, or set rayStartParams.object-store-memory" .where .pod.shmSize $memory) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Bytes of a quantity. */}}
+{{- define "quadriga.bytes" -}}
+{{- $unit := toString . | regexFind "[A-Za-z]+$" -}}
+{{- $sizes := dict "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 "Ei" 1152921504606846976 -}}
+{{- mulf (toString . | trimSuffix $unit | float64) (get $sizes $unit | default 1) -}}
 {{- end -}}
 
 {{/* Whole CPUs of a pod, as KubeRay tells Ray: rounded up. */}}
@@ -206,15 +225,18 @@
 {{- fail (printf "config.engine.%s: %q depends on which nodes joined first; give a number" $field (get $engine $field)) -}}
 {{- end -}}
 {{- end -}}
+{{- $ranks := $engine.tensor_parallel | default 1 | int -}}
+{{- $auto := dict "prefill" 1 "decode" 2 -}}
 {{- $wanted := dict -}}
 {{- range $pool := include "quadriga.pools" . | fromJsonArray -}}
 {{- $counts := dict "mixed" $pool.mixed_replicas -}}
 {{- if not (int $pool.mixed_replicas) -}}
-{{- $counts = dict "prefill" ($pool.prefill_replicas | default 1) "decode" ($pool.decode_replicas | default 2) -}}
+{{- $counts = dict "prefill" ($pool.prefill_replicas | default "auto") "decode" ($pool.decode_replicas | default "auto") -}}
 {{- end -}}
 {{- range $role, $count := $counts -}}
 {{- $key := get $pool (printf "%s_labels" $role) | default dict | toJson -}}
-{{- $_ := set $wanted $key (add ($count | int) (get $wanted $key | default 0)) -}}
+{{- $replicas := eq (toString $count) "auto" | ternary (get $auto $role) $count | int -}}
+{{- $_ := set $wanted $key (add (mul $replicas $ranks) (get $wanted $key | default 0)) -}}
 {{- end -}}
 {{- end -}}
 {{- range $key, $count := $wanted -}}
@@ -237,7 +259,8 @@
 {{- fail (printf "no worker group has the labels %s that replicas of a model ask for; add them to a group's labels" $key) -}}
 {{- end -}}
 {{- if gt (int $count) (int $slots) -}}
-{{- fail (printf "%d replicas ask for nodes with the labels %s, but the worker groups %s hold %d of them at most (config.engine.resources_cpus: %v, resources_gpus: %v): raise maxReplicas or the limits in resources" (int $count) $key (join ", " $names) (int $slots) $engine.resources_cpus $engine.resources_gpus) -}}
+{{- $what := eq $ranks 1 | ternary "replicas" "ranks of replicas" -}}
+{{- fail (printf "%d %s ask for nodes with the labels %s, but the worker groups %s hold %d of them at most (config.engine.resources_cpus: %v, resources_gpus: %v): raise maxReplicas or the limits in resources" (int $count) $what $key (join ", " $names) (int $slots) $engine.resources_cpus $engine.resources_gpus) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
