@@ -20,7 +20,7 @@ BOUNDS = {
     "service_lines": Bound(47_420, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
     "product_lines": Bound(103_635, 58_000),
-    "test_lines": Bound(81_640, 38_000),
+    "test_lines": Bound(81_740, 38_000),
     "reliability_lines": Bound(5_200, 4_000),
     "actors_lines": Bound(6_485, 6_485),
     "llm_lines": Bound(250, 250),
