@@ -19,11 +19,12 @@ def read_line(pipe: IO[bytes], timeout_s: float) -> str:
         TimeoutError: There was no whole line in time.
     """
     deadline_s = time.monotonic() + timeout_s
+    poll = select.poll()  # `select.select` takes no descriptor above 1,023
+    poll.register(pipe, select.POLLIN)
     data = b""
     while not data.endswith(b"\n"):
         left_s = deadline_s - time.monotonic()
-        ready, _, _ = select.select([pipe], [], [], max(0.0, left_s))
-        if not ready:
+        if not poll.poll(1000.0 * max(0.0, left_s)):
             raise TimeoutError(f"the process said nothing within {timeout_s:g} s")
         byte = os.read(pipe.fileno(), 1)
         if not byte:

@@ -271,6 +271,7 @@ class HandoffSender:
             max_depth=depths[1],
             numerics=numerics,
             block_keys=block_keys,
+            grammar=state.sampling.grammar,
         )
         timeout_s = call_timeout_s(self._config.deadline_s)
         try:

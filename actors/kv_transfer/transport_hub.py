@@ -41,6 +41,8 @@ NO_ROUTE_RETRY_S = 3600.0
 """The same where it never reaches that peer."""
 SHARE = 0.5
 """Of a part's deadline: what one transport may use up before the next gets the rest."""
+HASTY_S = 2.0
+"""A transport that had less time for a part, and took longer, is not left out for that."""
 
 
 async def invite_actor(peer: str, offer: ChannelOffer) -> None:
@@ -112,13 +114,15 @@ class TransportHub:
             now_s = self._clock()
             if now_s < self._again_s.get((way.name, peer), 0.0):
                 continue
+            share_s = (end_s - now_s) * SHARE
             try:
-                await self._send_by(way, peer, part, kv, (end_s - now_s) * SHARE)
+                await self._send_by(way, peer, part, kv, share_s)
                 return
             except KVTransportError as exc:
                 if exc.code in ("refused", "aborted"):
                     raise
-                if exc.code != TOO_LARGE:
+                is_hasty = exc.code == "timeout" and share_s < HASTY_S
+                if exc.code != TOO_LARGE and not is_hasty:
                     self._fall_back(way.name, peer, exc)
         last = self._ways[-1]
         await self._send_by(last, peer, part, kv, end_s - self._clock())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from actors.kv_transfer.migration import Migrations
@@ -14,13 +15,14 @@ from quadriga.config.resolve import ReplicaSpec
 from quadriga.control.replica_record import ReplicaLoad
 from quadriga.core.adapters import find_adapter
 from quadriga.core.forecast import LengthOutcome
+from quadriga.core.grammar import Grammar
 from quadriga.core.kv import Accepted, ResumePoint, TransferOffer
 from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.output import EngineOutput
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.request import ResumableSequence, SequenceState
 from quadriga.engine import load_runner
-from quadriga.errors import MigrationFailed, TakenOver, UnknownModel
+from quadriga.errors import MigrationFailed, QuadrigaError, TakenOver, UnknownModel
 from quadriga.interfaces import KVSink, ModelRunner
 from quadriga.replica.forecasting import load_lengths
 from quadriga.scheduling.transfer.handoff import LeaseState, check_numerics, still_busy
@@ -99,7 +101,18 @@ class DecodeReplica(Replica[DecodeEngine]):
         if offer.sequence_id in self.leaving():
             # It comes back before this replica knows that it went: the commit's answer was lost.
             raise still_busy(offer.sequence_id)
-        return Accepted(self.info_record, await self.receiver.reserve(offer))
+        held_tokens = await self.receiver.reserve(offer)
+        if offer.grammar is not None:
+            background(self._compile_ahead(offer.grammar))
+        return Accepted(self.info_record, held_tokens)
+
+    async def _compile_ahead(self, grammar: Grammar) -> None:
+        """Compile the grammar of a sequence that is on its way here; `join` waits for it.
+
+        It stays compiled as long as the lease has its offer.
+        """
+        with suppress(QuadrigaError):  # `join` raises it
+            await self.compile_grammar(grammar)
 
     async def renew(self, transfer_id: str) -> bool:
         """Keep a lease alive; False when there is none."""
@@ -225,7 +238,7 @@ class DecodeReplica(Replica[DecodeEngine]):
 
     async def join(self, state: SequenceState, resume: ResumePoint | None, depth: int) -> None:
         self._require_wanted(state.sequence_id)
-        await self.compile_grammar(state)
+        await self.compile_grammar(state.sampling.grammar)
         self.departed.come_back(state.sequence_id)
 
         def join(core: DecodeEngine) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import uuid
+import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Sequence
@@ -28,6 +29,7 @@ from quadriga.control.replica_names import fingerprint
 from quadriga.control.replica_record import ReplicaLoad, ReplicaStatus
 from quadriga.core.adapters import find_adapter
 from quadriga.core.forecast import LengthOutcome
+from quadriga.core.grammar import Grammar
 from quadriga.core.kv import KVPart
 from quadriga.core.output import EngineOutput, PollReply
 from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, ResizeReport, Role
@@ -459,7 +461,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             find_adapter(self.spec.engine.adapters, state.adapter)
         if state.deadline_unix_s <= self.clock.unix_s():
             raise DeadlineExceeded("the deadline passed before the request was queued")
-        await self.compile_grammar(state)
+        await self.compile_grammar(state.sampling.grammar)
         self.mail.expect(state.ingress_id)
 
     async def enqueue(self, state: SequenceState, submit: Callable[[Core], None]) -> None:
@@ -478,16 +480,18 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         if self.departed.is_cancelled(state.sequence_id):
             await self._cancel([state.sequence_id], state.ingress_id)
 
-    async def compile_grammar(self, state: SequenceState) -> None:
-        """Have the grammar of its answer ready before the engine needs it, which must not wait.
+    async def compile_grammar(self, grammar: Grammar | None) -> None:
+        """Have the grammar of an answer ready before the engine needs it, which must not wait.
+
+        It stays compiled as long as this very object is here, which is a sequence's own.
 
         Raises:
             InvalidRequest: It is none; the ingress has asked that before.
         """
-        grammar = state.sampling.grammar
         if grammar is not None:
             checkpoint = self.spec.engine.checkpoint
-            await asyncio.to_thread(lambda: grammars_of(checkpoint).prepare(grammar))
+            made = await asyncio.to_thread(lambda: grammars_of(checkpoint).prepare(grammar))
+            weakref.finalize(grammar, lambda held: None, made).atexit = False
 
     async def _watch_ingresses(self) -> None:
         """Cancel the sequences of silent ingresses; end this process when all are silent."""

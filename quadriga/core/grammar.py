@@ -16,7 +16,7 @@ MAX_GRAMMAR_BYTES = 128 << 10
 GrammarKind = Literal["json_schema", "regex", "lark", "ebnf"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Grammar:
     """The form of an answer: a language that its text must be in, in the words of its author.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quadriga.core.forecast import LengthPrediction
+from quadriga.core.grammar import Grammar
 from quadriga.core.output import EngineOutput
 from quadriga.core.replica import DepthClass, ReplicaInfo
 
@@ -29,6 +30,7 @@ class TransferOffer:
         numerics: Of the source; see `ReplicaInfo.numerics`.
         block_keys: Of the prompt's blocks, as `PrefixCache` names them: those that the destination
             has need not be sent.
+        grammar: Of the answer: the destination compiles it while the KV is on its way.
     """
 
     transfer_id: str
@@ -47,6 +49,7 @@ class TransferOffer:
     max_depth: int = 0
     numerics: str = ""
     block_keys: tuple[bytes, ...] = ()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -323,14 +323,16 @@ class ReceivingChannel:
         return True
 
     def _store(self, part: KVPart, data: torch.Tensor) -> QuadrigaError | None:
+        """Give a part to the sink; what it refuses, whyever, it would refuse over any channel."""
         try:
             kv = where_digested(from_bytes(data, part), part)
             self._sink.store(self.offer.source, part, kv)
         except QuadrigaError as exc:
-            return exc
+            return KVTransportError(exc.message, code="refused")
         except Exception as exc:  # the sink belongs to the actor; its failure is the sender's news
             logger.exception("part %d of %s could not be stored", part.index, part.transfer_id)
-            return KVTransportError(f"part {part.index} could not be stored: {exc!r}")
+            why = f"part {part.index} could not be stored: {exc!r}"
+            return KVTransportError(why, code="refused")
         return None
 
 

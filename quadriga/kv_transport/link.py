@@ -83,7 +83,7 @@ class Listener:
                 hello = link.receive_frame(HELLO_TIMEOUT_S)
                 if hmac.compare_digest(str(hello.get("token")).encode(), self.token.encode()):
                     return link
-            except (OSError, RuntimeError):
+            except (OSError, RuntimeError, ValueError):  # a lone surrogate cannot be encoded
                 pass  # a stranger; the peer may still come
             link.close()
 

@@ -46,13 +46,13 @@ class RowHost(Protocol):
         """Let the sequence run in its row from the next step on; `depth` layers of KV came."""
 
     def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:
-        """Store KV in a promised row; called on transport threads."""
+        """Store KV in a promised row; called on other threads than the event loop's."""
 
 
 class HandoffReceiver:
     """The destination side of a replica's transfers; the `KVSink` of its transports.
 
-    Runs on the event loop; `knows`, `accept` and `store` are called on transport threads.
+    Runs on the event loop; `knows`, `accept` and `store` are called on other threads.
 
     Attributes:
         leases: The transfers; may be looked at from any thread.
@@ -133,26 +133,39 @@ class HandoffReceiver:
         """
         task = self._commits.get(transfer_id)
         if task is None:
-            if resume is not None and resume.last_kv:
-                self._store_last(transfer_id, resume.last_kv)
-                resume = replace(resume, last_kv=())
-            # The newest token has no KV yet: it is the next step's input.
-            lease = self.leases.commit(
-                transfer_id,
-                epoch=state.epoch,
-                num_tokens=state.num_tokens - 1,
-                checksums=checksums,
-                extents=resume.extents if resume is not None else (),
-            )
-            if lease is None:
-                return
-            task = background(self._join(lease, state, resume))
+            task = background(self._take(transfer_id, state, checksums, resume))
             self._commits[transfer_id] = task
             task.add_done_callback(lambda _: self._commits.pop(transfer_id, None))
         await asyncio.shield(task)
 
+    async def _take(
+        self,
+        transfer_id: str,
+        state: SequenceState,
+        checksums: Sequence[int],
+        resume: ResumePoint | None,
+    ) -> None:
+        """Store what came with a commit, commit the lease, and let the sequence join; once."""
+        if resume is not None and resume.last_kv:
+            # Where ranks share the cache, a write waits for the pass under way.
+            await asyncio.to_thread(self._store_last, transfer_id, resume.last_kv)
+            resume = replace(resume, last_kv=())
+        # The newest token has no KV yet: it is the next step's input.
+        lease = self.leases.commit(
+            transfer_id,
+            epoch=state.epoch,
+            num_tokens=state.num_tokens - 1,
+            checksums=checksums,
+            extents=resume.extents if resume is not None else (),
+        )
+        if lease is not None:
+            await self._join(lease, state, resume)
+
     def _store_last(self, transfer_id: str, last_kv: Sequence[tuple[KVPart, bytes]]) -> None:
-        """Write the KV that came with a commit; nothing where the transfer is over already."""
+        """Write the KV that came with a commit; nothing where the transfer is over already.
+
+        On a thread of its own.
+        """
         lease = self.leases.get(transfer_id)
         if lease is None:
             return

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from quadriga.core.grammar import WHITESPACE, Grammar
 from quadriga.errors import InvalidRequest
 
 MAX_KEPT = 16
-"""Compiled grammars that a process keeps; the one used longest ago goes first."""
+"""Compiled grammars that a process keeps that nobody has; the one used longest ago goes first."""
 
 LEFT = "the answer has left its grammar"
 STUCK = "no token of the model can go on with the answer"
@@ -66,36 +67,46 @@ class TokenGrammars:
         self._vocabulary = _llguidance().LLTokenizer(
             tokenizer, n_vocab=vocab_size, eos_token=list(end_ids)
         )
-        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        # By kind and text: a `Grammar` as the key would be kept, and with it what holds its own.
+        self._recent: OrderedDict[tuple[str, str], GrammarMatcher] = OrderedDict()
+        self._compiled: WeakValueDictionary[tuple[str, str], GrammarMatcher] = WeakValueDictionary()
+        self._compiling: WeakValueDictionary[tuple[str, str], Lock] = WeakValueDictionary()
         self._lock = Lock()
 
-    def prepare(self, grammar: Grammar) -> None:
+    def prepare(self, grammar: Grammar) -> GrammarMatcher:
         """Compile a grammar, unless it is; a millisecond to some seconds, without the GIL.
+
+        Returns:
+            What is compiled. As long as somebody has it, the grammar is not compiled again.
 
         Raises:
             InvalidRequest: It is none, or allows no text, or needs more work than there may be.
         """
-        reason = _reason(self._compile(grammar))
-        if reason:
-            raise InvalidRequest(reason, code="invalid_grammar")
+        made = self._compile(grammar)
+        if made.failure:
+            raise InvalidRequest(made.failure, code="invalid_grammar")
+        return made
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
         """Where an answer without a token stands in a grammar that was prepared."""
-        return GrammarMatcher(self._compile(grammar).deep_copy(), self)
+        return GrammarMatcher(self._compile(grammar)._core.deep_copy(), self)
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def _compile(self, grammar: Grammar) -> GrammarMatcher:
+        key = (grammar.kind, grammar.text)
         with self._lock:
-            found = self._compiled.get(grammar)
-            if found is not None:
-                self._compiled.move_to_end(grammar)
-                return found
-        made = _llguidance().LLMatcher(
-            self._vocabulary, grammar_source(grammar), limits=_limits(), log_level=0
-        )
-        with self._lock:
-            self._compiled[grammar] = made
-            while len(self._compiled) > MAX_KEPT:
-                self._compiled.popitem(last=False)
+            compiling = self._compiling.setdefault(key, Lock())
+        with compiling:  # another thread's may be the same: then this one waits for it
+            made = self._compiled.get(key)
+            if made is None:
+                core = _llguidance().LLMatcher(
+                    self._vocabulary, grammar_source(grammar), limits=_limits(), log_level=0
+                )
+                made = GrammarMatcher(core, self)
+            with self._lock:
+                self._compiled[key] = self._recent[key] = made
+                self._recent.move_to_end(key)
+                while len(self._recent) > MAX_KEPT:
+                    self._recent.popitem(last=False)
         return made
 
 

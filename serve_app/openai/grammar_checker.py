@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-import select
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.core.grammar import MAX_GRAMMAR_BYTES, Grammar
 from quadriga.errors import InvalidRequest, Overloaded, Unavailable
+from quadriga.pipes import read_line
 from quadriga.text import TextTokenizer
 
 COMPILE_LIMIT_S = 3.0
@@ -224,11 +224,7 @@ def _send(process: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
 def _receive(process: subprocess.Popen[bytes], limit_s: float) -> Any:
     """The next answer; None where none comes in time, or the process is gone."""
     assert process.stdout is not None
-    until_s, data = time.monotonic() + limit_s, b""
-    while not data.endswith(b"\n"):
-        ready, _, _ = select.select([process.stdout], [], [], max(0.0, until_s - time.monotonic()))
-        piece = os.read(process.stdout.fileno(), 1 << 16) if ready else b""
-        if not piece:
-            return None
-        data += piece
-    return json.loads(data)
+    try:
+        return json.loads(read_line(process.stdout, limit_s))
+    except (EOFError, TimeoutError):
+        return None

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from quadriga.core.kv import KVPart
-from quadriga.errors import KVTransportError
+from quadriga.errors import KVCacheExhausted, KVTransportError
 from quadriga.kv_transport import channel_ends
 from quadriga.kv_transport.channel import ChannelOffer
 from quadriga.kv_transport.pairs import Invite, PairTransport
@@ -221,10 +221,11 @@ class LinesContract:
         assert {part.transfer_id for part, _ in rig.sink.parts} == {"t"}
 
     def test_a_sink_that_fails_is_the_senders_news(self, rig: Rig) -> None:
-        for error in (KVTransportError("no such row", code="refused"), ValueError("a bug")):
+        for error in (KVTransportError("no such row"), KVCacheExhausted("full"), ValueError("bug")):
             rig.sink.error = error
-            with pytest.raises(KVTransportError, match=r"no such row|a bug"):
+            with pytest.raises(KVTransportError, match=r"no such row|full|bug") as refusal:
                 rig.send(rig.make(3000)).result(WAIT_S)
+            assert refusal.value.code == "refused", "no other transport would do better"
         rig.sink.error = None
         rig.deliver()
         assert rig.generation() == 1

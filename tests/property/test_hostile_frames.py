@@ -153,6 +153,7 @@ HELLOS = [
     struct.pack("<I", 4) + b"null",
     struct.pack("<I", 14) + b'{"token": null',
     struct.pack("<I", 17) + '{"token": "é€€"}'.encode(),
+    struct.pack("<I", 19) + b'{"token": "\\ud800"}',
     struct.pack("<I", 2) + b"{}",
     b"GET / HTTP/1.1\r\n\r\n",
 ]

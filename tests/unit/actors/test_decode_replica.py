@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from actors.replica.decode import DecodeReplica
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
+from quadriga.core.grammar import Grammar
+from quadriga.core.kv import TransferOffer
 from quadriga.errors import MigrationFailed
 from quadriga.replica.spans import SequenceSpans
-from tests.unit.actors.test_sequence_handoff import a_state
+from quadriga.text.grammar import MAX_KEPT, grammars_of
+from tests.settled import settled
+from tests.unit.actors.test_sequence_handoff import CLASS, FORM, a_state
 
 
 async def test_the_span_of_a_sequence_that_cannot_join_ends() -> None:
@@ -33,3 +40,27 @@ async def test_the_span_of_a_sequence_that_cannot_join_ends() -> None:
     with pytest.raises(MigrationFailed):
         await DecodeReplica.join(replica, state, None, 4)
     assert not replica.spans.open
+
+
+async def test_a_grammar_stays_compiled_as_long_as_its_sequence_is_here() -> None:
+    """Compiled again on the engine's thread, it would hold up all sequences."""
+    checkpoint = read_checkpoint("quadriga-s")
+    replica: Any = Mock()
+    replica.spec.engine.checkpoint = checkpoint
+    held = [Grammar.choice([f"held {i}"]) for i in range(MAX_KEPT + 1)]
+    for each in held:
+        await DecodeReplica.compile_grammar(replica, each)
+    first, compiled = ("lark", held[0].text), grammars_of(checkpoint)._compiled
+    assert first in compiled
+    held.clear()
+    assert first not in compiled
+
+
+async def test_the_destination_compiles_a_grammar_while_the_kv_is_on_its_way() -> None:
+    receiver, ahead = Mock(reserve=AsyncMock(return_value=0)), AsyncMock()
+    replica: Any = Mock(info_record=Mock(numerics=""), receiver=receiver, _compile_ahead=ahead)
+    replica.leaving.return_value = ()
+    offer = TransferOffer("t", "s", CLASS, "source", 1, 3, 32, "gloo", 5.0, grammar=FORM)
+    await DecodeReplica.reserve(replica, pickle.loads(pickle.dumps(offer)))
+    await settled()
+    ahead.assert_awaited_once_with(FORM)

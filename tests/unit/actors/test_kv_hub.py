@@ -50,10 +50,10 @@ class Bench:
         self.ways = {name: RoutingDecision(name) for name in ("nccl", "gloo", "object_store")}
         self.hub._ways = list(self.ways.values())
 
-    async def send(self, peer: str = "p") -> list[str]:
+    async def send(self, peer: str = "p", deadline_s: float = 8.0) -> list[str]:
         """Who was tried."""
         before = {name: len(way.deadlines_s) for name, way in self.ways.items()}
-        await self.hub.send(peer, PART, KV, deadline_s=8.0)
+        await self.hub.send(peer, PART, KV, deadline_s=deadline_s)
         return [name for name, way in self.ways.items() if len(way.deadlines_s) > before[name]]
 
 
@@ -89,9 +89,12 @@ async def test_a_transport_without_a_route_is_left_out_for_long(bench: Bench) ->
     assert set(bench.hub._again_s) == {("nccl", "another")}, "what is over is forgotten"
 
 
-async def test_a_part_too_large_for_a_transport_leaves_it_usable_for_the_next(bench: Bench) -> None:
-    bench.ways["nccl"].code = TOO_LARGE
-    assert await bench.send() == ["nccl", "gloo"]
+@pytest.mark.parametrize(("code", "deadline_s"), [(TOO_LARGE, 8.0), ("timeout", 3.0)])
+async def test_a_part_too_large_or_too_urgent_for_a_transport_leaves_it_usable_for_the_next(
+    bench: Bench, code: str, deadline_s: float
+) -> None:
+    bench.ways["nccl"].code = code
+    assert await bench.send(deadline_s=deadline_s) == ["nccl", "gloo"]
     bench.ways["nccl"].code = None
     assert await bench.send() == ["nccl"]
     assert bench.hub.num_fallbacks == 0

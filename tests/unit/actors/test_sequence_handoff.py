@@ -17,6 +17,7 @@ from actors.kv_transfer.sequence_handoff import PrefillHandoff
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from quadriga.clock import ManualClock, SystemClock
 from quadriga.config.loader import load_config
+from quadriga.core.grammar import Grammar
 from quadriga.core.kv import Accepted, KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import SamplingParams, SequenceState
@@ -37,6 +38,7 @@ from quadriga.scheduling.transfer.placement_turns import PlacementTurns
 from tests.settled import settled
 
 CLASS = DepthClass("m", 2)
+FORM = Grammar.choice(["a"])
 KV = torch.ones(2, 2, 1, 2, 4)
 
 
@@ -73,7 +75,7 @@ def a_handoff(
 def a_state(*, deadline_s: float) -> SequenceState:
     now_s = SystemClock().unix_s()
     return SequenceState(
-        "s", "r", "m", [1, 2], SamplingParams(max_tokens=4), "i", now_s, now_s + deadline_s
+        "s", "r", "m", [1, 2], SamplingParams(4, grammar=FORM), "i", now_s, now_s + deadline_s
     )
 
 
@@ -203,6 +205,7 @@ class Peer(BatchedCalls):
         self.receiver = HandoffReceiver(CLASS, self, SystemClock(), ["local"])
 
     async def reserve(self, offer: TransferOffer) -> Accepted:
+        assert offer.grammar == FORM, "it is to be compiled meanwhile"
         await self.receiver.reserve(offer)
         return Accepted(ReplicaInfo(self.name, Role.DECODE, CLASS, "", self.name, 8, 512))
 

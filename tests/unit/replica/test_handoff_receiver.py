@@ -29,6 +29,7 @@ from quadriga.errors import (
 from quadriga.kv_transport.payload import checksum, pack
 from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.scheduling.transfer.handoff import LeaseState
+from tests.settled import settled
 
 NUM_TOKENS = 3
 CLASS = DepthClass("m", 2)
@@ -241,6 +242,29 @@ async def test_a_second_try_waits_until_the_first_ones_row_is_free() -> None:
     assert host.held == {"s"}
     assert await receiver.abort("u") is LeaseState.ABORTED
     assert not host.held
+
+
+@pytest.mark.parametrize("lapses", [False, True])
+async def test_last_kv_that_takes_long_to_write_holds_nobody_up(lapses: bool) -> None:
+    """With several ranks a write waits for a pass; a commit that is repeated waits for it, too."""
+    host, clock = SlowHost(), ManualClock()
+    receiver = HandoffReceiver(CLASS, host, clock, ["gloo"])
+    await receiver.reserve(replace(an_offer(), is_live=True))
+    part = a_part(0, 0, NUM_TOKENS)
+    commit = ("t", a_state(), [part.checksum], carried(part))
+    commits = [asyncio.create_task(receiver.commit(*commit)) for _ in range(2)]
+    await asyncio.to_thread(host.is_writing.wait, 20)
+    aborting = asyncio.create_task(receiver.abort("t"))
+    clock.advance(6.0 if lapses else 4.0)
+    assert await receiver.sweep() == 0
+    assert host.held == {"s"}, "nobody else may have a row that is written"
+    host.may_end.set()
+    ends = await asyncio.gather(*commits, return_exceptions=True)
+    await settled()
+    code = LeaseState.LAPSED if lapses else None
+    assert [getattr(end, "code", None) for end in ends] == [code] * 2
+    assert await aborting is (code or LeaseState.COMMITTED)
+    assert (len(host.joined), host.held) == ((0, set()) if lapses else (1, {"s"}))
 
 
 async def test_a_second_try_waits_for_a_row_that_was_asked_for_in_vain() -> None:

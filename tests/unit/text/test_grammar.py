@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from quadriga.core.grammar import Grammar
 from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.text import grammar as grammar_module
 from quadriga.text import load_tokenizer
-from quadriga.text.grammar import MAX_KEPT, TokenGrammars, allowed, grammars_of
+from quadriga.text.grammar import MAX_KEPT, TokenGrammars, allowed, grammar_source, grammars_of
 from quadriga.text.grammar_worker import fault
 from quadriga.text.tokenizer_file import read_definition
 
@@ -174,14 +175,35 @@ def test_what_needs_too_much_work_for_a_token_fails_within_the_first() -> None:
     assert fault(grammars(), PERSON) == ""
 
 
-def test_a_few_compiled_grammars_are_kept() -> None:
+def test_a_few_compiled_grammars_are_kept_and_those_that_somebody_has() -> None:
     mine = TokenGrammars(TEXT.definition(), CHECKPOINT.vocab_size, CHECKPOINT.eos_token_ids)
+    held = mine.prepare(Grammar.choice(["held"]))
     for i in range(MAX_KEPT + 5):
         mine.prepare(Grammar.choice([str(i)]))
         mine.prepare(Grammar.choice(["0"]))
-    assert len(mine._compiled) == MAX_KEPT
-    assert Grammar.choice(["0"]) in mine._compiled
-    assert Grammar.choice(["1"]) not in mine._compiled
+    kept = {text for _, text in mine._compiled}
+    assert len(kept) == MAX_KEPT + 1
+    assert {Grammar.choice([text]).text for text in ("0", "held")} < kept
+    assert Grammar.choice(["1"]).text not in kept
+    assert mine.prepare(Grammar.choice(["held"])) is held
+
+
+def test_two_threads_compile_a_grammar_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = Grammar.choice(["two threads"])
+    other = Thread(target=grammars().prepare, args=[form])
+    asked = list[Grammar]()
+
+    def source(grammar: Grammar) -> str:
+        asked.append(grammar)
+        if len(asked) == 1:
+            other.start()
+            other.join(0.3)  # it comes here by then, unless it waits
+        return grammar_source(grammar)
+
+    monkeypatch.setattr(grammar_module, "grammar_source", source)
+    grammars().prepare(form)
+    other.join()
+    assert len(asked) == 1
 
 
 def test_a_replicas_grammars_are_made_without_transformers() -> None:
