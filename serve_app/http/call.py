@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qsl
 
-from quadriga.errors import BodyTooLarge, Cancelled, HeadersTooLarge, InvalidRequest, RequestTimeout
-from serve_app.http.cors import check_page
+from quadriga.errors import (
+    BodyTooLarge,
+    Cancelled,
+    Forbidden,
+    HeadersTooLarge,
+    InvalidRequest,
+    RequestTimeout,
+)
 from serve_app.http.server_metrics import HTTP_SERVER
+from serve_app.http.tls import is_loopback
 from serve_app.openai.errors import as_quadriga, send_error
 from serve_app.request.engine_client import EngineClient
 
@@ -82,6 +90,22 @@ class Call:
         size = sum(len(name) + len(value) for name, value in headers)
         if size > max_bytes:
             raise HeadersTooLarge(f"headers of {size} bytes, above the limit of {max_bytes}")
+
+    def check_origin(self, allowed: tuple[str, ...]) -> None:
+        """Refuse pages whose own name may resolve to this machine (DNS rebinding).
+
+        Raises: Forbidden: The call came over loopback, from a page of another host.
+        """
+        origin, server = self.headers.get("origin"), self.scope.get("server") or ("",)
+        if origin is None or not is_loopback(str(server[0])) or {origin, "*"} & {*allowed}:
+            return
+        if not is_loopback(re.sub(r":\d+$", "", origin.partition("://")[2])):
+            raise Forbidden(
+                f"origin: pages of {origin[:80]!r} may not call a service without API keys on "
+                "loopback; name them in ingress.cors_origins, or set keys",
+                param="origin",
+                code="cors_refused",
+            )
 
     async def read_body(self, engine_client: EngineClient) -> bytes:
         """Read the body within the deployment's limits. Raises: as `body`, and Overloaded."""
@@ -177,8 +201,7 @@ class Endpoint:
         try:
             call.check_headers(limits.max_headers, limits.max_header_bytes)
             if self._engine_client.rate_limiter.keys.is_http_open:
-                server = str((scope.get("server") or ("",))[0])
-                check_page(call.headers.get("origin"), server, limits.cors_origins)
+                call.check_origin(limits.cors_origins)
             await self._handler(call)
         except Exception as exc:  # whatever it is, the client gets the documented form
             error = as_quadriga(exc)

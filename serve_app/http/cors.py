@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from quadriga.errors import Forbidden, InvalidRequest
-from serve_app.http.tls import is_loopback
-from serve_app.openai.bodies import shown
+from quadriga.errors import InvalidRequest
 from serve_app.openai.errors import error_response
 
 EXPOSED_HEADERS = (
@@ -22,22 +18,6 @@ EXPOSED_HEADERS = (
     "x-quadriga-ignored",
 )
 MAX_AGE_S = 600
-
-
-def check_page(origin: str | None, server: str, allowed: tuple[str, ...]) -> None:
-    """Refuse pages whose own name may resolve to this machine (DNS rebinding).
-
-    Raises: Forbidden: A call over loopback comes from a page that is of another host.
-    """
-    if origin is None or not is_loopback(server) or {origin, "*"} & {*allowed}:
-        return
-    if not is_loopback(re.sub(r":\d+$", "", origin.partition("://")[2])):
-        raise Forbidden(
-            f"origin: pages of {shown(origin)} may not call a service without API keys on "
-            "loopback; name them in ingress.cors_origins, or set keys",
-            param="origin",
-            code="cors_refused",
-        )
 
 
 class OpenAICors(CORSMiddleware):

@@ -77,7 +77,7 @@ class Operation:
     Attributes:
         answer: Body of a success; a string is the content type of plain text.
         body: Of the request.
-        chunk: What a streamed answer is made of.
+        chunk: What a streamed answer is made of; a string says it of events of many forms.
     """
 
     method: str
@@ -87,7 +87,7 @@ class Operation:
     answer: type[BaseModel] | str
     errors: Errors
     body: type[BaseModel] | None = None
-    chunk: type[BaseModel] | None = None
+    chunk: type[BaseModel] | str | None = None
 
     @property
     def example(self) -> Any:
@@ -114,6 +114,9 @@ _RESPONSES = (
     "Answer a conversation, in the form of OpenAI's Responses API; nothing is stored. With "
     "`stream: true` the answer is `text/event-stream`, its events those of that API."
 )
+_RESPONSES_EVENTS = (
+    "With `stream: true`; the events of that API. The last one has the whole answer, or is `error`."
+)
 _EMBEDDINGS = "Make vectors of texts, of the whole model's last hidden states."
 _OPS, _GENERATION = "operation", "generation"
 # fmt: off
@@ -139,7 +142,7 @@ OPERATIONS = (
         _GENERATED, ChatBody, ChatChunk),
     Operation(
         "post", "/v1/responses", _GENERATION, _RESPONSES, ResponsesAnswer, _GENERATED,
-        ResponsesBody),
+        ResponsesBody, _RESPONSES_EVENTS),
     Operation(
         "post", "/v1/embeddings", _GENERATION, _EMBEDDINGS, EmbeddingsAnswer, _GENERATED,
         EmbeddingsBody),
@@ -249,7 +252,14 @@ def _responses(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
         schema = _schema(operation.answer, schemas, mode="validation")
         content = {"application/json": {"schema": schema, "example": operation.example}}
     success: dict[str, Any] = {"description": "Success.", "content": content}
-    if operation.chunk is not None:
+    if isinstance(operation.chunk, str):
+        properties = {"event": {"type": "string"}, "data": {"type": "string"}}
+        event = {"type": "object", "required": ["event", "data"], "properties": properties}
+        success["content"]["text/event-stream"] = {
+            "schema": event | {"description": operation.chunk},
+            "example": examples.EVENTS,
+        }
+    elif operation.chunk is not None:
         chunk = _schema(operation.chunk, schemas, mode="validation")
         success["content"]["text/event-stream"] = {
             "schema": {
@@ -275,6 +285,7 @@ def _responses(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
             },
             "example": examples.STREAM,
         }
+    if operation.chunk is not None:
         success["headers"] = {
             "x-quadriga-ignored": _header("Fields of the request that mean nothing here.")
         }

@@ -142,6 +142,7 @@ ANSWERS: dict[str, Any] = {
 }
 """Of each path."""
 STREAM = 'data: {"id":"cmpl-5f0c1d", …}\n\ndata: [DONE]\n\n'
+EVENTS = 'event: response.created\ndata: {"type":"response.created", …}\n\n'
 REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "text": {"model": "quadriga-auto", "prompt": "The capital of France is", "max_tokens": 32},

@@ -15,11 +15,11 @@ class Bound(NamedTuple):
 BOUNDS = {
     # Of a running service; `tests/e2e/test_road.py`.
     "road_files": Bound(118, 50),
-    "road_lines": Bound(28_520, 10_000),
+    "road_lines": Bound(28_580, 10_000),
     "request_classes": Bound(12, 10),
-    "service_lines": Bound(47_420, 33_000),
+    "service_lines": Bound(47_670, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(103_830, 58_000),
+    "product_lines": Bound(103_845, 58_000),
     "test_lines": Bound(82_180, 38_000),
     "reliability_lines": Bound(5_200, 4_000),
     "actors_lines": Bound(6_485, 6_485),
