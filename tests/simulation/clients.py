@@ -119,4 +119,4 @@ class SimulatedClient(AsyncClient):
         self._metadata = []
         self._timeout_s = TIMEOUT_S
         self._retry = RetryPolicy(max_attempts=1000, max_pause_s=60.0)
-        self._cancelling = set()
+        self._cancelling, self._open = set(), set()
