@@ -44,8 +44,6 @@ TICK_S = 1.0
 FORGET_TIMEOUT_S = 10.0
 TURN_TIMEOUT_S = 10.0
 LOADS_TIMEOUT_S = 5.0
-FIRST_ANSWER_S = 5.0
-"""An empty place waits so long for an adopted replica, which may have filled it before."""
 ADOPT_EVERY_S = 30.0
 """Period of the search for replicas and placement groups that this process does not know."""
 
@@ -332,8 +330,10 @@ class Controller:
                 self._is_started.set()
 
     async def _apply(self, desired: Desired) -> None:
-        gpus = str(desired.hardware.num_gpus).encode()
-        await asyncio.to_thread(controller_store.save, self._app, "gpus", gpus)
+        num_gpus, last = desired.hardware.num_gpus, self._desired
+        if last is None or last.hardware.num_gpus != num_gpus:
+            gpus = str(num_gpus).encode()
+            await asyncio.to_thread(controller_store.save, self._app, "gpus", gpus)
         self._desired = desired
         self._manager.lifecycle = desired.deployment.config.lifecycle
         self._wake.set()
@@ -378,9 +378,7 @@ class Controller:
             place = turn_over(
                 key, everyone, wanted, left_s=self._left_s, may_go=may_go, now_s=now_s
             )
-            unheard = [m for m in everyone if m.fingerprint is None and m.key[0] is key[0]]
-            may_be_filled = any(now_s - m.since_s < FIRST_ANSWER_S for m in unheard)
-            if place.lacks_one and not may_be_filled and self._manager.may_spawn(key):
+            if place.lacks_one and self._manager.may_spawn(key):
                 name = new_replica_name(self._app, *key)
                 await self._manager.spawn(key, name, spec, desired.config)
             for one in place.going:

@@ -191,8 +191,7 @@ class ReplicaManager:
     async def _await_place(self, replica: ReplicaHandle) -> None:
         """Note that it has a place: Ray holds the first heartbeat back until its process runs."""
         while replica.phase is ReplicaPhase.PENDING and replica.name in self.replicas:
-            if await self._is_placed(replica) and replica.phase is ReplicaPhase.PENDING:
-                replica.phase, replica.since_s = ReplicaPhase.STARTING, self._clock.now_s()
+            await self._has_place(replica)
             await asyncio.sleep(self.lifecycle.heartbeat_interval_s / 4)
 
     async def _heartbeat_forever(self, replica: ReplicaHandle) -> None:
@@ -259,26 +258,27 @@ class ReplicaManager:
         if since_s is not None and now_s - since_s > self._patience_s(limit_s):
             return f"hung: no answer for {now_s - since_s:.1f} s"
         if replica.phase is ReplicaPhase.PENDING:
-            has_place, waited_s = await self._is_placed(replica), now_s - replica.since_s
-            if has_place:
-                replica.phase = ReplicaPhase.STARTING
-                replica.since_s = now_s
-            elif has_place is None or replica.fingerprint or waited_s <= ADOPTED_SILENCE_S:
-                await self._reports.while_pending(replica.since_s)
-            else:
+            waited_s, has_place = now_s - replica.since_s, await self._has_place(replica)
+            may_go = has_place is False and replica.fingerprint is None
+            if may_go and waited_s > ADOPTED_SILENCE_S:
                 return f"an earlier controller asked for it, without a place for {waited_s:.0f} s"
+            if not has_place:
+                await self._reports.while_pending(replica.since_s)
         start_s = self.lifecycle.replica_start_timeout_s
         if replica.phase is ReplicaPhase.STARTING and now_s - replica.since_s > start_s:
             return f"not ready {start_s:.0f} s after it was placed"
         return None
 
-    async def _is_placed(self, replica: ReplicaHandle) -> bool | None:
-        """Whether its placement group is created; None where Ray does not say."""
+    async def _has_place(self, replica: ReplicaHandle) -> bool | None:
+        """Whether its placement group is created, and note that; None where Ray does not say."""
         try:
-            return await asyncio.to_thread(is_placed, replica.name)
+            has_place = await asyncio.to_thread(is_placed, replica.name)
         except RAY_FAILED as exc:
             logger.warning("Ray does not say whether %s has a place: %s", replica.name, exc)
             return None
+        if has_place and replica.phase is ReplicaPhase.PENDING:
+            replica.phase, replica.since_s = ReplicaPhase.STARTING, self._clock.now_s()
+        return has_place
 
     def _patience_s(self, silence_s: float) -> float:
         now_s = self._clock.now_s()

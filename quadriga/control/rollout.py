@@ -9,6 +9,8 @@ from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecor
 
 SURGE_PATIENCE_S = 10.0
 """A successor that is pending for longer needs the room of the one it replaces."""
+FIRST_ANSWER_S = 5.0
+"""An empty place waits so long for an adopted replica, which may have filled it before."""
 LEAVE_S = 15.0
 """A replica that will go anyway is retired so long before, whether or not it has a successor."""
 
@@ -100,7 +102,9 @@ def turn_over(
             elif may_go(replica):  # for another model: those still to change have the old one
                 going.append(DepartingReplica(replica, "another model takes its place", moves=True))
     stays = any(due_s[m.name] is None for m in replicas)
-    return Rollout(not current and not (stays and is_under_way), going)
+    may_be_filled = any(m.fingerprint is None and now_s - m.since_s < FIRST_ANSWER_S for m in alike)
+    waits = may_be_filled or (stays and is_under_way)
+    return Rollout(not current and not waits, going)
 
 
 def is_relieved(

@@ -14,12 +14,13 @@ import pytest
 from ray.exceptions import RayError
 
 from actors.controller import controller as module
-from actors.controller.controller import FIRST_ANSWER_S, Controller
+from actors.controller.controller import Controller
 from actors.controller.replica_manager import ReplicaHandle
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
 from quadriga.config.resolve import Deployment, Hardware
 from quadriga.control.desired import Desired
+from quadriga.control.rollout import FIRST_ANSWER_S
 from quadriga.core.replica import Role
 from quadriga.errors import ConfigError, ReplicaDied
 
