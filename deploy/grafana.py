@@ -61,6 +61,7 @@ def rate(name: str, *by: str, matchers: str = "") -> tuple[tuple[str, str], ...]
 
 DECODE = 'role=~"decode|mixed"'
 STEPS = f"quadriga_step_seconds and on (replica) quadriga_slots{{{DECODE}}}"
+# fmt: off
 DASHBOARDS: dict[str, tuple[str, list[list[Panel]]]] = {
     "service": (
         "Quadriga: service",
@@ -267,7 +268,8 @@ DASHBOARDS: dict[str, tuple[str, list[list[Panel]]]] = {
             ],
         ],
     ),
-}  # fmt: skip
+}
+# fmt: on
 
 
 def dashboard(name: str) -> dict[str, Any]:

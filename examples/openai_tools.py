@@ -26,9 +26,13 @@ weather = {
     },
 }
 answer = client.chat.completions.create(
-    model="quadriga-auto", messages=messages, tools=[weather], tool_choice="required", seed=1,
+    model="quadriga-auto",
+    messages=messages,
+    tools=[weather],
+    tool_choice="required",
+    seed=1,
     parallel_tool_calls=False,
-)  # fmt: skip
+)
 message = answer.choices[0].message
 call = message.tool_calls[0]
 print(call.function.name, json.loads(call.function.arguments))

@@ -75,9 +75,11 @@ class PaperCheck:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument(
-        "models", nargs="*", metavar="MODEL",
+        "models",
+        nargs="*",
+        metavar="MODEL",
         help=f"checkpoint folder, config.json, or one of {', '.join(PUBLISHED)}",
-    )  # fmt: skip
+    )
     parser.add_argument("--device-gib", type=number(0), default=40.0, help="memory of one device")
     parser.add_argument("--devices", type=whole(1), default=1, help="that share each model")
     parser.add_argument("--context", type=whole(1), default=2048, help="tokens of a sequence")
@@ -85,9 +87,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16", help="of weights and KV"
     )
     parser.add_argument(
-        "--depth", nargs="+", type=whole(1), metavar="LAYERS",
+        "--depth",
+        nargs="+",
+        type=whole(1),
+        metavar="LAYERS",
         help="depths to show; default: the exits there are, else quarters",
-    )  # fmt: skip
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -164,9 +169,13 @@ def paper_checks() -> list[PaperCheck]:
         sizes = sizes_of(PUBLISHED[row.model].config)
         ours = sizes.weight_bytes(sizes.num_layers, 2) / GIB
         quarter = plan_row(
-            row.model, sizes, sizes.num_layers // 4, context=1, value_bytes=2,
+            row.model,
+            sizes,
+            sizes.num_layers // 4,
+            context=1,
+            value_bytes=2,
             device_bytes=row.num_devices * PAPER_DEVICE_GIB * GIB,
-        )  # fmt: skip
+        )
         assert quarter.batch_ratio is not None  # all five fit whole
         checks.append(
             PaperCheck(
@@ -204,11 +213,15 @@ def _rows(name: str, args: argparse.Namespace) -> list[PlanRow]:
     )
     return [
         plan_row(
-            name, sizes, depth, context=args.context, value_bytes=DTYPE_BYTES[args.dtype],
+            name,
+            sizes,
+            depth,
+            context=args.context,
+            value_bytes=DTYPE_BYTES[args.dtype],
             device_bytes=args.devices * args.device_gib * GIB,
         )
         for depth in depths
-    ]  # fmt: skip
+    ]
 
 
 def _print_rows(console: Console, rows: Sequence[PlanRow], args: argparse.Namespace) -> None:

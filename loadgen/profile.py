@@ -44,9 +44,11 @@ EXAMPLES, QUICK_EXAMPLES = 128, 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument(
-        "models", nargs="*", metavar="MODEL",
+        "models",
+        nargs="*",
+        metavar="MODEL",
         help="bundled id, folder, GGUF file or hub id; default: all of --catalogue",
-    )  # fmt: skip
+    )
     parser.add_argument("--catalogue", help="YAML or folder; default: the bundled family")
     parser.add_argument(
         "--output", type=file_to_write, default="catalogue.yaml", help="catalogue to write"
@@ -63,9 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=whole(1), help="of each timing; default: 9")
     parser.add_argument("--threads", type=whole(1), default=1, help="CPU threads of the engine")
     parser.add_argument(
-        "--watts", type=number(0), default=DEFAULT_WATTS,
+        "--watts",
+        type=number(0),
+        default=DEFAULT_WATTS,
         help="of a busy thread, where no counter can be read",
-    )  # fmt: skip
+    )
     parser.add_argument("--seed", type=whole(0), default=1, help="of the task prompts")
     parser.add_argument("--quick", action="store_true", help="fewer batches, examples and repeats")
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar")

@@ -159,10 +159,15 @@ def read_ramp(args: argparse.Namespace) -> tuple[Ramp, Arrivals, Goal]:
     if args.time_scale != 1.0:
         raise ConfigError("--time-scale: a ramp sets the times itself", param="time-scale")
     ramp = Ramp(
-        unit="rate" if args.rate else "concurrency", rise=args.rise, low=low, high=high,
-        num_steps=args.steps, step_s=args.step_s, settle_s=settle_s,
+        unit="rate" if args.rate else "concurrency",
+        rise=args.rise,
+        low=low,
+        high=high,
+        num_steps=args.steps,
+        step_s=args.step_s,
+        settle_s=settle_s,
         users="requests" if args.sessions is None else "conversations",
-    )  # fmt: skip
+    )
     goal = Goal(LoadSlo(args.slo_ttft_s, args.slo_tpot_s), args.slo_share)
     return ramp, _process(args.arrivals), goal
 
@@ -250,11 +255,18 @@ class _Driver:
         places_s = () if is_open else self.ramp.places_s()
         load = asyncio.create_task(
             run_load(
-                specs, stage.client, stage.target.model, stage.judgement,
-                LoadOptions(None if is_open else len(places_s), place_opens_s=places_s), live,
-                follow=stage.load.follow, observer=self.watch, stop=self.stop, keeps_partial=True,
+                specs,
+                stage.client,
+                stage.target.model,
+                stage.judgement,
+                LoadOptions(None if is_open else len(places_s), place_opens_s=places_s),
+                live,
+                follow=stage.load.follow,
+                observer=self.watch,
+                stop=self.stop,
+                keeps_partial=True,
             )
-        )  # fmt: skip
+        )
         was_interrupted = False
         try:
             await self._supervise(load, live)

@@ -213,12 +213,20 @@ def run(args: argparse.Namespace) -> int:
     args.stays = DEFAULT_STAYS if args.stays is None else args.stays
     load = _load(args, 1.0)
     config = SimConfig(
-        profile=find_profile(args.profile), num_decode=args.decode, num_prefill=args.prefill,
-        seed=args.seed, bandwidth_bytes_per_s=args.bandwidth_gbit and args.bandwidth_gbit * _GBIT,
-        memory=MEMORY_RULES[args.on_full], precopy=not args.stop_and_copy,
-        report_every_s=args.report_every_s, failures=tuple(args.fail), depths=tuple(args.depths),
-        strict_share=args.strict_share, lock_step=args.lock_step, exits=_exits(args),
-    )  # fmt: skip
+        profile=find_profile(args.profile),
+        num_decode=args.decode,
+        num_prefill=args.prefill,
+        seed=args.seed,
+        bandwidth_bytes_per_s=args.bandwidth_gbit and args.bandwidth_gbit * _GBIT,
+        memory=MEMORY_RULES[args.on_full],
+        precopy=not args.stop_and_copy,
+        report_every_s=args.report_every_s,
+        failures=tuple(args.fail),
+        depths=tuple(args.depths),
+        strict_share=args.strict_share,
+        lock_step=args.lock_step,
+        exits=_exits(args),
+    )
     if not (load.arrivals_s >= args.warm_up_s).any():
         raise ConfigError(
             f"--warm-up-s: {args.warm_up_s:g} leaves no request: the last arrives at "
@@ -331,9 +339,14 @@ def _simulate(
     recorder = None if args.record is None else Recorder(args.record, config, policy)
     shows = console.is_terminal and not args.no_progress
     progress = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[at]}"), TimeElapsedColumn(), console=console, disable=not shows,
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[at]}"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not shows,
+    )
     task = progress.add_task(policy, total=len(load), at="")
 
     def on_tick(now_s: float, num_open: int) -> None:
@@ -378,18 +391,35 @@ def _say_kept(policy: str, path: Path) -> None:
 def _config(args: argparse.Namespace, load: SimLoad, slo: Slo, policy: str) -> dict[str, Any]:
     """All options that decide a run's figures."""
     return {
-        "load": load.name, "load_sha256": load.fingerprint(), "rate": for_json(load.rate),
-        "requests": len(load), "arrivals": args.arrivals, "limit": args.limit,
-        "duration_s": args.duration_s, "scale": args.scale, "seed": args.seed, "policy": policy,
-        "decode": args.decode, "prefill": args.prefill, "profile": args.profile,
-        "on_full": args.on_full, "bandwidth_gbit": args.bandwidth_gbit,
-        "report_every_s": args.report_every_s, "stop_and_copy": args.stop_and_copy,
-        "lock_step": args.lock_step, "depths": args.depths, "strict_share": args.strict_share,
-        "front": args.front, "stays": args.stays, "full_depth_share": args.full_depth_share,
+        "load": load.name,
+        "load_sha256": load.fingerprint(),
+        "rate": for_json(load.rate),
+        "requests": len(load),
+        "arrivals": args.arrivals,
+        "limit": args.limit,
+        "duration_s": args.duration_s,
+        "scale": args.scale,
+        "seed": args.seed,
+        "policy": policy,
+        "decode": args.decode,
+        "prefill": args.prefill,
+        "profile": args.profile,
+        "on_full": args.on_full,
+        "bandwidth_gbit": args.bandwidth_gbit,
+        "report_every_s": args.report_every_s,
+        "stop_and_copy": args.stop_and_copy,
+        "lock_step": args.lock_step,
+        "depths": args.depths,
+        "strict_share": args.strict_share,
+        "front": args.front,
+        "stays": args.stays,
+        "full_depth_share": args.full_depth_share,
         "quality_budget": args.quality_budget,
         "fail": [[f.at_s, f.replica, f.down_s] for f in args.fail],
-        "warm_up_s": args.warm_up_s, "slo_ttft_s": slo.ttft_s, "slo_tpot_s": for_json(slo.tpot_s),
-    }  # fmt: skip
+        "warm_up_s": args.warm_up_s,
+        "slo_ttft_s": slo.ttft_s,
+        "slo_tpot_s": for_json(slo.tpot_s),
+    }
 
 
 def _path(

@@ -61,12 +61,16 @@ class Replica:
     ) -> SequenceState:
         """Reserve, fill and join, as a hand-off does."""
         state = SequenceState(
-            sequence_id=name, request_id=name, model="fake",
+            sequence_id=name,
+            request_id=name,
+            model="fake",
             prompt_ids=[3 + len(self.states) + i for i in range(prompt)],
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
-            ingress_id="i", arrival_unix_s=float(len(self.states)), deadline_unix_s=1e18,
+            ingress_id="i",
+            arrival_unix_s=float(len(self.states)),
+            deadline_unix_s=1e18,
             priority=priority,
-        )  # fmt: skip
+        )
         slot = self.loop.reserve(name, state.max_total_tokens, prompt, priority)
         state.output_ids += output_of(state.prompt_ids, 1)
         state.exit_layers.append(self.runner.num_layers)

@@ -27,12 +27,18 @@ READABLE = [kind for kind in GGMLQuantizationType if kind.name in tensors.READAB
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """Model type of `transformers` to GGUF's."""
 _PARTS = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+}
 _OUTER = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 LARGEST_VALUE = 0.08
 
@@ -152,10 +158,16 @@ def small_tensors() -> dict[str, Values]:
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (260, 8), "output_norm.weight": (8,)}
     for layer in range(2):
         for part, shape in (
-            ("attn_norm", (8,)), ("attn_q", (8, 8)), ("attn_k", (4, 8)), ("attn_v", (4, 8)),
-            ("attn_output", (8, 8)), ("ffn_norm", (8,)), ("ffn_gate", (12, 8)), ("ffn_up", (12, 8)),
+            ("attn_norm", (8,)),
+            ("attn_q", (8, 8)),
+            ("attn_k", (4, 8)),
+            ("attn_v", (4, 8)),
+            ("attn_output", (8, 8)),
+            ("ffn_norm", (8,)),
+            ("ffn_gate", (12, 8)),
+            ("ffn_up", (12, 8)),
             ("ffn_down", (8, 12)),
-        ):  # fmt: skip
+        ):
             shapes[f"blk.{layer}.{part}.weight"] = shape
     rng = np.random.default_rng(1)
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}

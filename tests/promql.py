@@ -137,8 +137,11 @@ Vector = dict[frozenset[tuple[str, str]], float]
 """Labels → value."""
 _AGGREGATES: dict[str, Callable[[list[float]], float]] = {"min": min, "max": max, "sum": sum}
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge,
-}  # fmt: skip
+    "<": operator.lt,
+    ">": operator.gt,
+    "<=": operator.le,
+    ">=": operator.ge,
+}
 
 
 def evaluate(expression: str, samples: Mapping[str, float]) -> Vector:

@@ -280,12 +280,15 @@ class Migration:
     def _report(self, outcome: MigrationOutcome, reason: str) -> MigrationReport:
         now_s, copying = self._replica.clock.now_s(), self._copying
         report = MigrationReport(
-            sequence_id=self.order.sequence_id, outcome=outcome, reason=reason,
+            sequence_id=self.order.sequence_id,
+            outcome=outcome,
+            reason=reason,
             rounds=copying.rounds if copying is not None else 0,
             bytes_sent=copying.bytes_sent if copying is not None else 0,
             stall_s=now_s - self._rested_s if self._rested_s else 0.0,
-            took_s=now_s - self._started_s, at_fault=self._at_fault,
-        )  # fmt: skip
+            took_s=now_s - self._started_s,
+            at_fault=self._at_fault,
+        )
         if not self.verdict.done():
             self.verdict.set_result(report)
         return report
@@ -367,10 +370,15 @@ class Migrations:
 
         async def move(sequence_id: str, num_tokens: int) -> MigrationReport:
             order = MigrationOrder(
-                sequence_id=sequence_id, depth_class=self._replica.spec.engine.depth_class,
-                source=self._replica.name, destination=destination, cause=MigrationCause.DRAIN,
-                gain=0.0, num_tokens=num_tokens, remaining_tokens=0.0,
-            )  # fmt: skip
+                sequence_id=sequence_id,
+                depth_class=self._replica.spec.engine.depth_class,
+                source=self._replica.name,
+                destination=destination,
+                cause=MigrationCause.DRAIN,
+                gain=0.0,
+                num_tokens=num_tokens,
+                remaining_tokens=0.0,
+            )
             async with room:
                 return await self.migrate(order)
 

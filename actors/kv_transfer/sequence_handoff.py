@@ -277,15 +277,21 @@ class PrefillHandoff:
         state = self._state
         return await self._placement.find(
             PlaceRequest(
-                sequence_id=state.sequence_id, depth_class=self._replica.spec.engine.depth_class,
-                num_tokens=state.num_tokens, max_total_tokens=state.max_total_tokens,
-                exclude=exclude, prediction=remaining_of(state), priority=state.priority,
+                sequence_id=state.sequence_id,
+                depth_class=self._replica.spec.engine.depth_class,
+                num_tokens=state.num_tokens,
+                max_total_tokens=state.max_total_tokens,
+                exclude=exclude,
+                prediction=remaining_of(state),
+                priority=state.priority,
                 waited_s=self._replica.clock.now_s() - self._placed_from_s,
-                source=self._replica.name, started_s=self._started_s,
-                is_prompt_done=self._prompt_done_s > 0.0, leaves_early=state.exits.leaves_early,
+                source=self._replica.name,
+                started_s=self._started_s,
+                is_prompt_done=self._prompt_done_s > 0.0,
+                leaves_early=state.exits.leaves_early,
                 numerics=self._replica.info_record.numerics,
             )
-        )  # fmt: skip
+        )
 
     def _set_placed(self, is_placed: bool) -> None:
         """Note whether a decode replica has a row for the sequence."""

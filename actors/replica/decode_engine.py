@@ -79,9 +79,14 @@ class DecodeEngine:
         )
         self.loop = self._make_loop(spec, rebatcher, counters)
         self.forecasting = Forecasting(
-            runner, lengths, spec, replica.config, replica.clock, offers=receiver.leases.offers,
+            runner,
+            lengths,
+            spec,
+            replica.config,
+            replica.clock,
+            offers=receiver.leases.offers,
             leaving=leaving,
-        )  # fmt: skip
+        )
         self._bytes_per_token = _kv_bytes(spec)
         self._relay = relay
         self._relay_memory: RelayMemory | None = None
@@ -103,11 +108,16 @@ class DecodeEngine:
             reservation=config.decode.reservation,
         )
         return DecodeLoop(
-            runner=self.runner, slots=slots, eos_token_ids=spec.checkpoint.eos_token_ids,
-            clock=self._replica.clock, rebatcher=rebatcher, counters=counters,
-            criterion=spec.exits.criterion, is_partial=spec.depth < spec.checkpoint.num_layers,
+            runner=self.runner,
+            slots=slots,
+            eos_token_ids=spec.checkpoint.eos_token_ids,
+            clock=self._replica.clock,
+            rebatcher=rebatcher,
+            counters=counters,
+            criterion=spec.exits.criterion,
+            is_partial=spec.depth < spec.checkpoint.num_layers,
             prefixes=find_prefix_cache(self.runner, slots, spec, config.prefill.prefix_caching),
-        )  # fmt: skip
+        )
 
     @property
     def has_work(self) -> bool:
@@ -228,17 +238,27 @@ class DecodeEngine:
     def _load(self) -> ReplicaLoad:
         loop = self.loop
         return ReplicaLoad(
-            num_running=loop.num_running, num_waiting=loop.num_reserved + loop.num_paused,
-            used_tokens=loop.used_tokens, prompt_tokens=loop.prompt_tokens,
-            reserved_tokens=loop.slots.reserved_tokens, tokens_per_s=loop.tokens_per_s,
-            step_time_s=loop.step_time_s, steps=replace(loop.meter.totals),
-            exits=self._exit_counters(), num_at_exits=tuple(loop.num_waiting_at_exits),
-            exit_uses=self._exit_uses, num_paused=loop.num_paused,
+            num_running=loop.num_running,
+            num_waiting=loop.num_reserved + loop.num_paused,
+            used_tokens=loop.used_tokens,
+            prompt_tokens=loop.prompt_tokens,
+            reserved_tokens=loop.slots.reserved_tokens,
+            tokens_per_s=loop.tokens_per_s,
+            step_time_s=loop.step_time_s,
+            steps=replace(loop.meter.totals),
+            exits=self._exit_counters(),
+            num_at_exits=tuple(loop.num_waiting_at_exits),
+            exit_uses=self._exit_uses,
+            num_paused=loop.num_paused,
             paused_bytes=loop.paused_tokens * self._bytes_per_token,
-            num_pauses=loop.preemption.num_pauses, num_resumes=loop.preemption.num_resumes,
-            least_priority=loop.preemption.least_priority, upper_tokens=loop.answers.upper_tokens,
-            relay=self._relay_memory, strict_depth=self._strict_depth, parked=self._parked,
-        )  # fmt: skip
+            num_pauses=loop.preemption.num_pauses,
+            num_resumes=loop.preemption.num_resumes,
+            least_priority=loop.preemption.least_priority,
+            upper_tokens=loop.answers.upper_tokens,
+            relay=self._relay_memory,
+            strict_depth=self._strict_depth,
+            parked=self._parked,
+        )
 
     def _exit_counters(self) -> ExitCounters:
         counters = self.loop.counters.copy()

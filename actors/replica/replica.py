@@ -133,13 +133,19 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self.sender = HandoffSender(name, self.transport, self.calls, self.config.transport)
         decodes = spec.role.does(Role.DECODE)
         self.info_record = ReplicaInfo(
-            name=name, role=spec.role, depth_class=spec.engine.depth_class, node_id=self._node_id,
-            incarnation=self.incarnation, num_slots=spec.engine.num_rows,
-            kv_capacity_tokens=spec.engine.kv_capacity_tokens, transports=self.transport.names,
+            name=name,
+            role=spec.role,
+            depth_class=spec.engine.depth_class,
+            node_id=self._node_id,
+            incarnation=self.incarnation,
+            num_slots=spec.engine.num_rows,
+            kv_capacity_tokens=spec.engine.kv_capacity_tokens,
+            transports=self.transport.names,
             reservation=self.config.decode.reservation if decodes else "longest",
             max_model_len=spec.engine.row_capacity_tokens,
-            num_layers=spec.engine.checkpoint.num_layers, chunk_tokens=spec.engine.pass_tokens,
-        )  # fmt: skip
+            num_layers=spec.engine.checkpoint.num_layers,
+            chunk_tokens=spec.engine.pass_tokens,
+        )
         self._resizing = Resizing(self)
         is_nice = spec.role is Role.DECODE and spec.engine.device == "cpu"
         nice = self.config.decode.nice if is_nice else 0
@@ -284,10 +290,14 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """The controller's watch; it passes on how long ago it heard of any ingress."""
         self.mail.heard_of_any(ingress_age_s)
         return ReplicaStatus(
-            self.info_record, self.engine.is_ready, self._is_draining, self.engine.error,
-            self.load, self._fingerprint,
+            self.info_record,
+            self.engine.is_ready,
+            self._is_draining,
+            self.engine.error,
+            self.load,
+            self._fingerprint,
             None if self._leave_by_s is None else self._leave_by_s - self.clock.now_s(),
-        )  # fmt: skip
+        )
 
     async def resize(self, depth: int, deadline_s: float) -> ResizeReport:
         """Load more layers of the model while serving, or drop some; see `Resizing.resize`.
@@ -402,17 +412,27 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
     def _snapshot_of(self, load: ReplicaLoad, loaded_s: float) -> ReplicaSnapshot:
         """The report of a load that was published at `loaded_s`."""
         return ReplicaSnapshot(
-            info=self.info_record, taken_unix_s=self.clock.unix_s(), num_running=load.num_running,
-            num_waiting=load.num_waiting, waiting_tokens=load.waiting_tokens,
-            used_tokens=load.used_tokens, prompt_tokens=load.prompt_tokens,
-            reserved_tokens=load.reserved_tokens, tokens_per_s=load.tokens_per_s,
-            step_time_s=load.step_time_s, draining=self._is_draining, num_paused=load.num_paused,
-            num_unplaced=load.num_unplaced, least_priority=load.least_priority,
-            upper_tokens=load.upper_tokens, computed_per_s=load.computed_per_s,
+            info=self.info_record,
+            taken_unix_s=self.clock.unix_s(),
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            waiting_tokens=load.waiting_tokens,
+            used_tokens=load.used_tokens,
+            prompt_tokens=load.prompt_tokens,
+            reserved_tokens=load.reserved_tokens,
+            tokens_per_s=load.tokens_per_s,
+            step_time_s=load.step_time_s,
+            draining=self._is_draining,
+            num_paused=load.num_paused,
+            num_unplaced=load.num_unplaced,
+            least_priority=load.least_priority,
+            upper_tokens=load.upper_tokens,
+            computed_per_s=load.computed_per_s,
             chunk_time_s=load.chunk_time_s,
             cached_share=None if load.prefixes is None else load.prefixes.hit_share,
-            sent_s=self.clock.now_s(), loaded_s=loaded_s,
-        )  # fmt: skip
+            sent_s=self.clock.now_s(),
+            loaded_s=loaded_s,
+        )
 
     async def _report_forever(self) -> None:
         """Report the load to the scheduler: at every interval, and when there is news."""

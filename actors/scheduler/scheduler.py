@@ -94,11 +94,15 @@ class Scheduler(BatchedCalls):
         self._require_known(request.model)
         snapshots = self._adjusted()
         admission = admit(
-            request, snapshots, now_unix_s=self._clock.unix_s(), scheduler=self._config.scheduler,
-            prefill=self._config.prefill, any_depth=self._config.helios.enabled,
+            request,
+            snapshots,
+            now_unix_s=self._clock.unix_s(),
+            scheduler=self._config.scheduler,
+            prefill=self._config.prefill,
+            any_depth=self._config.helios.enabled,
             checks_queue=request.is_rebuild,
             cached_tokens=self._prefixes.cached_tokens(request.prefix_marks),
-        )  # fmt: skip
+        )
         self._check_room(request, admission, snapshots)
         self._note_admitted(request, admission)
         return admission
@@ -130,10 +134,15 @@ class Scheduler(BatchedCalls):
         self._require_known(chosen.model)
         self._auto.require_loaded(chosen.model, snapshots)
         admission = admit(
-            chosen, snapshots, now_unix_s=self._clock.unix_s(), scheduler=self._config.scheduler,
-            prefill=self._config.prefill, any_depth=True, checks_queue=request.is_rebuild,
+            chosen,
+            snapshots,
+            now_unix_s=self._clock.unix_s(),
+            scheduler=self._config.scheduler,
+            prefill=self._config.prefill,
+            any_depth=True,
+            checks_queue=request.is_rebuild,
             cached_tokens=self._prefixes.cached_tokens(request.prefix_marks),
-        )  # fmt: skip
+        )
         self._check_room(chosen, admission, snapshots)
         self._note_admitted(request, admission)
         return self._auto.admitted(request, way, admission, self._heard_s)
@@ -143,11 +152,16 @@ class Scheduler(BatchedCalls):
     ) -> None:
         """Raises: Overloaded: It must come later."""
         check_room(
-            request, admission, snapshots, self._waiting, now_s=self._clock.now_s(),
-            now_unix_s=self._clock.unix_s(), scheduler=self._config.scheduler,
+            request,
+            admission,
+            snapshots,
+            self._waiting,
+            now_s=self._clock.now_s(),
+            now_unix_s=self._clock.unix_s(),
+            scheduler=self._config.scheduler,
             prefill=self._config.prefill,
             num_held=self._rescheduling.governor.num_held.get(admission.depth_class.model, 0),
-        )  # fmt: skip
+        )
 
     def _note_admitted(self, request: AdmitRequest, admission: Admission) -> None:
         now_s = self._clock.now_s()
@@ -196,11 +210,15 @@ class Scheduler(BatchedCalls):
             request = replace(request, by_forecast=True)
         any_depth = self._auto.route is not None or self._config.helios.enabled
         alive = candidates(
-            self._adjusted(), role=Role.DECODE,
+            self._adjusted(),
+            role=Role.DECODE,
             depth_class=None if any_depth else request.depth_class,
-            model=request.depth_class.model, numerics=request.numerics, exclude=request.exclude,
-            now_unix_s=self._clock.unix_s(), max_age_s=self._config.scheduler.snapshot_max_age_s,
-        )  # fmt: skip
+            model=request.depth_class.model,
+            numerics=request.numerics,
+            exclude=request.exclude,
+            now_unix_s=self._clock.unix_s(),
+            max_age_s=self._config.scheduler.snapshot_max_age_s,
+        )
         if not alive:
             raise Unavailable(
                 f"no decode replica of {request.depth_class} is taking work", retry_after_s=1.0

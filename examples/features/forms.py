@@ -17,10 +17,7 @@ for form in ({"choice": ["yes", "no"]}, {"regex": "[0-9]{4}"}):
     print(form, "->", answer.choices[0].message.content)
 schema = {
     "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 20},
-        "is_capital": {"type": "boolean"},
-    },
+    "properties": {"city": {"type": "string", "maxLength": 20}, "is_capital": {"type": "boolean"}},
     "required": ["city", "is_capital"],
     "additionalProperties": False,
 }

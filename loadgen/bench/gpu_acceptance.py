@@ -141,9 +141,14 @@ def _run(stage: AcceptanceStage, out: Path, limit_s: float, rehearse: bool) -> d
     started_s = time.monotonic()
     with said.open("wb") as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             code = process.wait(limit_s)
             outcome = "done" if code == 0 else f"failed with {code}"

@@ -45,12 +45,22 @@ class Shape:
     @property
     def config(self) -> ModelConfig:
         return ModelConfig(
-            family="llama", num_layers=self.layers, hidden_size=self.hidden,
-            num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
-            ffn_size=self.ffn, vocab_size=self.vocab, max_positions=1 << 17,
-            embed_size=self.hidden, norm="rms", norm_eps=1e-5, activation="silu",
-            windows=(0,) * self.layers, rope=RopeConfig(theta=5e5),
-        )  # fmt: skip
+            family="llama",
+            num_layers=self.layers,
+            hidden_size=self.hidden,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            ffn_size=self.ffn,
+            vocab_size=self.vocab,
+            max_positions=1 << 17,
+            embed_size=self.hidden,
+            norm="rms",
+            norm_eps=1e-5,
+            activation="silu",
+            windows=(0,) * self.layers,
+            rope=RopeConfig(theta=5e5),
+        )
 
     @property
     def step_values(self) -> int:
@@ -81,16 +91,31 @@ def load(
     """A runner with random weights, and KV for every row at its full length."""
     spec_exits = ExitSpec(exits, criterion="margin") if exits else NO_EXITS
     checkpoint = Checkpoint(
-        id=shape.name, path=Path(shape.name), architecture="LlamaForCausalLM",
-        num_layers=shape.layers, hidden_size=shape.hidden, num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim, vocab_size=shape.vocab, max_model_len=1 << 17,
-        eos_token_ids=(), exits=spec_exits, fingerprint="", heads_path=Path(shape.name),
-    )  # fmt: skip
+        id=shape.name,
+        path=Path(shape.name),
+        architecture="LlamaForCausalLM",
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab,
+        max_model_len=1 << 17,
+        eos_token_ids=(),
+        exits=spec_exits,
+        fingerprint="",
+        heads_path=Path(shape.name),
+    )
     fields: dict[str, Any] = {
-        "device": device.type, "dtype": "bfloat16", "threads": 1, "compile": "auto",
-        "cache_dir": Path(), "exits": spec_exits, "num_rows": rows,
-        "row_capacity_tokens": capacity, "kv_capacity_tokens": rows * capacity,
-    }  # fmt: skip
+        "device": device.type,
+        "dtype": "bfloat16",
+        "threads": 1,
+        "compile": "auto",
+        "cache_dir": Path(),
+        "exits": spec_exits,
+        "num_rows": rows,
+        "row_capacity_tokens": capacity,
+        "kv_capacity_tokens": rows * capacity,
+    }
     spec = EngineSpec(checkpoint, shape.layers, **fields | changes)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     weights = random_weights(shape, device, dtype, exits)
@@ -143,11 +168,15 @@ def begin(runner: NativeRunner, rows: int, context: int, room: int) -> list[Sequ
     states = []
     for row in range(rows):
         state = SequenceState(
-            sequence_id=str(row), request_id=str(row), model="",
+            sequence_id=str(row),
+            request_id=str(row),
+            model="",
             prompt_ids=[3 + row % 200] * context,
             sampling=SamplingParams(max_tokens=room, temperature=0.0, ignore_eos=True),
-            ingress_id="", arrival_unix_s=0.0, deadline_unix_s=float("inf"),
-        )  # fmt: skip
+            ingress_id="",
+            arrival_unix_s=0.0,
+            deadline_unix_s=float("inf"),
+        )
         runner.attach(row, state)
         states.append(state)
     return states

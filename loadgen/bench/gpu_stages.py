@@ -161,10 +161,14 @@ def attention(setting: Setting, say: Say) -> None:
                     gpu_s, _ = timed(setting, replay)
                 size = 4 * batch * context * config.kv_size
                 say(
-                    attention=name, head=config.head_dim, batch=batch, context=context,
-                    us=round(gpu_s * 1e6, 2), gb_per_s=round(size / gpu_s / 1e9, 1),
+                    attention=name,
+                    head=config.head_dim,
+                    batch=batch,
+                    context=context,
+                    us=round(gpu_s * 1e6, 2),
+                    gb_per_s=round(size / gpu_s / 1e9, 1),
                     share_of_read=round(size / gpu_s / rate, 3),
-                )  # fmt: skip
+                )
                 del keys, values
 
 
@@ -199,11 +203,17 @@ def _decode(setting: Setting, say: Say, shape: Shape) -> None:
         share = 2 * values / rate / wall_s
         bar = BARS.get((shape.name, batch))
         say(
-            model=shape.name, batch=batch, context=context, gpu_ms=round(gpu_s * 1e3, 3),
-            wall_ms=round(wall_s * 1e3, 3), tokens_per_s=round(batch / wall_s, 1),
-            share_of_floor=round(share, 3), bar=bar, is_met=None if bar is None else share >= bar,
+            model=shape.name,
+            batch=batch,
+            context=context,
+            gpu_ms=round(gpu_s * 1e3, 3),
+            wall_ms=round(wall_s * 1e3, 3),
+            tokens_per_s=round(batch / wall_s, 1),
+            share_of_floor=round(share, 3),
+            bar=bar,
+            is_met=None if bar is None else share >= bar,
             **counted(setting, step),
-        )  # fmt: skip
+        )
         for row in rows:
             runner.detach(row)
     runner.close()
@@ -237,18 +247,27 @@ def exits(setting: Setting, say: Say) -> None:
     room = 4 * (_ROUNDS + 2 * _WARM_UP + 4)
     for mode in MODES:
         runner = load(
-            shape, setting.device, rows=batch, capacity=context + room,
-            exits=(shape.layers // 2,), skipped_kv=mode,
-        )  # fmt: skip
+            shape,
+            setting.device,
+            rows=batch,
+            capacity=context + room,
+            exits=(shape.layers // 2,),
+            skipped_kv=mode,
+        )
         for share in (0.0, 0.5, 1.0):
             states = begin(runner, batch, context, room)
             step = partial(_leave, runner, states, int(share * batch))
             gpu_s, wall_s = timed(setting, step)
             say(
-                model=shape.name, mode=mode, left_early=share, batch=batch,
-                gpu_ms=round(gpu_s * 1e3, 3), wall_ms=round(wall_s * 1e3, 3),
-                filled=runner.num_filled, **counted(setting, step),
-            )  # fmt: skip
+                model=shape.name,
+                mode=mode,
+                left_early=share,
+                batch=batch,
+                gpu_ms=round(gpu_s * 1e3, 3),
+                wall_ms=round(wall_s * 1e3, 3),
+                filled=runner.num_filled,
+                **counted(setting, step),
+            )
             for row in range(batch):
                 runner.detach(row)
         runner.close()
@@ -348,11 +367,16 @@ def rivals(setting: Setting, say: Say) -> None:
 
     shape = setting.pick(LLAMA_1B, TINY)
     config = LlamaConfig(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
-        max_position_embeddings=4096, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
     with torch.device(setting.device):
         model: Any = LlamaForCausalLM(config)
     model = model.to(torch.bfloat16).eval()
@@ -367,10 +391,13 @@ def rivals(setting: Setting, say: Say) -> None:
             # What the prompt takes is subtracted.
             times = [(generate(1 + steps) - generate(1)) / steps for _ in range(3)]
             say(
-                rival=f"transformers, {cache} cache", model=shape.name, batch=batch,
-                context=context, wall_ms=round(statistics.median(times) * 1e3, 3),
+                rival=f"transformers, {cache} cache",
+                model=shape.name,
+                batch=batch,
+                context=context,
+                wall_ms=round(statistics.median(times) * 1e3, 3),
                 first_s=round(first_s, 1),
-            )  # fmt: skip
+            )
 
 
 def _generate(setting: Setting, model: Any, ids: torch.Tensor, cache: str, count: int) -> float:
@@ -378,9 +405,15 @@ def _generate(setting: Setting, model: Any, ids: torch.Tensor, cache: str, count
     started_s = time.perf_counter()
     with torch.inference_mode():
         model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-            min_new_tokens=count, eos_token_id=None, pad_token_id=0, cache_implementation=cache,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            eos_token_id=None,
+            pad_token_id=0,
+            cache_implementation=cache,
+        )
     settle(setting)
     return time.perf_counter() - started_s
 
@@ -388,9 +421,17 @@ def _generate(setting: Setting, model: Any, ids: torch.Tensor, cache: str, count
 _STAGES: dict[str, Callable[[Setting, Say], None]] = {
     stage.__name__: stage
     for stage in (
-        environment, ceilings, attention, decode_1b, decode_8b, exits, logits, graphs, rivals,
+        environment,
+        ceilings,
+        attention,
+        decode_1b,
+        decode_8b,
+        exits,
+        logits,
+        graphs,
+        rivals,
     )
-}  # fmt: skip
+}
 
 
 def bundled(
@@ -406,9 +447,14 @@ def bundled(
 
     checkpoint = read_checkpoint(name)
     spec = engine_spec(
-        checkpoint, num_rows=rows, row_capacity_tokens=512, dtype=dtype, compile=compile,
-        attention=attention, device=device.type,
-    )  # fmt: skip
+        checkpoint,
+        num_rows=rows,
+        row_capacity_tokens=512,
+        dtype=dtype,
+        compile=compile,
+        attention=attention,
+        device=device.type,
+    )
     return NativeRunner(load_paged(spec, read_model_config(checkpoint.path), device))
 
 

@@ -10,10 +10,22 @@ from loadgen.report.results import RunResults
 _SLO = {"slo_ttft_s", "slo_tpot_s", "slo_share"}  # in a ramp they say where it stops
 # Options that do not say what is sent, or when.
 _NO_LOAD = _SLO | {
-    "url", "grpc", "grpc_tls", "transport", "model", "max_model_len", "timeout_s", "warmup",
-    "honour_retry_after", "verify_text", "output", "no_plots", "no_progress", "drain_s",
+    "url",
+    "grpc",
+    "grpc_tls",
+    "transport",
+    "model",
+    "max_model_len",
+    "timeout_s",
+    "warmup",
+    "honour_retry_after",
+    "verify_text",
+    "output",
+    "no_plots",
+    "no_progress",
+    "drain_s",
     "keep_going",
-}  # fmt: skip
+}
 _MACHINE = ("cpu", "cores", "memory_gib", "system")
 _MISSING = object()
 

@@ -208,12 +208,17 @@ def _of_requests(
         return None
     a, b = (_array(figure, values) for values in (of_a, of_b))
     return difference(
-        a, b, figure.statistic,
-        is_paired=is_paired, in_blocks=figure.in_blocks, min_values=figure.min_values,
+        a,
+        b,
+        figure.statistic,
+        is_paired=is_paired,
+        in_blocks=figure.in_blocks,
+        min_values=figure.min_values,
         margin_share=0.0 if figure.is_of_all else method.margin_share,
-        confidence=method.confidence, num_draws=method.num_draws,
+        confidence=method.confidence,
+        num_draws=method.num_draws,
         seed=_seed(method, group + figure.name),
-    )  # fmt: skip
+    )
 
 
 def _of_runs(
@@ -262,13 +267,23 @@ def _tokens_per_s(
     seed = _seed(method, "tokens")
     if len(left) > 1:
         return difference_of_runs(
-            np.array([one.mean() for one in a]), np.array([one.mean() for one in b]),
-            margin_share=method.margin_share, confidence=method.confidence, seed=seed,
-        )  # fmt: skip
+            np.array([one.mean() for one in a]),
+            np.array([one.mean() for one in b]),
+            margin_share=method.margin_share,
+            confidence=method.confidence,
+            seed=seed,
+        )
     found = difference(
-        a[0], b[0], mean, is_paired=False, min_values=NUM_SLICES, seed=seed,
-        margin_share=method.margin_share, confidence=method.confidence, num_draws=method.num_draws,
-    )  # fmt: skip
+        a[0],
+        b[0],
+        mean,
+        is_paired=False,
+        min_values=NUM_SLICES,
+        seed=seed,
+        margin_share=method.margin_share,
+        confidence=method.confidence,
+        num_draws=method.num_draws,
+    )
     # There are as many slices of few requests.
     passed = (sum(r.verdict.outcome is Outcome.OK for r in side[0]) for side in (left, right))
     return found if min(passed) >= MIN_FOR_MEAN else replace(found, low=None, high=None)

@@ -167,15 +167,21 @@ async def build_load(
         specs = await _from_trace(args, arrivals, client, target)
     elif args.tasks is not None:
         specs = workload.from_tasks(
-            args.tasks, arrivals, seed=args.seed, tasks=args.task_names,
+            args.tasks,
+            arrivals,
+            seed=args.seed,
+            tasks=args.task_names,
             max_tokens=args.max_tokens or TASK_MAX_TOKENS,
-        )  # fmt: skip
+        )
         specs = [_leave_room(spec, target) for spec in specs]
     else:
         specs = workload.from_prompt_file(
-            args.prompts, arrivals, limit=args.limit, seed=args.seed,
+            args.prompts,
+            arrivals,
+            limit=args.limit,
+            seed=args.seed,
             max_tokens=args.max_tokens or PROMPT_MAX_TOKENS,
-        )  # fmt: skip
+        )
     if args.fit_prompts:
         specs = await fit_prompts(client, target, specs)
     specs = workload.shape(
@@ -240,10 +246,14 @@ async def _dialogues(
     forms = workload.forms(endpoint_of(args), args.stream)
     if isinstance(args.sessions, Path):
         sessions = read_sessions(
-            args.sessions, arrivals, limit=args.limit, think_s=args.think_s, seed=args.seed,
+            args.sessions,
+            arrivals,
+            limit=args.limit,
+            think_s=args.think_s,
+            seed=args.seed,
             max_tokens=args.max_tokens or PROMPT_MAX_TOKENS,
             streams=[stream for stream, _ in forms],
-        )  # fmt: skip
+        )
     else:
         shape = SessionShape(args.turns, args.turn_tokens, args.answer_tokens, args.think_s)
         sessions = make_sessions(
@@ -256,9 +266,15 @@ async def _dialogues(
             seed=args.seed,
         )
     template = RequestSpec(
-        index=0, arrival_s=0.0, prompt="", max_tokens=1, temperature=args.temperature,
-        seed=args.seed, num_choices=args.choices, extra=extra,
-    )  # fmt: skip
+        index=0,
+        arrival_s=0.0,
+        prompt="",
+        max_tokens=1,
+        temperature=args.temperature,
+        seed=args.seed,
+        num_choices=args.choices,
+        extra=extra,
+    )
     return Dialogues(sessions, template, target, client)
 
 

@@ -26,9 +26,16 @@ class Published:
 
 
 def _llama(
-    repository: str, hidden: int, ffn: int, layers: int, heads: int, kv: int, vocab: int,
-    positions: int, architecture: str = "LlamaForCausalLM",
-) -> Published:  # fmt: skip
+    repository: str,
+    hidden: int,
+    ffn: int,
+    layers: int,
+    heads: int,
+    kv: int,
+    vocab: int,
+    positions: int,
+    architecture: str = "LlamaForCausalLM",
+) -> Published:
     return Published(
         repository,
         {
@@ -66,9 +73,7 @@ PUBLISHED: dict[str, Published] = {
     "llama-2-70b": _llama("meta-llama/Llama-2-70b-hf", 8192, 28672, 80, 64, 8, 32000, 4096),
     "llama-3-8b": _llama("meta-llama/Meta-Llama-3-8B", 4096, 14336, 32, 32, 8, 128256, 8192),
     "llama-3-70b": _llama("meta-llama/Meta-Llama-3-70B", 8192, 28672, 80, 64, 8, 128256, 8192),
-    "codellama-34b": _llama(
-        "codellama/CodeLlama-34b-hf", 8192, 22016, 48, 64, 8, 32000, 16384
-    ),
+    "codellama-34b": _llama("codellama/CodeLlama-34b-hf", 8192, 22016, 48, 64, 8, 32000, 16384),
     "mistral-7b": _llama(
         "mistralai/Mistral-7B-v0.1", 4096, 14336, 32, 32, 8, 32000, 32768, "MistralForCausalLM"
     ),
@@ -81,7 +86,7 @@ PUBLISHED: dict[str, Published] = {
     "opt-6.7b": _opt("facebook/opt-6.7b", 4096, 32, 32),
     "opt-13b": _opt("facebook/opt-13b", 5120, 40, 40),
     "opt-30b": _opt("facebook/opt-30b", 7168, 48, 56),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,10 +67,18 @@ class _RequestLine(_Line):
     def record(self) -> Record:
         """Return the request as the runner kept it, as far as the file tells."""
         spec = RequestSpec(
-            index=self.index, arrival_s=0.0, prompt="", max_tokens=self.max_tokens,
-            endpoint=self.endpoint, stream=self.stream, num_choices=max(1, len(self.writes)),
-            task=self.task, session=self.session, turn=self.turn, dropped_turns=self.dropped_turns,
-        )  # fmt: skip
+            index=self.index,
+            arrival_s=0.0,
+            prompt="",
+            max_tokens=self.max_tokens,
+            endpoint=self.endpoint,
+            stream=self.stream,
+            num_choices=max(1, len(self.writes)),
+            task=self.task,
+            session=self.session,
+            turn=self.turn,
+            dropped_turns=self.dropped_turns,
+        )
         choices = [
             AnswerChoice(
                 writes=[Write(time_s, num) for time_s, num in writes],
@@ -86,9 +94,16 @@ class _RequestLine(_Line):
             completion_tokens=self.completion_tokens,
         )
         return Record(
-            spec, self.request_id, self.scheduled_s, self.sent_s, self.ended_s, self.attempts,
-            self.bytes, verdict, self.score,
-        )  # fmt: skip
+            spec,
+            self.request_id,
+            self.scheduled_s,
+            self.sent_s,
+            self.ended_s,
+            self.attempts,
+            self.bytes,
+            verdict,
+            self.score,
+        )
 
 
 class _SloLine(_Line):

@@ -234,11 +234,7 @@ def write_catalogue(
     text = yaml.safe_dump(
         {
             "version": VERSION,
-            "measured": {
-                "at": measured.at,
-                "machine": measured.machine,
-                "commit": measured.commit,
-            },
+            "measured": {"at": measured.at, "machine": measured.machine, "commit": measured.commit},
             "models": [
                 {
                     "model": name,

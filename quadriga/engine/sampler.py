@@ -40,8 +40,21 @@ class RowSampler:
         error: Why it could say nothing more when its logits were last processed; else None.
     """
 
-    __slots__ = ("_banned", "_bias", "_biased", "_counted", "_output_counts", "_prompt_seen",
-                 "alters", "error", "is_plain", "matcher", "params", "place", "state")  # fmt: skip
+    __slots__ = (
+        "_banned",
+        "_bias",
+        "_biased",
+        "_counted",
+        "_output_counts",
+        "_prompt_seen",
+        "alters",
+        "error",
+        "is_plain",
+        "matcher",
+        "params",
+        "place",
+        "state",
+    )
 
     def __init__(
         self,

@@ -22,10 +22,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--cache-dir", metavar="DIR", help="the service's engine.cache_dir, where that is set"
     )
     parser.add_argument(
-        "--plain", type=Path, metavar="FOLDER",
+        "--plain",
+        type=Path,
+        metavar="FOLDER",
         help="write an ordinary Hugging Face checkpoint into this new or empty folder, quantised "
         "matrices as float32, instead of what the service keeps in its cache",
-    )  # fmt: skip
+    )
     options = parser.parse_args(arguments)
     try:
         if options.plain is not None:

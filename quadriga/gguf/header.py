@@ -42,8 +42,18 @@ DEFAULT_ALIGNMENT = 32
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS: dict[int, str] = {
-    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d",
-}  # fmt: skip
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "B",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 """Type number to the format of `struct`; 7 is a truth value, one byte."""
 
 

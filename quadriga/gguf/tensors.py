@@ -114,9 +114,10 @@ def plan_tensors(model: GgufModel, *, keeps_blocks: bool = True) -> list[TensorC
             add(f"{to}.self_attn.o_proj.bias", f"{of}.attn_output.bias", hidden, optional=True)
         add(f"{to}.post_attention_layernorm.weight", f"{of}.ffn_norm.weight", hidden)
         for part, rows, columns in (
-            ("gate", model.ffn_size, hidden), ("up", model.ffn_size, hidden),
+            ("gate", model.ffn_size, hidden),
+            ("up", model.ffn_size, hidden),
             ("down", hidden, model.ffn_size),
-        ):  # fmt: skip
+        ):
             add(f"{to}.mlp.{part}_proj.weight", f"{of}.ffn_{part}.weight", rows, columns)
             if model.mlp_bias:
                 add(f"{to}.mlp.{part}_proj.bias", f"{of}.ffn_{part}.bias", rows, optional=True)

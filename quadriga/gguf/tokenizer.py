@@ -41,10 +41,19 @@ _SENTENCE_PIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 """What SentencePiece gives these tokens, for files that do not name them."""
 END_TOKENS = frozenset(
     {
-        "</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>",
-        "<|end|>", "<end_of_turn>", "<EOT>", "[EOS]", "<｜end▁of▁sentence｜>",
+        "</s>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<EOT>",
+        "[EOS]",
+        "<｜end▁of▁sentence｜>",
     }
-)  # fmt: skip
+)
 """Control tokens that end an answer in models of all makers; files name one of theirs at most."""
 
 
@@ -100,8 +109,12 @@ def read_vocabulary(header: GgufHeader, vocab_size: int) -> Vocabulary:
     has_eos = header.flag(f"{PREFIX}.add_eos_token", False)
     reader.add_template(tokenizer, bos if has_bos else None, eos if has_eos else None)
     pad = reader.special("padding")
-    named = {"bos_token": bos, "eos_token": eos, "unk_token": reader.special("unknown"),
-             "pad_token": pad}  # fmt: skip
+    named = {
+        "bos_token": bos,
+        "eos_token": eos,
+        "unk_token": reader.special("unknown"),
+        "pad_token": pad,
+    }
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

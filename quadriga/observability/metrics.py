@@ -21,13 +21,37 @@ from typing import Any, Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 LATENCY_BUCKETS_S = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
-)  # fmt: skip
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+)
 FINE_LATENCY_BUCKETS_S = (
-    *(round(step * 10.0**power, 5) for power in (-3, -2, -1, 0)
-      for step in (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0)),
-    10.0, 16.0, 25.0, 40.0, 60.0, 120.0, 300.0,
-)  # fmt: skip
+    *(
+        round(step * 10.0**power, 5)
+        for power in (-3, -2, -1, 0)
+        for step in (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0)
+    ),
+    10.0,
+    16.0,
+    25.0,
+    40.0,
+    60.0,
+    120.0,
+    300.0,
+)
 """Ten a decade: a percentile of what clients feel is known to a tenth."""
 SIZE_BUCKETS_BYTES = tuple(float(4**k) for k in range(5, 15))
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

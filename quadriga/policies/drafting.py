@@ -311,12 +311,7 @@ class Drafter:
             self._agrees[kind][bucket] += rate * (agreed - self._agrees[kind][bucket])
 
     def observe(
-        self,
-        ran: Range,
-        positions: int,
-        num_tokens: int,
-        seconds: float,
-        filled: int = 0,
+        self, ran: Range, positions: int, num_tokens: int, seconds: float, filled: int = 0
     ) -> None:
         """A pass over so many positions drafted, or verified."""
         self.costs.observe(

@@ -31,8 +31,7 @@ def expected_answer_tokens(snapshots: Sequence[ReplicaSnapshot]) -> float:
     have in all.
     """
     return expected_of(
-        sum(num_held(s) for s in snapshots),
-        sum(s.used_tokens - s.prompt_tokens for s in snapshots),
+        sum(num_held(s) for s in snapshots), sum(s.used_tokens - s.prompt_tokens for s in snapshots)
     )
 
 

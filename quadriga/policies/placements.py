@@ -6,12 +6,7 @@ from collections.abc import Callable
 
 from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.ares.settings import AresSettings
-from quadriga.policies.baselines.placement import (
-    CurrentLoad,
-    LeastRequests,
-    Placement,
-    RoundRobin,
-)
+from quadriga.policies.baselines.placement import CurrentLoad, LeastRequests, Placement, RoundRobin
 from quadriga.policies.least_work import LeastWork
 
 PLAIN: dict[str, Callable[[], Placement]] = {

@@ -15,11 +15,7 @@ from quadriga.config.engine import PrefillConfig
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import AdmitRequest
 from quadriga.policies.retry_reservations import RetryReservations
-from quadriga.policies.slot_reservation import (
-    ASSUMED_ANSWERS,
-    admitted_tokens,
-    promised_tokens,
-)
+from quadriga.policies.slot_reservation import ASSUMED_ANSWERS, admitted_tokens, promised_tokens
 
 MEMORY_S = 20.0
 """Endings and running time are forgotten with this time constant, while sequences run."""

@@ -257,10 +257,8 @@ def believed(state: SequenceState, said: LengthPrediction, num_output: int) -> L
     since = num_output - state.predicted_at
     mean, lower, upper = (
         NEW_SHARE * new + (1.0 - NEW_SHARE) * max(0.0, old - since)
-        for new, old in (
-            (said.mean, last.mean), (said.lower, last.lower), (said.upper, last.upper)
-        )
-    )  # fmt: skip
+        for new, old in ((said.mean, last.mean), (said.lower, last.lower), (said.upper, last.upper))
+    )
     return LengthPrediction(mean, lower, upper)
 
 

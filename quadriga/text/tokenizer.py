@@ -157,9 +157,7 @@ class TextTokenizer:
             return None
 
     def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
         """Return the prompt text of a conversation, ready for the assistant's next turn.
 

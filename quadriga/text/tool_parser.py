@@ -16,9 +16,14 @@ MAX_HELD_CHARS = 4096
 MAX_HEAD_CHARS = 256
 """Before the arguments of `NAME[CALL_ID]ID[ARGS]`; names have at most 64."""
 TYPES: Mapping[type, str] = {
-    str: "string", bool: "boolean", type(None): "null", int: "integer", float: "number",
-    dict: "object", list: "array",
-}  # fmt: skip
+    str: "string",
+    bool: "boolean",
+    type(None): "null",
+    int: "integer",
+    float: "number",
+    dict: "object",
+    list: "array",
+}
 ANY = frozenset(TYPES.values())
 PYTHON = {"True": "true", "False": "false", "None": "null"}
 BLANKS = " \n\r\t"

@@ -76,19 +76,24 @@ def _parser() -> argparse.ArgumentParser:
         "--compile", action="store_true", help="compile the blocks: 10 %% faster on a CPU"
     )
     train.add_argument(
-        "--mix", default="own", metavar="own|equal|TASK=WEIGHT,…",
+        "--mix",
+        default="own",
+        metavar="own|equal|TASK=WEIGHT,…",
         help="the recipe's; every task alike; or these tasks alone (default: own)",
-    )  # fmt: skip
+    )
     train.add_argument(
-        "--rate", type=float, default=1.0,
+        "--rate",
+        type=float,
+        default=1.0,
         metavar="FACTOR",
         help="of the recipe's learning rates; below 1 to go on from finished weights (default: 1)",
-    )  # fmt: skip
+    )
     train.add_argument(
-        "--reworded", type=float,
+        "--reworded",
+        type=float,
         metavar="SHARE",
         help="of short questions in other words than the tasks' own (default: the recipe's)",
-    )  # fmt: skip
+    )
     train.add_argument(
         "--folder",
         type=Path,

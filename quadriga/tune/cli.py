@@ -35,16 +35,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", help="bundled or packaged name, checkpoint folder, GGUF file or hub id")
-    add("--out", type=Path, required=True, metavar="DIR",
-        help="folder to write; serve it with exits.folder=DIR")  # fmt: skip
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder to write; serve it with exits.folder=DIR",
+    )
     add(
         "--prompts",
         required=True,
         metavar="FILE",
         help=".txt, .jsonl or .jsonl.gz with `prompt` or `messages`, and `domain`; or tasks:N",
     )
-    add("--parts", type=_parts, default=PARTS, metavar="PART,…",
-        help=f"of {', '.join(PARTS)}; default: all")  # fmt: skip
+    add(
+        "--parts",
+        type=_parts,
+        default=PARTS,
+        metavar="PART,…",
+        help=f"of {', '.join(PARTS)}; default: all",
+    )
     add(
         "--layers",
         type=_layers,
@@ -52,12 +62,22 @@ def _parser() -> argparse.ArgumentParser:
         metavar="K,…",
         help="exits, by layers run before them; default: a half, two thirds, five sixths",
     )
-    add("--kind", choices=KINDS, default="mlp",
+    add(
+        "--kind",
+        choices=KINDS,
+        default="mlp",
         help="of the exits: norm; mlp, a bottleneck and a norm; head; linear, a head without a "
-        "norm (default: mlp)")  # fmt: skip
+        "norm (default: mlp)",
+    )
     add("--width", type=count, default=256, help="of the MLP's bottleneck (default: 256)")
-    add("--import", dest="imported", type=_imported, default=None, metavar="FORMAT:PATH",
-        help=f"exits of another project instead of trained ones: {', '.join(FORMATS)}")  # fmt: skip
+    add(
+        "--import",
+        dest="imported",
+        type=_imported,
+        default=None,
+        metavar="FORMAT:PATH",
+        help=f"exits of another project instead of trained ones: {', '.join(FORMATS)}",
+    )
     add(
         "--budget",
         type=_budget,
@@ -66,32 +86,61 @@ def _parser() -> argparse.ArgumentParser:
         help="what may be given up: changed=0.02, the share of all tokens that are not those of "
         "full depth; loss=0.02, nats of log-likelihood a token (default: changed=0.02)",
     )
-    add("--hold-back", type=_words, default=(), metavar="DOMAIN,…",
-        help="domains that nothing is learned or chosen on")  # fmt: skip
-    add("--epochs", type=_above_zero, default=3.0,
-        help="times each token is learned from (default: 3)")  # fmt: skip
+    add(
+        "--hold-back",
+        type=_words,
+        default=(),
+        metavar="DOMAIN,…",
+        help="domains that nothing is learned or chosen on",
+    )
+    add(
+        "--epochs",
+        type=_above_zero,
+        default=3.0,
+        help="times each token is learned from (default: 3)",
+    )
     add("--rate", type=_above_zero, default=2e-3, help="greatest learning rate (default: 0.002)")
     add("--batch-tokens", type=count, default=512, help="of a training step (default: 512)")
     add("--max-tokens", type=count, default=256, help="of an answer (default: 256)")
-    add("--temperature", type=_temperature, default=None,
-        help="of the answers (default: what the checkpoint recommends)")  # fmt: skip
-    add("--seed", type=partial(count, least=0, most=2**40 - 1), default=0,
-        help="of everything random (default: 0)")  # fmt: skip
+    add(
+        "--temperature",
+        type=_temperature,
+        default=None,
+        help="of the answers (default: what the checkpoint recommends)",
+    )
+    add(
+        "--seed",
+        type=partial(count, least=0, most=2**40 - 1),
+        default=0,
+        help="of everything random (default: 0)",
+    )
     add("--threads", type=count, default=1, help="on a CPU (default: 1)")
     add("--slots", type=count, default=32, help="answers generated at once (default: 32)")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32",
-        help="of the model and of the training's products (default: float32)")  # fmt: skip
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the model and of the training's products (default: float32)",
+    )
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    add("--map-answers", type=count, default=400,
-        help="that the maps are fitted on, at most (default: 400)")  # fmt: skip
+    add(
+        "--map-answers",
+        type=count,
+        default=400,
+        help="that the maps are fitted on, at most (default: 400)",
+    )
     add(
         "--test-tokens",
         type=count,
         default=20_000,
         help="that thresholds are chosen on, and reported on, at most (default: 20000)",
     )
-    add("--speed-prompts", type=partial(count, least=0), default=32,
-        help="that the speed is measured with; 0: not (default: 32)")  # fmt: skip
+    add(
+        "--speed-prompts",
+        type=partial(count, least=0),
+        default=32,
+        help="that the speed is measured with; 0: not (default: 32)",
+    )
     return parser
 
 

@@ -52,9 +52,7 @@ class ExitHead(nn.Module):
             None
             if kind == "linear"
             else TrainedNorm(
-                config,
-                None if own is None else own.weight,
-                None if own is None else own.bias,
+                config, None if own is None else own.weight, None if own is None else own.bias
             )
         )
         self.mlp_norm = self.mlp_up = self.mlp_down = None

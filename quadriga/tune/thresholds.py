@@ -63,10 +63,7 @@ class Verdicts:
     def part(self, which: Ints | npt.NDArray[np.bool_]) -> Verdicts:
         """Those of some tokens."""
         return Verdicts(
-            self.depths,
-            self.confidence[:, which],
-            self.changed[:, which],
-            self.lost[:, which],
+            self.depths, self.confidence[:, which], self.changed[:, which], self.lost[:, which]
         )
 
     def only(self, depths: Sequence[int]) -> Verdicts:

@@ -134,10 +134,7 @@ class Tuning:
         self.figures: dict[str, Any] = {}
         if self._figures_file.is_file():
             self.figures = json.loads(self._figures_file.read_text())
-        self.figures |= {
-            "model": self.checkpoint.id,
-            "num_layers": self.checkpoint.num_layers,
-        }
+        self.figures |= {"model": self.checkpoint.id, "num_layers": self.checkpoint.num_layers}
         self._verdicts: Verdicts | None = None
 
     def run(self) -> dict[str, Any]:

@@ -37,11 +37,28 @@ STREAMS = ("Generate",)
 MAX_DETAILS_CHARS = 1024
 
 _SCALARS = (
-    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "seed", "n", "ignore_eos", "priority", "deadline_ms",
-    "user", "cache_salt", "exit_threshold", "exit_policy", "max_depth", "sla_tbt_ms",
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "n",
+    "ignore_eos",
+    "priority",
+    "deadline_ms",
+    "user",
+    "cache_salt",
+    "exit_threshold",
+    "exit_policy",
+    "max_depth",
+    "sla_tbt_ms",
     "quality_budget",
-)  # fmt: skip
+)
 _FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,

@@ -116,8 +116,9 @@ class Call:
             # Browsers send other types for any page, and JSON only where they asked before.
             raise InvalidRequest(
                 f"content-type: {form[:80]!r} from a page of {origin[:80]}; send application/json, "
-                "or name the page in ingress.cors_origins", param="content-type",
-            )  # fmt: skip
+                "or name the page in ingress.cors_origins",
+                param="content-type",
+            )
         with engine_client.body_limiter.slot():
             return await self.body(max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s)
 

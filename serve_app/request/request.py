@@ -313,9 +313,17 @@ class OutputStream:
     """
 
     __slots__ = (
-        "_cursors", "_digests", "_gone", "_pacers", "_started", "finished", "news", "request",
-        "text_offsets", "tool_parsers",
-    )  # fmt: skip
+        "_cursors",
+        "_digests",
+        "_gone",
+        "_pacers",
+        "_started",
+        "finished",
+        "news",
+        "request",
+        "text_offsets",
+        "tool_parsers",
+    )
 
     def __init__(
         self, request: Request, cursors: Sequence[int], digests: Sequence[int] | None = None

@@ -116,10 +116,22 @@ class ResponsesBody(RequestBody):
 
 
 SAME = (
-    "model", "temperature", "top_p", "parallel_tool_calls", "stream", "user", "seed", "priority",
-    "cache_salt", "deadline_ms", "exit_threshold", "exit_policy", "max_depth", "sla_tbt_ms",
+    "model",
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "stream",
+    "user",
+    "seed",
+    "priority",
+    "cache_salt",
+    "deadline_ms",
+    "exit_threshold",
+    "exit_policy",
+    "max_depth",
+    "sla_tbt_ms",
     "quality_budget",
-)  # fmt: skip
+)
 """Fields that a chat has as well."""
 
 

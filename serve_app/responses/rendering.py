@@ -36,8 +36,10 @@ class ResponsesFormat(StreamFormat):
         request, out = stream.request, list[bytes]()
         if not self._num_events:
             begun = self._response(request, "in_progress", [])
-            out += [self._event(f"response.{name}", response=begun)
-                    for name in ("created", "in_progress")]  # fmt: skip
+            out += [
+                self._event(f"response.{name}", response=begun)
+                for name in ("created", "in_progress")
+            ]
         for delta in deltas:
             for piece in read_news(stream, delta).pieces:
                 if isinstance(piece, str):

@@ -80,7 +80,7 @@ class Tree:
 
     def __init__(self, root: Path = ROOT) -> None:
         self.root = root
-        found = (Module(root, path) for path in _python_files(root))
+        found = (Module(root, path) for path in python_files(root))
         self.modules = {module.name: module for module in found}
 
     @cached_property
@@ -177,7 +177,8 @@ class Tree:
                     yield Import(name, is_deferred)
 
 
-def _python_files(root: Path) -> Iterator[Path]:
+def python_files(root: Path) -> Iterator[Path]:
+    """Yield the project's Python files."""
     for path in sorted(root.iterdir()):
         if path.name.startswith(".") or path.name in SKIPPED:
             continue

@@ -36,10 +36,18 @@ DEPTH_CLASS = DepthClass("test", NUM_LAYERS)
 def make_state(sequence_id: str, num_tokens: int, *, epoch: int = 0) -> SequenceState:
     """A sequence whose prompt has `num_tokens` and that has emitted its first token."""
     return SequenceState(
-        sequence_id=sequence_id, request_id=sequence_id, model="test", prompt_ids=[1] * num_tokens,
-        sampling=SamplingParams(max_tokens=16), ingress_id="ingress", arrival_unix_s=0.0,
-        deadline_unix_s=1e12, epoch=epoch, output_ids=[7], exit_layers=[NUM_LAYERS],
-    )  # fmt: skip
+        sequence_id=sequence_id,
+        request_id=sequence_id,
+        model="test",
+        prompt_ids=[1] * num_tokens,
+        sampling=SamplingParams(max_tokens=16),
+        ingress_id="ingress",
+        arrival_unix_s=0.0,
+        deadline_unix_s=1e12,
+        epoch=epoch,
+        output_ids=[7],
+        exit_layers=[NUM_LAYERS],
+    )
 
 
 def make_kv(seed: int, num_tokens: int) -> torch.Tensor:

@@ -120,11 +120,14 @@ def test_the_important_metrics_are_shown() -> None:
         for name in selectors(promql.parse(expression))
     }
     for name in (
-        "quadriga_seconds_to_out_of_memory", "quadriga_exit_tokens_total",
-        "quadriga_breaches_total", "quadriga_migration_stall_seconds",
+        "quadriga_seconds_to_out_of_memory",
+        "quadriga_exit_tokens_total",
+        "quadriga_breaches_total",
+        "quadriga_migration_stall_seconds",
         "vllm:time_to_first_token_seconds",
-        "quadriga_kv_send_failures_total", "quadriga_length_prediction_error_tokens",
-    ):  # fmt: skip
+        "quadriga_kv_send_failures_total",
+        "quadriga_length_prediction_error_tokens",
+    ):
         assert name in shown
 
 
@@ -137,11 +140,14 @@ def test_the_important_metrics_are_shown() -> None:
         ("rate(quadriga_slots[5m])", "is a gauge"),
         ("sum(quadriga_requests_total)", "is a counter"),
         ("rate(vllm:time_to_first_token_seconds[5m])", "no metric"),
-        ("histogram_quantile(0.9, sum by (model_name) "
-         "(rate(vllm:time_to_first_token_seconds_bucket[5m])))", "without le"),
+        (
+            "histogram_quantile(0.9, sum by (model_name) "
+            "(rate(vllm:time_to_first_token_seconds_bucket[5m])))",
+            "without le",
+        ),
         ("quadriga_slots and on (zone) quadriga_slots", "one side lacks"),
         ("sum((quadriga_slots)", "does not parse"),
     ],
-)  # fmt: skip
+)
 def test_the_check_finds_what_is_wrong(expression: str, problem: str) -> None:
     assert any(problem in found for found in METRICS.problems(expression))

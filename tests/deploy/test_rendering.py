@@ -237,14 +237,16 @@ def test_another_download_makes_another_job(tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [
         {},
         {"models": [{"download": {"repo": "org/tiny", "revision": "other"}}]},
-        {"huggingFace": {"existingSecret": "other"}}, {"huggingFace": {"key": "other"}},
-        {"imagePullSecrets": [{"name": "other"}]}, {"serviceAccount": {"name": "other"}},
+        {"huggingFace": {"existingSecret": "other"}},
+        {"huggingFace": {"key": "other"}},
+        {"imagePullSecrets": [{"name": "other"}]},
+        {"serviceAccount": {"name": "other"}},
         {"image": {"pullPolicy": "Never"}},
         {"nameOverride": "other", "fullnameOverride": "quadriga"},
         {"workerDefaults": {"podSecurityContext": {"fsGroup": 2000}}},
         {"workerDefaults": {"securityContext": {"privileged": False}}},
         {"modelDownload": {"timeoutSeconds": 60}},
-    ]  # fmt: skip
+    ]
     jobs = [one(render(EVERYTHING | changed), "Job") for changed in changes]
     jobs.append(one(render(EVERYTHING, chart=chart), "Job"))
     assert len({json.dumps(job["spec"]) for job in jobs}) == len(jobs)

@@ -28,8 +28,11 @@ def shipped_files() -> list[Path]:
     left_out = PathSpec.from_lines("gitignore", _WHEEL["exclude"])
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", *_WHEEL["packages"]],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.split()  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
     return [
         Path(file)
         for file in listed
@@ -132,7 +135,11 @@ def failed_imports(folder: Path, names: list[str], site: Path) -> list[str]:
     """
     run = subprocess.run(
         [sys.executable, "-S", "-c", _IMPORT_ALL, str(folder), str(site), *names],
-        cwd=folder, capture_output=True, text=True, timeout=400, env={"HOME": str(folder)},
-    )  # fmt: skip
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={"HOME": str(folder)},
+    )
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()

@@ -128,8 +128,12 @@ def test_the_check_finds_what_is_wrong(text: str, problem: str) -> None:
 def test_commands_are_taken_apart() -> None:
     text = "A=1 one 'a b' \\\n  --x=y | two > out && export P=$(three -m)  # not this\n"
     found = list(commands(text))
-    assert [c.words for c in found] == [("one", "a b", "--x=y"), ("two",), ("export", "P=$"),
-                                        ("three", "-m")]  # fmt: skip
+    assert [c.words for c in found] == [
+        ("one", "a b", "--x=y"),
+        ("two",),
+        ("export", "P=$"),
+        ("three", "-m"),
+    ]
     assert found[0].variables == {"A": "1"}
     assert found[1].writes == ("out",)
 

@@ -99,10 +99,14 @@ def _started(collector: Collector, adapters: str) -> Iterator[Service]:
             running.start()
         assert addresses.grpc_target is not None
         yield Service(
-            addresses.http_url, addresses.grpc_target, key,
-            admin_url=f"http://127.0.0.1:{admin_port}", log_folder=str(running.log_folder()),
-            adapters=adapters, traces=collector,
-        )  # fmt: skip
+            addresses.http_url,
+            addresses.grpc_target,
+            key,
+            admin_url=f"http://127.0.0.1:{admin_port}",
+            log_folder=str(running.log_folder()),
+            adapters=adapters,
+            traces=collector,
+        )
     finally:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

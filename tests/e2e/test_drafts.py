@@ -29,25 +29,42 @@ ASKED: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": "Sort: 42 7 19 3 88\n", "max_tokens": 40, "temperature": 0},
     "sampled": {"prompt": "Count from 3 to 40.\n", "max_tokens": 90, "temperature": 1.1, "seed": 4},
     "penalties": {
-        "prompt": "Repeat old brown milk.\n", "max_tokens": 60, "temperature": 0.8, "seed": 5,
-        "frequency_penalty": 0.6, "presence_penalty": 0.2, "repetition_penalty": 1.1,
+        "prompt": "Repeat old brown milk.\n",
+        "max_tokens": 60,
+        "temperature": 0.8,
+        "seed": 5,
+        "frequency_penalty": 0.6,
+        "presence_penalty": 0.2,
+        "repetition_penalty": 1.1,
         "ignore_eos": True,
     },
     "stop strings": {
-        "prompt": "Count from 3 to 40.\n", "max_tokens": 200, "temperature": 0,
+        "prompt": "Count from 3 to 40.\n",
+        "max_tokens": 200,
+        "temperature": 0,
         "stop": ["17 1", " 30"],
     },
     "log-probabilities": {
-        "prompt": "Add 7 2 and 1 1.\n", "max_tokens": 30, "temperature": 0, "logprobs": 2,
+        "prompt": "Add 7 2 and 1 1.\n",
+        "max_tokens": 30,
+        "temperature": 0,
+        "logprobs": 2,
     },
     "a form": {
-        "prompt": "Ann is 31.\n", "max_tokens": 120, "temperature": 0.9, "seed": 8,
+        "prompt": "Ann is 31.\n",
+        "max_tokens": 120,
+        "temperature": 0.9,
+        "seed": 8,
         "structured_outputs": {"json": PERSON},
     },
     "choices": {
-        "prompt": "Copy: cake ship rice\n", "max_tokens": 30, "temperature": 1.0, "seed": 9, "n": 3,
+        "prompt": "Copy: cake ship rice\n",
+        "max_tokens": 30,
+        "temperature": 1.0,
+        "seed": 9,
+        "n": 3,
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -123,9 +140,11 @@ async def test_beside_answers_that_may_be_others(
 def test_the_running_usage_counts_what_was_passed_on(http: httpx.Client, drafting: None) -> None:
     """Tokens that came together and are passed on one by one are not counted before that."""
     body = ASKED["sampled"] | {
-        "stream": True, "sla_tbt_ms": 40.0, "return_token_ids": True,
+        "stream": True,
+        "sla_tbt_ms": 40.0,
+        "return_token_ids": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }  # fmt: skip
+    }
     counted = 0
     with http.stream("POST", "/v1/completions", json=body) as reply:
         for line in filter(None, reply.iter_lines()):

@@ -40,9 +40,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny-gpt2"
     vocab_size = len(AutoTokenizer.from_pretrained(ASSETS / "quadriga-s"))
     config = GPT2Config(
-        vocab_size=vocab_size, n_embd=64, n_layer=4, n_head=4, n_positions=256, bos_token_id=0,
+        vocab_size=vocab_size,
+        n_embd=64,
+        n_layer=4,
+        n_head=4,
+        n_positions=256,
+        bos_token_id=0,
         eos_token_id=0,
-    )  # fmt: skip
+    )
     save(build_relay(config), path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ASSETS / "quadriga-s" / name, path / name)
@@ -101,10 +106,14 @@ def test_completions_equal_generate(url: str, checkpoint: Path) -> None:
         def complete(request: tuple[list[int], int]) -> dict[str, Any]:
             prompt, num_tokens = request
             body = {
-                "model": "tiny-gpt2", "prompt": prompt, "max_tokens": num_tokens,
-                "min_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
+                "model": "tiny-gpt2",
+                "prompt": prompt,
+                "max_tokens": num_tokens,
+                "min_tokens": num_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
                 "return_token_ids": True,
-            }  # fmt: skip
+            }
             reply = http.post("/v1/completions", json=body)
             assert reply.status_code == 200, reply.text
             answer: dict[str, Any] = reply.json()

@@ -61,10 +61,14 @@ class Secured:
     def sdk(self, key: str, *, with_certificate: bool = True) -> Client:
         pair = self.client_pair if with_certificate else None
         return Client(
-            self.grpc_target, api_key=key, root_certificates=self.ca.cert.read_bytes(),
+            self.grpc_target,
+            api_key=key,
+            root_certificates=self.ca.cert.read_bytes(),
             client_certificate=pair and pair.cert.read_bytes(),
-            client_key=pair and pair.key.read_bytes(), timeout_s=60, retry=ONCE,
-        )  # fmt: skip
+            client_key=pair and pair.key.read_bytes(),
+            timeout_s=60,
+            retry=ONCE,
+        )
 
 
 def write_keys(file: Path, *more: ApiKey) -> None:
@@ -120,9 +124,14 @@ def started(folder: Path, *options: str) -> Iterator[Secured]:
         assert f"https://127.0.0.1:{https}" in printed
         assert BOSS not in printed
         yield Secured(
-            f"https://localhost:{https}", f"localhost:{grpc_tls}", f"127.0.0.1:{plain_grpc}",
-            f"http://127.0.0.1:{admin}", ca, ca.client(), keys_file,
-        )  # fmt: skip
+            f"https://localhost:{https}",
+            f"localhost:{grpc_tls}",
+            f"127.0.0.1:{plain_grpc}",
+            f"http://127.0.0.1:{admin}",
+            ca,
+            ca.client(),
+            keys_file,
+        )
     finally:
         process.send_signal(signal.SIGTERM)
         try:

@@ -90,9 +90,14 @@ def test_required_in_a_stream_is_the_whole_answer(client: openai.OpenAI, paralle
 
 def test_openais_parse_helper_reads_calls(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(
-        model="quadriga-s", messages=MESSAGES, tools=[pydantic_function_tool(Sort)],
-        tool_choice="required", parallel_tool_calls=False, temperature=0.7, seed=1,
-    )  # fmt: skip
+        model="quadriga-s",
+        messages=MESSAGES,
+        tools=[pydantic_function_tool(Sort)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=0.7,
+        seed=1,
+    )
     calls = answer.choices[0].message.tool_calls or []
     assert isinstance(calls[0].function.parsed_arguments, Sort)
 

@@ -131,9 +131,15 @@ def make_state(prompt_ids: list[int], **sampling: Any) -> SequenceState:
     """A sequence with greedy defaults."""
     params = SamplingParams(**({"max_tokens": 32, "temperature": 0.0} | sampling))
     return SequenceState(
-        sequence_id="s", request_id="r", model="m", prompt_ids=list(prompt_ids), sampling=params,
-        ingress_id="i", arrival_unix_s=0.0, deadline_unix_s=1e12,
-    )  # fmt: skip
+        sequence_id="s",
+        request_id="r",
+        model="m",
+        prompt_ids=list(prompt_ids),
+        sampling=params,
+        ingress_id="i",
+        arrival_unix_s=0.0,
+        deadline_unix_s=1e12,
+    )
 
 
 def whole_prompt(row: int, state: SequenceState) -> PrefillChunk:

@@ -44,10 +44,14 @@ def prefilled(
 ) -> tuple[EngineOutput, torch.Tensor | None]:
     """Compute a prompt in chunks; returns its output, and the KV if the sequence goes on."""
     loop = PrefillLoop(
-        runner=runner, slots=slots(runner),
-        queue=PrefillQueue(max_sequences=4, max_tokens=1000, max_age_s=1.0), eos_token_ids=(),
-        chunk_tokens=CHUNK, layer_groups=2, clock=SystemClock(),
-    )  # fmt: skip
+        runner=runner,
+        slots=slots(runner),
+        queue=PrefillQueue(max_sequences=4, max_tokens=1000, max_age_s=1.0),
+        eos_token_ids=(),
+        chunk_tokens=CHUNK,
+        layer_groups=2,
+        clock=SystemClock(),
+    )
     loop.submit(RunningSequence(state))
     outputs: list[PrefillOutput] = []
     while not outputs:

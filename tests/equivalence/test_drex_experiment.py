@@ -50,10 +50,16 @@ def run(
     runner = PacedRunner(native, DEVICE, now_s=clock.now_s, sleep=clock.advance)
     costs = calibrate(runner, clock, max_rows=SLOTS)
     return run_closed_loop(
-        suite.prompts, runner=runner, native=native, clock=clock,
-        make_rebatcher=lambda counters: make(costs, counters), slots=SLOTS,
-        exits=ExitParams(threshold), max_tokens=60, on_loop=on_loop,
-    )  # fmt: skip
+        suite.prompts,
+        runner=runner,
+        native=native,
+        clock=clock,
+        make_rebatcher=lambda counters: make(costs, counters),
+        slots=SLOTS,
+        exits=ExitParams(threshold),
+        max_tokens=60,
+        on_loop=on_loop,
+    )
 
 
 def test_judging_both_branches_leaves_no_trace(native: NativeRunner, suite: TaskSuite) -> None:
@@ -96,6 +102,12 @@ def test_the_clock_runs_while_all_slots_are_taken(native: NativeRunner, suite: T
 def test_too_few_prompts_are_refused(native: NativeRunner, suite: TaskSuite) -> None:
     with pytest.raises(ConfigError, match="12 are too few for 12 slots; take 36 or more"):
         run_closed_loop(
-            suite.prompts, runner=native, native=native, clock=SystemClock(),
-            make_rebatcher=lambda _: None, slots=12, exits=ExitParams(), max_tokens=8,
-        )  # fmt: skip
+            suite.prompts,
+            runner=native,
+            native=native,
+            clock=SystemClock(),
+            make_rebatcher=lambda _: None,
+            slots=12,
+            exits=ExitParams(),
+            max_tokens=8,
+        )

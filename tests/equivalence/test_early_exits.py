@@ -146,10 +146,15 @@ class Bench:
             num_rows=NUM_ROWS, row_capacity_tokens=96, kv_capacity_tokens=NUM_ROWS * 96
         )
         self.loop = DecodeLoop(
-            runner=self.runner, slots=self.slots, eos_token_ids=(), clock=self.clock,
-            rebatcher=make(costs, self.counters), counters=self.counters,
-            criterion=exits.criterion, is_partial=depth < checkpoint.num_layers,
-        )  # fmt: skip
+            runner=self.runner,
+            slots=self.slots,
+            eos_token_ids=(),
+            clock=self.clock,
+            rebatcher=make(costs, self.counters),
+            counters=self.counters,
+            criterion=exits.criterion,
+            is_partial=depth < checkpoint.num_layers,
+        )
 
     def join(self, state: SequenceState) -> None:
         """Prefill the prompt elsewhere and hand the sequence to the loop."""
@@ -243,10 +248,14 @@ def test_never_leaving_is_the_full_model(family: Family, compile_mode: str) -> N
     for state in got:
         ids = torch.tensor([state.prompt_ids])
         wanted = family.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False,
-            max_new_tokens=state.sampling.max_tokens, min_new_tokens=state.sampling.max_tokens,
-            eos_token_id=None, pad_token_id=0,
-        )[0, ids.shape[1] :].tolist()  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=state.sampling.max_tokens,
+            min_new_tokens=state.sampling.max_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, ids.shape[1] :].tolist()
         assert state.output_ids == wanted
         assert set(state.exit_layers) == {LAYERS}
     assert bench.counters.breaches == 0

@@ -138,9 +138,13 @@ def test_equals_generate_itself(mode: str) -> None:
     for state in states:
         ids = torch.tensor([state.prompt_ids])
         wanted = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24,
-            min_new_tokens=24, eos_token_id=None,
-        )[0, ids.shape[1] :].tolist()  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=24,
+            min_new_tokens=24,
+            eos_token_id=None,
+        )[0, ids.shape[1] :].tolist()
         assert state.output_ids == wanted
 
 

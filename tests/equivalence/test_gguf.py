@@ -56,26 +56,35 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES, head_dim=128),  # the only one that transformers' loader takes
     "qwen3-tied": Qwen3Config(**SIZES, head_dim=128, tie_word_embeddings=True),
 }
-FREQUENCIES = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0,
-               "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 8192}  # fmt: skip
+FREQUENCIES = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 ORIGINALS: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
     "biases": (LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True), {}),
     "qwen3 with biases": (Qwen3Config(**SIZES, head_dim=64, attention_bias=True), {}),
     "linear": (
-        LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4,
-                                              "factor": 3.0}),
+        LlamaConfig(
+            **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
+        ),
         {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 3.0},
     ),
     "linear as old files say it": (
-        LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4,
-                                              "factor": 3.0}),
+        LlamaConfig(
+            **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
+        ),
         {"llama.rope.scale_linear": 3.0},
     ),
-    "no scaling": (LlamaConfig(**SIZES), {"llama.rope.scaling.type": "none",
-                                          "llama.rope.scaling.factor": 4.0}),
+    "no scaling": (
+        LlamaConfig(**SIZES),
+        {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0},
+    ),
     "window": (MistralConfig(**SIZES, sliding_window=9), {"llama.attention.sliding_window": 9}),
-}  # fmt: skip
+}
 """What `transformers` leaves out of a GGUF file: the model is the one that the file was made of."""
 
 

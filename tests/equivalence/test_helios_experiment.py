@@ -84,10 +84,23 @@ def test_one_model_alone_says_what_the_plain_engine_says(depth: int) -> None:
 
 def quick_plan(*, pair: tuple[str, str], parts: tuple[str, ...], requests: int) -> HeliosPlan:
     return HeliosPlan(
-        pair=pair, catalogue=None, parts=parts, slos=("throughput",), requests=requests, rounds=1,
-        interval=8, profile_requests=5, thresholds=(), intervals=(), batch=2, rows=2,
-        memory_bytes=None, shadows=4, threads=1, seed=3,
-    )  # fmt: skip
+        pair=pair,
+        catalogue=None,
+        parts=parts,
+        slos=("throughput",),
+        requests=requests,
+        rounds=1,
+        interval=8,
+        profile_requests=5,
+        thresholds=(),
+        intervals=(),
+        batch=2,
+        rows=2,
+        memory_bytes=None,
+        shadows=4,
+        threads=1,
+        seed=3,
+    )
 
 
 def test_the_machine_changes_what_is_held_and_loses_nobody() -> None:

@@ -63,9 +63,13 @@ def test_greedy_tokens_are_those_of_transformers(llm: LLM, prompts: list[str]) -
     for prompt, output in zip(prompts, outputs, strict=True):
         ids = torch.tensor([llm.tokenizer.encode(prompt)])
         wanted = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24,
-            min_new_tokens=24, eos_token_id=None,
-        )[0, ids.shape[1] :].tolist()  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=24,
+            min_new_tokens=24,
+            eos_token_id=None,
+        )[0, ids.shape[1] :].tolist()
         assert output.token_ids == wanted
         assert output.finish_reason is FinishReason.LENGTH
         assert output.exit_layers == [8] * 24

@@ -161,9 +161,15 @@ def build(network: Network, *depths: int) -> list[Side]:
 
 async def migrate(source: Side, destination: Side, sequence_id: str) -> MigrationReport:
     order = MigrationOrder(
-        sequence_id, source.bench.runner.spec.depth_class, source.name, destination.name,
-        MigrationCause.BALANCE, gain=0.1, num_tokens=0, remaining_tokens=0.0,
-    )  # fmt: skip
+        sequence_id,
+        source.bench.runner.spec.depth_class,
+        source.name,
+        destination.name,
+        MigrationCause.BALANCE,
+        gain=0.1,
+        num_tokens=0,
+        remaining_tokens=0.0,
+    )
     return await source.migrations.migrate(order)
 
 

@@ -100,10 +100,15 @@ def test_drafts_of_exits_change_no_token(form: WeightForm) -> None:
 def test_more_layers_come_in_the_same_form(form: WeightForm) -> None:
     path = read_checkpoint("quadriga-s").path
     shallow, whole = (
-        load(path, weights=form, depth=d, exits=read_checkpoint(str(path)).exits.cut(d),
-             exit_plan=read_checkpoint(str(path)).exits)
+        load(
+            path,
+            weights=form,
+            depth=d,
+            exits=read_checkpoint(str(path)).exits.cut(d),
+            exit_plan=read_checkpoint(str(path)).exits,
+        )
         for d in (4, 8)
-    )  # fmt: skip
+    )
     with shallow.model.prepare_depth(8, timeout_s=60.0) as prepared:
         assert prepared.eager is not None
         for one, two in zip(

@@ -97,9 +97,12 @@ def spec_of(path: Path, **overrides: Any) -> EngineSpec:
     ],
 )
 def test_every_family_greedy_sampled_with_exits_and_drafts(
-    checkpoints: dict[str, Path], load: Callable[..., NativeRunner],
-    name: str, size: int, compiled: str,
-) -> None:  # fmt: skip
+    checkpoints: dict[str, Path],
+    load: Callable[..., NativeRunner],
+    name: str,
+    size: int,
+    compiled: str,
+) -> None:
     spec = spec_of(checkpoints[name], compile=compiled)
     loop, made = make_loop(load(spec, size), chunk_tokens=16), states(mixed, PROMPTS)
     got, wanted_states = run(loop, made), states(mixed, PROMPTS)

@@ -100,9 +100,14 @@ def decisions(outputs: list[int], slower: list[float]) -> list[Decision]:
     found: list[Decision] = []
 
     def decided(
-        now_s: float, cluster: ClusterForecast, costs: object, busy: object, blind: object,
-        orders: list[MigrationOrder], placing: Placing,
-    ) -> None:  # fmt: skip
+        now_s: float,
+        cluster: ClusterForecast,
+        costs: object,
+        busy: object,
+        blind: object,
+        orders: list[MigrationOrder],
+        placing: Placing,
+    ) -> None:
         if placing.overload is not None:  # balance is not what it is about then
             return
         work = relative_work(cluster, points)

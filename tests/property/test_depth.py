@@ -50,12 +50,16 @@ class Life:
 
 
 lives = st.builds(
-    Life, prompt=st.integers(1, 100), max_tokens=st.integers(2, 20),
+    Life,
+    prompt=st.integers(1, 100),
+    max_tokens=st.integers(2, 20),
     threshold=st.sampled_from([0.0, 0.1, 0.4, 0.7, 0.95, NEVER]),
-    policy=st.sampled_from(["bounded", "strict"]), max_depth=st.sampled_from([0, 0, 0, 2, 5]),
-    arrival=st.integers(0, 40), cancel=st.one_of(st.none(), st.none(), st.integers(0, 60)),
+    policy=st.sampled_from(["bounded", "strict"]),
+    max_depth=st.sampled_from([0, 0, 0, 2, 5]),
+    arrival=st.integers(0, 40),
+    cancel=st.one_of(st.none(), st.none(), st.integers(0, 60)),
     pause=st.one_of(st.none(), st.integers(1, 60)),
-)  # fmt: skip
+)
 
 
 class Replica:
@@ -73,10 +77,14 @@ class Replica:
             reservation="used" if reservation == "used" else "longest",
         )
         self.loop = DecodeLoop(
-            runner=self.runner, slots=self.slots, eos_token_ids=(EOS,), clock=self.clock,
-            rebatcher=POLICIES[policy](costs, self.counters), counters=self.counters,
+            runner=self.runner,
+            slots=self.slots,
+            eos_token_ids=(EOS,),
+            clock=self.clock,
+            rebatcher=POLICIES[policy](costs, self.counters),
+            counters=self.counters,
             is_partial=depth < FULL,
-        )  # fmt: skip
+        )
         self.allowed: dict[tuple[str, int], set[int]] = {}  # token → how deep its row could go then
         self.last_depth: dict[str, int] = {}  # also of one whose row is paused away
         self.finished: set[str] = set()
@@ -138,11 +146,19 @@ class Replica:
 
 def new_state(number: int, life: Life) -> SequenceState:
     return SequenceState(
-        f"s{number}", f"s{number}", "m", [number + 1] * life.prompt,
-        SamplingParams(max_tokens=life.max_tokens), "i", 0.0, 1e9,
+        f"s{number}",
+        f"s{number}",
+        "m",
+        [number + 1] * life.prompt,
+        SamplingParams(max_tokens=life.max_tokens),
+        "i",
+        0.0,
+        1e9,
         exits=ExitParams(life.threshold, life.policy, life.max_depth),
-        output_ids=[1 + number], exit_layers=[FULL], priority=number % 2,
-    )  # fmt: skip
+        output_ids=[1 + number],
+        exit_layers=[FULL],
+        priority=number % 2,
+    )
 
 
 def check_tokens(state: SequenceState, life: Life, replica: Replica) -> int:

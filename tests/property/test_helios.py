@@ -40,17 +40,31 @@ class HeliosLife(RuleBasedStateMachine):
     """A replicas with a mind of its own: loads fail, replicas die, requests come as they like."""
 
     @initialize(
-        scout=st.booleans(), count=st.integers(1, 3), start=st.sampled_from(CLASSES),
-        has_prefill=st.booleans(), is_known=st.booleans(), limit=st.sampled_from([1.0, 0.12, 0.0]),
-    )  # fmt: skip
+        scout=st.booleans(),
+        count=st.integers(1, 3),
+        start=st.sampled_from(CLASSES),
+        has_prefill=st.booleans(),
+        is_known=st.booleans(),
+        limit=st.sampled_from([1.0, 0.12, 0.0]),
+    )
     def begin(
-        self, scout: bool, count: int, start: DepthClass, has_prefill: bool, is_known: bool,
+        self,
+        scout: bool,
+        count: int,
+        start: DepthClass,
+        has_prefill: bool,
+        is_known: bool,
         limit: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config = HeliosConfig(
-            scout=scout, reassess_requests=4, profile_requests=2, dwell_loads=2.0, retry_s=5.0,
-            order_timeout_s=50.0, max_changed_share=limit,
-        )  # fmt: skip
+            scout=scout,
+            reassess_requests=4,
+            profile_requests=2,
+            dwell_loads=2.0,
+            retry_s=5.0,
+            order_timeout_s=50.0,
+            max_changed_share=limit,
+        )
         table = HistoryTable()
         if is_known:
             for model in MODELS.values():

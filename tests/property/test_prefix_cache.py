@@ -91,9 +91,14 @@ def answers(loop: ColocatedLoop, states: Sequence[SequenceState]) -> dict[str, S
 
 def loop_over(runner: NativeRunner, capacity: int, *, caching: bool) -> ColocatedLoop:
     return ColocatedLoop(
-        runner, runner.spec, clock=ManualClock(), chunk_tokens=CHUNK, kv_capacity_tokens=capacity,
-        reservation="used", prefix_caching=caching,
-    )  # fmt: skip
+        runner,
+        runner.spec,
+        clock=ManualClock(),
+        chunk_tokens=CHUNK,
+        kv_capacity_tokens=capacity,
+        reservation="used",
+        prefix_caching=caching,
+    )
 
 
 TREES = st.lists(
@@ -266,9 +271,14 @@ class Place:
         spec = make_spec(checkpoint.path, num_rows=4, row_capacity_tokens=256)
         self.runner: Any = TensorRunner(spec)
         self.loops = ColocatedLoop(
-            self.runner, spec, clock=ManualClock(), chunk_tokens=32, kv_capacity_tokens=capacity,
-            reservation="used", prefix_caching=True,
-        )  # fmt: skip
+            self.runner,
+            spec,
+            clock=ManualClock(),
+            chunk_tokens=32,
+            kv_capacity_tokens=capacity,
+            reservation="used",
+            prefix_caching=True,
+        )
         self.loop = self.loops.decode
         self.table = LeaseTable(spec.depth_class, max_live=99)
 
@@ -382,8 +392,12 @@ def test_keys_differ_by_model_layers_and_salt() -> None:
     state = make_state(list(range(3, 203)))
     keys = set()
     for model, layers, salt in (
-        ("m", 8, ""), ("n", 8, ""), ("m", 4, ""), ("m", 8, "s"), ("m", 8, "t"),
-    ):  # fmt: skip
+        ("m", 8, ""),
+        ("n", 8, ""),
+        ("m", 4, ""),
+        ("m", 8, "s"),
+        ("m", 8, "t"),
+    ):
         runner: Any = SimpleNamespace(share_tokens=64, num_layers=layers)
         slots: Any = SimpleNamespace()
         cache = PrefixCache(runner, slots, model)

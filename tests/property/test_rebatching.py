@@ -42,13 +42,17 @@ class Life:
 
 
 lives = st.builds(
-    Life, prompt=st.integers(1, 12), max_tokens=st.integers(1, 20),
+    Life,
+    prompt=st.integers(1, 12),
+    max_tokens=st.integers(1, 20),
     threshold=st.sampled_from([0.0, 0.1, 0.4, 0.7, 0.95, 0.999, NEVER]),
     max_depth=st.sampled_from([0, 0, 0, 1, 2, 4, 6, 8]),
-    sla_s=st.sampled_from([0.0, 0.0, 1e-6, 0.004, 0.02, 0.1]), arrival=st.integers(0, 40),
-    cancel=st.one_of(st.none(), st.none(), st.integers(0, 60)), returns=st.booleans(),
+    sla_s=st.sampled_from([0.0, 0.0, 1e-6, 0.004, 0.02, 0.1]),
+    arrival=st.integers(0, 40),
+    cancel=st.one_of(st.none(), st.none(), st.integers(0, 60)),
+    returns=st.booleans(),
     pause=st.one_of(st.none(), st.integers(1, 60)),
-)  # fmt: skip
+)
 
 Make = Callable[[SegmentCosts, ExitCounters], Rebatcher]
 POLICIES: dict[str, Make] = {
@@ -197,11 +201,18 @@ class Replica:
 def new_state(number: int, life: Life) -> SequenceState:
     prompt = [number + 1] * life.prompt
     return SequenceState(
-        f"s{number}", f"s{number}", "m", prompt, SamplingParams(max_tokens=life.max_tokens),
-        "i", 0.0, 1e9,
+        f"s{number}",
+        f"s{number}",
+        "m",
+        prompt,
+        SamplingParams(max_tokens=life.max_tokens),
+        "i",
+        0.0,
+        1e9,
         exits=ExitParams(life.threshold, max_depth=life.max_depth, sla_tbt_s=life.sla_s),
-        output_ids=[1 + number], exit_layers=[8],
-    )  # fmt: skip
+        output_ids=[1 + number],
+        exit_layers=[8],
+    )
 
 
 def limit_of(life: Life, ends: Sequence[int]) -> int:

@@ -189,10 +189,16 @@ def write_history(path: Path, *tpots: tuple[DepthClass, float]) -> None:
         if at.depth < full:
             exits = {first: 100, at.depth: 400}
         request = RequestFinished(
-            replica="", depth_class=at, exit_tokens=exits, breaches=0 if at.depth == full else 50,
-            nll=500 * math.log(1.05), scored_tokens=500, prompt_tokens=100, ttft_s=0.01,
+            replica="",
+            depth_class=at,
+            exit_tokens=exits,
+            breaches=0 if at.depth == full else 50,
+            nll=500 * math.log(1.05),
+            scored_tokens=500,
+            prompt_tokens=100,
+            ttft_s=0.01,
             decode_s=499 * tpot_s,
-        )  # fmt: skip
+        )
         for _ in range(NUM_KNOWN):
             table.add(request)
     save_table(path, table)

@@ -30,9 +30,17 @@ HANG_S = 60.0
 """Beyond every deadline of the tests."""
 
 FAULTS = [
-    "reserve_refused", "reserve_fails", "reserve_hangs", "connect_refused", "part_fails",
-    "part_hangs", "commit_refused", "commit_hangs", "commit_lost", "dies_at_commit",
-]  # fmt: skip
+    "reserve_refused",
+    "reserve_fails",
+    "reserve_hangs",
+    "connect_refused",
+    "part_fails",
+    "part_hangs",
+    "commit_refused",
+    "commit_hangs",
+    "commit_lost",
+    "dies_at_commit",
+]
 
 
 class FaultyDecode(BatchedCalls):

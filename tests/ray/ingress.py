@@ -154,16 +154,27 @@ class Ingress:
         now = time.time()
         params = {"temperature": 0.0, "ignore_eos": True} | sampling
         state = SequenceState(
-            sequence_id=uuid.uuid4().hex, request_id=uuid.uuid4().hex, model=self.model,
-            prompt_ids=list(prompt), sampling=SamplingParams(max_tokens=max_tokens, **params),
-            ingress_id=self.ingress_id, arrival_unix_s=now, deadline_unix_s=now + deadline_s,
-            priority=priority, exits=exits, adapter=adapter,
-        )  # fmt: skip
+            sequence_id=uuid.uuid4().hex,
+            request_id=uuid.uuid4().hex,
+            model=self.model,
+            prompt_ids=list(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens, **params),
+            ingress_id=self.ingress_id,
+            arrival_unix_s=now,
+            deadline_unix_s=now + deadline_s,
+            priority=priority,
+            exits=exits,
+            adapter=adapter,
+        )
         request = AdmitRequest(
-            state.sequence_id, self.model, len(prompt), max_tokens, priority,
+            state.sequence_id,
+            self.model,
+            len(prompt),
+            max_tokens,
+            priority,
             state.deadline_unix_s,
             needs_depth=exits.max_depth or MAX_LAYERS if exits.is_strict else 0,
-        )  # fmt: skip
+        )
         for tries_left in (2, 1, 0):  # as the product's: it may have gone since its last report
             admission: Admission = call(scheduler_name(self.app), "admit", request)
             with suppress(ReplicaDied) if tries_left else nullcontext():

@@ -38,10 +38,15 @@ def order(
 ) -> MigrationOrder:
     """An order to move a stream's sequence."""
     return MigrationOrder(
-        sequence_id=stream.state.sequence_id, depth_class=depth_class or class_of(source),
-        source=source, destination=destination, cause=MigrationCause.BALANCE, gain=0.1,
-        num_tokens=0, remaining_tokens=0.0,
-    )  # fmt: skip
+        sequence_id=stream.state.sequence_id,
+        depth_class=depth_class or class_of(source),
+        source=source,
+        destination=destination,
+        cause=MigrationCause.BALANCE,
+        gain=0.1,
+        num_tokens=0,
+        remaining_tokens=0.0,
+    )
 
 
 def open_books(replica: str) -> tuple[int, int]:

@@ -87,13 +87,17 @@ def exact_streams(count: int, *, max_tokens: int, seed: int) -> list[RequestSpec
     rng = random.Random(seed)
     return [
         RequestSpec(
-            index=index, arrival_s=0.0, max_tokens=max_tokens, ignore_eos=True,
+            index=index,
+            arrival_s=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
             prompt=PREFIX * (index % 3 == 0) + QUESTIONS[index % len(QUESTIONS)],
-            temperature=0.0 if index % 2 == 0 else 0.9, seed=rng.randrange(1 << 30),
+            temperature=0.0 if index % 2 == 0 else 0.9,
+            seed=rng.randrange(1 << 30),
             extra={"exit_policy": POLICIES[index // 2 % len(POLICIES)]},
         )
         for index in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def free_streams(
@@ -106,12 +110,17 @@ def free_streams(
     rng = random.Random(seed)
     return [
         RequestSpec(
-            index=index, arrival_s=0.0, max_tokens=max_tokens, ignore_eos=index % 4 != 3,
-            prompt=QUESTIONS[index % len(QUESTIONS)], temperature=0.9, seed=rng.randrange(1 << 30),
+            index=index,
+            arrival_s=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=index % 4 != 3,
+            prompt=QUESTIONS[index % len(QUESTIONS)],
+            temperature=0.9,
+            seed=rng.randrange(1 << 30),
             extra=(asked, strict, asked, asked | {"structured_outputs": FORM})[index % 4],
         )
         for index in range(count)
-    ]  # fmt: skip
+    ]
 
 
 Span = tuple[float, float]

@@ -85,11 +85,13 @@ PATIENT = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `overload`."""
-    parser.add_argument("--model", default="quadriga-s",
-                        help="bundled id, folder, GGUF file, or hub id")  # fmt: skip
+    parser.add_argument(
+        "--model", default="quadriga-s", help="bundled id, folder, GGUF file, or hub id"
+    )
     parser.add_argument("--seconds", type=number(0), default=600.0, help="of overload")
-    parser.add_argument("--calm-s", type=number(0),
-                        help="afterwards; default: a third of --seconds, 60 at most")  # fmt: skip
+    parser.add_argument(
+        "--calm-s", type=number(0), help="afterwards; default: a third of --seconds, 60 at most"
+    )
     parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
     parser.add_argument(
         "--proxy",
@@ -115,9 +117,13 @@ def run(args: argparse.Namespace) -> int:
     console.print(table(found))
     seconds = round(time.monotonic() - began_s, 1)
     line = print_line(
-        "overload", **figures(found), failures=failures, seconds=seconds,
-        seed=args.seed, proxy=args.proxy,
-    )  # fmt: skip
+        "overload",
+        **figures(found),
+        failures=failures,
+        seconds=seconds,
+        seed=args.seed,
+        proxy=args.proxy,
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "overload.json").write_text(json.dumps(line) + "\n", encoding="utf-8")
     return 1 if failures else 0
@@ -133,9 +139,11 @@ class Overload:
         self._console = console
         self._rng = random.Random(args.seed)
         self._client = HttpClient(
-            parse_url(service.url), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S,
+            parse_url(service.url),
+            now_s=now_s,
+            timeout_s=REQUEST_TIMEOUT_S,
             api_key=service.api_key,
-        )  # fmt: skip
+        )
         self._target = Target(args.model, None)
         self._judge = Judgement(self._target)
         assert service.pid is not None
@@ -234,9 +242,15 @@ class Overload:
             capture = await self._client.prepare(spec, self._target.model, request_id)()
             verdict = self._judge(capture, spec, request_id)
             record = Record(
-                spec, request_id, at_s, capture.sent_s, capture.ended_s,
-                attempt + 1, capture.num_bytes, verdict,
-            )  # fmt: skip
+                spec,
+                request_id,
+                at_s,
+                capture.sent_s,
+                capture.ended_s,
+                attempt + 1,
+                capture.num_bytes,
+                verdict,
+            )
             if verdict.outcome is not Outcome.REFUSED:
                 returns.failed += verdict.outcome is Outcome.FAILED
                 if attempt:

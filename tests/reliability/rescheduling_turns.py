@@ -87,12 +87,19 @@ def run(args: argparse.Namespace) -> int:
         for key, figures in found.items()
     }
     print_line(
-        "bench rescheduling-turns", surely_below=costs, failed=failed, results=results,
+        "bench rescheduling-turns",
+        surely_below=costs,
+        failed=failed,
+        results=results,
         config={
-            "model": args.model, "pairs": args.pairs, "duration_s": args.duration_s,
-            "seed": args.seed, "decode": args.decode, "pace": pace_of(args),
+            "model": args.model,
+            "pairs": args.pairs,
+            "duration_s": args.duration_s,
+            "seed": args.seed,
+            "decode": args.decode,
+            "pace": pace_of(args),
         },
-    )  # fmt: skip
+    )
     return 1 if failed or costs else 0
 
 

@@ -77,12 +77,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=whole(2), default=120, help="of each stream")
     parser.add_argument("--every-s", type=number(0), default=2.0, help="mean time between harms")
     parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
-    parser.add_argument("--max-slope", type=number(0), default=20.0,
-                        help="MiB an hour that a process may grow")  # fmt: skip
-    parser.add_argument("--all-on", action="store_true",
-                        help="quadriga-s and quadriga-l with every feature in use")  # fmt: skip
-    parser.add_argument("--turn-s", type=number(0), default=20.0,
-                        help="rescheduling on and off, with --all-on")  # fmt: skip
+    parser.add_argument(
+        "--max-slope", type=number(0), default=20.0, help="MiB an hour that a process may grow"
+    )
+    parser.add_argument(
+        "--all-on", action="store_true", help="quadriga-s and quadriga-l with every feature in use"
+    )
+    parser.add_argument(
+        "--turn-s", type=number(0), default=20.0, help="rescheduling on and off, with --all-on"
+    )
     add_setting_argument(parser)
     add_out_argument(parser, "results/soak")
 
@@ -178,9 +181,13 @@ class Soak:
             self._load = load(args.seed + 1, num_exact, args.max_tokens)
             weights = all_on.WEIGHTS if args.all_on else WEIGHTS
             self._harm = RandomFaults(
-                control, self._load, random.Random(args.seed), every_s=args.every_s,
-                note=self._note, weights=weights,
-            )  # fmt: skip
+                control,
+                self._load,
+                random.Random(args.seed),
+                every_s=args.every_s,
+                note=self._note,
+                weights=weights,
+            )
             sampling = asyncio.create_task(self._sample(control))
             harming = asyncio.create_task(self._harm.run())
             try:
@@ -202,9 +209,14 @@ class Soak:
         target = await find_target(clients.http, all_on.FREE_MODEL)
         specs = all_on.free_streams(NUM_SPECS, max_tokens=max_tokens, seed=self._args.seed)
         load = MixedLoad(
-            self._service, clients, target, specs, [[] for _ in specs], places=places,
+            self._service,
+            clients,
+            target,
+            specs,
+            [[] for _ in specs],
+            places=places,
             seed=self._args.seed + 2,
-        )  # fmt: skip
+        )
         load.excuse(math.inf)
         return load
 

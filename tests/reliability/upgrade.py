@@ -145,9 +145,15 @@ class Upgrade:
             reference = await clients.reference(specs)
             target = await find_target(clients.http, None)
             load = MixedLoad(
-                self._service, clients, target, specs, reference, places=args.places,
-                seed=args.seed, manners=MANNERS,
-            )  # fmt: skip
+                self._service,
+                clients,
+                target,
+                specs,
+                reference,
+                places=args.places,
+                seed=args.seed,
+                manners=MANNERS,
+            )
             async with cluster_control(self._service) as control:
                 running = asyncio.create_task(load.run())
                 try:

@@ -48,9 +48,14 @@ def run_seed(seed: int, fault: str | None = None) -> Ran:
     with planted(fault):
         result = run(plan(seed))
     return Ran(
-        seed, tuple(result.failures), result.digest, result.num_calls, dict(result.counts),
-        result.virtual_s, time.process_time() - began_s,
-    )  # fmt: skip
+        seed,
+        tuple(result.failures),
+        result.digest,
+        result.num_calls,
+        dict(result.counts),
+        result.virtual_s,
+        time.process_time() - began_s,
+    )
 
 
 def _run_seeds(seeds: Iterable[int], fault: str | None) -> list[Ran]:

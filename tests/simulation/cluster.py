@@ -263,10 +263,15 @@ class Cluster:
 
         async def read() -> None:
             stream = client.stream(
-                list(asked.prompt), model=self._model, request_id=f"r{number}",
-                max_tokens=asked.max_tokens, ignore_eos=True, priority=asked.priority,
-                timeout_s=asked.timeout_s, **sampling,
-            )  # fmt: skip
+                list(asked.prompt),
+                model=self._model,
+                request_id=f"r{number}",
+                max_tokens=asked.max_tokens,
+                ignore_eos=True,
+                priority=asked.priority,
+                timeout_s=asked.timeout_s,
+                **sampling,
+            )
             async with aclosing(stream) as pieces:
                 async for piece in pieces:
                     got.extend(piece.token_ids)

@@ -239,9 +239,15 @@ class World(Network):
         self.prefill = Prefill(self)
         clock = self.prefill.clock
         state = SequenceState(
-            SEQUENCE, "r", "m", list(PROMPT), SamplingParams(max_tokens=4), "i",
-            clock.unix_s(), clock.unix_s() + DEADLINE_S,
-        )  # fmt: skip
+            SEQUENCE,
+            "r",
+            "m",
+            list(PROMPT),
+            SamplingParams(max_tokens=4),
+            "i",
+            clock.unix_s(),
+            clock.unix_s() + DEADLINE_S,
+        )
         sequence = RunningSequence(state, block_keys=list(KEYS))
         sequence.feed = KVFeed(StagingBudget(), 2, 1)
         self.prefill.sequences[SEQUENCE] = sequence

@@ -137,10 +137,15 @@ class World(Network):
         self.replicas = {name: Decode(self, name) for name in NAMES}
         clock = VirtualClock()
         state = SequenceState(
-            SEQUENCE, "r", "fake", list(PROMPT),
+            SEQUENCE,
+            "r",
+            "fake",
+            list(PROMPT),
             SamplingParams(max_tokens=NUM_OUTPUT, temperature=0.0, ignore_eos=True),
-            "i", clock.unix_s(), clock.unix_s() + 1e6,
-        )  # fmt: skip
+            "i",
+            clock.unix_s(),
+            clock.unix_s() + 1e6,
+        )
         self.stream = Stream(state, NAMES[0])
         self.wanted = expected_output(PROMPT, NUM_OUTPUT)
         first = self.replicas[NAMES[0]]

@@ -106,17 +106,58 @@ def expected(asked: Asked) -> list[int]:
 
 
 KINDS = (
-    "kill prefill", "kill decode", "kill decode", "kill ingress", "kill ingress",
-    "kill scheduler", "kill controller", "stop prefill", "stop decode", "stop ingress",
-    "stop scheduler", "stop controller", "cut", "half-cut", "slow any", "lose any", "skew any",
-    "drift any", "corrupt", "break", "fill decode",
-    "fill prefill", "term decode", "term prefill", "drain node", "configure",
-)  # fmt: skip
+    "kill prefill",
+    "kill decode",
+    "kill decode",
+    "kill ingress",
+    "kill ingress",
+    "kill scheduler",
+    "kill controller",
+    "stop prefill",
+    "stop decode",
+    "stop ingress",
+    "stop scheduler",
+    "stop controller",
+    "cut",
+    "half-cut",
+    "slow any",
+    "lose any",
+    "skew any",
+    "drift any",
+    "corrupt",
+    "break",
+    "fill decode",
+    "fill prefill",
+    "term decode",
+    "term prefill",
+    "drain node",
+    "configure",
+)
 METHODS = (
-    "admit", "place_now", "submit", "reserve", "commit", "abort", "cancel", "poll", "finished",
-    "report", "adopt", "find_resumable", "claimed", "holding", "renew", "migrate", "heartbeat",
-    "ingress_heartbeat", "replica_died", "configure", "drain", "hand_over", "directory",
-)  # fmt: skip
+    "admit",
+    "place_now",
+    "submit",
+    "reserve",
+    "commit",
+    "abort",
+    "cancel",
+    "poll",
+    "finished",
+    "report",
+    "adopt",
+    "find_resumable",
+    "claimed",
+    "holding",
+    "renew",
+    "migrate",
+    "heartbeat",
+    "ingress_heartbeat",
+    "replica_died",
+    "configure",
+    "drain",
+    "hand_over",
+    "directory",
+)
 COUNTS_SHARE = 0.1
 MOVE_SHARE = 0.25
 """Of the faults that are orders to move what runs, at random."""
@@ -125,9 +166,14 @@ CHOOSES_SHARE = 0.1
 """Of the runs: HELIOS chooses the model. Requests come for so much longer, and controllers die."""
 CHOOSES_TIMES, NUM_DEATHS = 4.0, 3
 CHOOSES: dict[str, Any] = {
-    "enabled": True, "slo": "response", "profile_requests": 1, "reassess_requests": 3,
-    "profile_share": 1.0, "dwell_loads": 0.0, "margin": 0.0,
-}  # fmt: skip
+    "enabled": True,
+    "slo": "response",
+    "profile_requests": 1,
+    "reassess_requests": 3,
+    "profile_share": 1.0,
+    "dwell_loads": 0.0,
+    "margin": 0.0,
+}
 """Looks again after three requests, so that models are switched within seconds."""
 
 SHORT = ((1, 3, 6, 12, 24), (0.05, 0.15, 0.4))
@@ -173,19 +219,27 @@ def plan(seed: int, *, num_requests: int = 30, num_faults: int = 8) -> Plan:
             at_s = chooses.uniform(0.0, until_s)
             faults.append(Fault(at_s, "kill controller", chooses.getrandbits(32)))
     return Plan(
-        seed, settings, rng.choice(paces), rng.randint(1, 2), tuple(requests),
-        tuple(sorted(faults, key=lambda f: f.at_s)), rng.random() < COUNTS_SHARE,
-    )  # fmt: skip
+        seed,
+        settings,
+        rng.choice(paces),
+        rng.randint(1, 2),
+        tuple(requests),
+        tuple(sorted(faults, key=lambda f: f.at_s)),
+        rng.random() < COUNTS_SHARE,
+    )
 
 
 def _request(rng: random.Random, lengths: Sequence[int]) -> Asked:
     length = rng.choice([3, 10, 40, 100])
     return Asked(
-        rng.uniform(0.0, REQUESTS_WITHIN_S), _prompt(rng, length), rng.choice(lengths),
-        rng.choice([0, 0, 0, 5]), rng.uniform(0.0, 3.0) if rng.random() < 0.1 else None,
+        rng.uniform(0.0, REQUESTS_WITHIN_S),
+        _prompt(rng, length),
+        rng.choice(lengths),
+        rng.choice([0, 0, 0, 5]),
+        rng.uniform(0.0, 3.0) if rng.random() < 0.1 else None,
         rng.choice(SHORT_TIMEOUTS_S) if rng.random() < 0.1 else TIMEOUT_S,
         rng.getrandbits(20) if rng.random() < 0.5 else None,
-    )  # fmt: skip
+    )
 
 
 def _prompt(rng: random.Random, length: int) -> tuple[int, ...]:

@@ -84,14 +84,14 @@ PLANTED: dict[str, tuple[object, str, Callable[..., Any] | int]] = {
     "leases never lapse": (LeaseTable, "lapse", lambda self, *, now_s: []),
     "an offer that comes late is taken": (LeaseTable, "check_offer", lambda self, offer: []),
     "a commit that is cancelled is not taken back": (
-        PrefillHandoff, "_abort_and_cancel", _aborts_and_forgets,
+        PrefillHandoff,
+        "_abort_and_cancel",
+        _aborts_and_forgets,
     ),
     "a cancellation is told once": (rpc_batcher, "TELL_TRIES", 1),
     "an offer is answered with more than is there": (HandoffReceiver, "_open", _claims_all),
-    "a row is not released when the hand-off ends": (
-        LeaseTable, "freed", lambda self, lease: None,
-    ),
-}  # fmt: skip
+    "a row is not released when the hand-off ends": (LeaseTable, "freed", lambda self, lease: None),
+}
 
 
 @pytest.mark.parametrize("planted", PLANTED)

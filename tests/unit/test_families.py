@@ -19,9 +19,17 @@ from tests.equivalence.relay_models import FAMILIES, POSITIONS, VOCAB
 CACHED_HEADS = {"falcon": 1, "gpt-bigcode": 1, "codegen": 4}
 GQA_HEADS = 2
 GROUPED = {
-    "phi3", "gemma", "stablelm", "cohere", "starcoder2", "olmo2", "mixtral", "gemma2-window",
-    "gemma3-window", "gpt-oss-window",
-}  # fmt: skip
+    "phi3",
+    "gemma",
+    "stablelm",
+    "cohere",
+    "starcoder2",
+    "olmo2",
+    "mixtral",
+    "gemma2-window",
+    "gemma3-window",
+    "gpt-oss-window",
+}
 
 
 def save_config(path: Path, family: str) -> Path:

@@ -152,8 +152,11 @@ def test_replicas_that_scaling_may_add_have_their_share() -> None:
 def test_the_sentence_says_why() -> None:
     def said(length: int, **changes: Any) -> str:
         facts: dict[str, Any] = {
-            "kv_tokens": 16_384, "token_bytes": 65_536, "is_auto": True, "runner": "native"
-        }  # fmt: skip
+            "kv_tokens": 16_384,
+            "token_bytes": 65_536,
+            "is_auto": True,
+            "runner": "native",
+        }
         return describe_length(length, 131_072, **(facts | changes))
 
     assert said(8192).startswith("8192 of 131072 positions: half of 1.0 GiB of KV memory; more")

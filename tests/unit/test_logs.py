@@ -46,9 +46,14 @@ def test_a_line_is_an_object_with_the_records_own_fields() -> None:
     [line] = lines(stream)
     assert line.pop("time").endswith("Z")
     assert line == {
-        "level": "info", "logger": "quadriga.test", "process": "q:decode:0:a",
-        "message": "took 3\nsteps", "request_id": "r-1", "took_s": 0.123457, "n": None,
-    }  # fmt: skip
+        "level": "info",
+        "logger": "quadriga.test",
+        "process": "q:decode:0:a",
+        "message": "took 3\nsteps",
+        "request_id": "r-1",
+        "took_s": 0.123457,
+        "n": None,
+    }
 
 
 def test_what_json_cannot_hold_is_text() -> None:

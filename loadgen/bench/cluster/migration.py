@@ -127,8 +127,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=whole(2), default=12, help="streams at once")
     parser.add_argument("--moves", type=whole(1), default=60, help="at each pace")
     parser.add_argument("--prompt", type=whole(1), default=60, help="tokens of a prompt")
-    parser.add_argument("--output", type=whole(STILL_TO_COME + 4), default=400,
-                        help="tokens of a stream")  # fmt: skip
+    parser.add_argument(
+        "--output", type=whole(STILL_TO_COME + 4), default=400, help="tokens of a stream"
+    )
     parser.add_argument(
         "--transport", choices=("gloo", "object_store"), default="gloo", help="how KV travels"
     )
@@ -305,13 +306,17 @@ class _Bench:
             at_s += felt_s
         reports = [report for *_, report in moves]
         return PaceOutcome(
-            pace=self._pace or "unpaced", step_ms=round(1e3 * step_s, 3), moves=len(moves),
-            failed=failed, migrated=Felt.of(migrated_s, step_s), others=Felt.of(others_s, step_s),
+            pace=self._pace or "unpaced",
+            step_ms=round(1e3 * step_s, 3),
+            moves=len(moves),
+            failed=failed,
+            migrated=Felt.of(migrated_s, step_s),
+            others=Felt.of(others_s, step_s),
             control=Felt.of(control_s, step_s),
             rest_ms=round(1e3 * float(np.median([r.stall_s for r in reports])), 3),
             rounds=round(float(np.mean([r.rounds for r in reports])), 1),
             kilobytes=round(float(np.mean([r.bytes_sent for r in reports])) / 1024, 1),
-        )  # fmt: skip
+        )
 
     async def _move(self) -> Move | None:
         """Move a random stream that will go on for a while."""
@@ -325,12 +330,15 @@ class _Bench:
             return None
         flow = self._rng.choice(able)
         order = MigrationOrder(
-            sequence_id=flow.state.sequence_id, depth_class=self._decoders[flow.replica],
+            sequence_id=flow.state.sequence_id,
+            depth_class=self._decoders[flow.replica],
             source=flow.replica,
             destination=next(name for name in self._decoders if name != flow.replica),
-            cause=MigrationCause.BALANCE, gain=0.0, num_tokens=flow.state.num_tokens,
+            cause=MigrationCause.BALANCE,
+            gain=0.0,
+            num_tokens=flow.state.num_tokens,
             remaining_tokens=0.0,
-        )  # fmt: skip
+        )
         begin_s = time.monotonic()
         report: MigrationReport = await self._call(flow.replica, "migrate", order)
         return flow, begin_s, time.monotonic(), report
@@ -350,12 +358,16 @@ class _Bench:
 
         args, rng = self._args, self._rng
         state = SequenceState(
-            sequence_id=uuid.uuid4().hex, request_id=uuid.uuid4().hex, model=args.model,
+            sequence_id=uuid.uuid4().hex,
+            request_id=uuid.uuid4().hex,
+            model=args.model,
             prompt_ids=[rng.randrange(5, 500) for _ in range(args.prompt)],
             sampling=SamplingParams(max_tokens=args.output, temperature=0.0, ignore_eos=True),
-            ingress_id=self._ingress_id, arrival_unix_s=time.time(),
-            deadline_unix_s=time.time() + 600.0, exits=ExitParams(),
-        )  # fmt: skip
+            ingress_id=self._ingress_id,
+            arrival_unix_s=time.time(),
+            deadline_unix_s=time.time() + 600.0,
+            exits=ExitParams(),
+        )
         request = AdmitRequest(
             state.sequence_id, args.model, args.prompt, args.output, 0, state.deadline_unix_s
         )

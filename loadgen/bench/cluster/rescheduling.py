@@ -98,11 +98,18 @@ def run(args: argparse.Namespace) -> int:
         results=results,
         different_from_first_run=by_run,
         config={
-            "model": args.model, "rate": args.rate, "requests": len(specs), "seed": args.seed,
-            "decode": args.decode, "pace": pace_of(args), "kv_capacity_tokens": KV_CAPACITY_TOKENS,
-            "tasks": TASKS, "interval_s": INTERVAL_S, "rounds": args.rounds,
+            "model": args.model,
+            "rate": args.rate,
+            "requests": len(specs),
+            "seed": args.seed,
+            "decode": args.decode,
+            "pace": pace_of(args),
+            "kv_capacity_tokens": KV_CAPACITY_TOKENS,
+            "tasks": TASKS,
+            "interval_s": INTERVAL_S,
+            "rounds": args.rounds,
         },
-    )  # fmt: skip
+    )
     return 1 if failed or different else 0
 
 

@@ -122,9 +122,13 @@ def print_table(results: dict[str, dict[str, Any]], different: int) -> None:
         return ", ".join(f"{n} {outcome}" for outcome, n in counted) or "–"
 
     names = (
-        "good_share", "tpot_p50_ms", "tpot_p99_ms", "long_tpot_p99_ms", "step_variance_ms2",
+        "good_share",
+        "tpot_p50_ms",
+        "tpot_p99_ms",
+        "long_tpot_p99_ms",
+        "step_variance_ms2",
         "tokens_per_s",
-    )  # fmt: skip
+    )
     columns: dict[str, Callable[[str], object]] = {"policy": lambda policy: policy}
     for name in (*names, "ok", "failed", "refused", "most_paused"):
         columns[name] = lambda policy, name=name: results[policy][name]  # type: ignore[misc]

@@ -263,10 +263,17 @@ def _report(
         },
         results=results,
         config={
-            "model": args.model, "rates": args.rates, "seed": args.seed, "rounds": args.rounds,
-            "duration_s": args.duration_s, "decode": args.decode, "pace": PACE,
-            "kv_capacity_tokens": KV_CAPACITY_TOKENS, "interval_s": INTERVAL_S,
-            "policies": {p: POLICIES[p] for p in args.policies}, "tolerance": args.tolerance,
+            "model": args.model,
+            "rates": args.rates,
+            "seed": args.seed,
+            "rounds": args.rounds,
+            "duration_s": args.duration_s,
+            "decode": args.decode,
+            "pace": PACE,
+            "kv_capacity_tokens": KV_CAPACITY_TOKENS,
+            "interval_s": INTERVAL_S,
+            "policies": {p: POLICIES[p] for p in args.policies},
+            "tolerance": args.tolerance,
         },
-    )  # fmt: skip
+    )
     return 0 if is_within and not decisions["different"] and not decisions["unrecorded"] else 1

@@ -54,24 +54,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workload", nargs="+", type=Path, default=[], metavar="FILE", help="JSON workload files"
     )
     parser.add_argument(
-        "--weights", choices=["auto", *WEIGHT_BYTES], default="auto",
+        "--weights",
+        choices=["auto", *WEIGHT_BYTES],
+        default="auto",
         help="engine.weights, of ours and of peers that know the form; says what it costs, too",
-    )  # fmt: skip
+    )
     parser.add_argument("--threads", type=whole(1), default=1, help="CPU threads of each engine")
     parser.add_argument("--rounds", type=whole(1), help="measured runs; 1, or 3 with --suite")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write token ids, a file each")
     parser.add_argument(
-        "--peer", nargs="+", default=[], choices=sorted(PEERS), metavar="NAME",
+        "--peer",
+        nargs="+",
+        default=[],
+        choices=sorted(PEERS),
+        metavar="NAME",
         help=f"also measure these: {', '.join(sorted(set(PEERS) - {OURS}))}",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--peer-python", action="append", default=[], metavar="NAME=PATH",
+        "--peer-python",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
         help="interpreter that has the peer installed",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--suite", action="store_true",
+        "--suite",
+        action="store_true",
         help="make the standard workloads, run all installed peers, compare and print the floor",
-    )  # fmt: skip
+    )
     parser.add_argument("--seed", type=whole(0), default=0, help="of the suite's workloads")
 
 
@@ -115,10 +125,17 @@ def run(args: argparse.Namespace) -> int:
     plain = plain_beside(checkpoint.path, cache_folder())
     peers = _choose_peers(args, pythons, has_plain=plain != checkpoint.path)
     results = measure(
-        peers, workloads, checkpoint.path, args.threads, args.rounds or (3 if args.suite else 1),
-        pythons, plain=plain, gguf=_gguf_file(args.checkpoint), weights=args.weights,
+        peers,
+        workloads,
+        checkpoint.path,
+        args.threads,
+        args.rounds or (3 if args.suite else 1),
+        pythons,
+        plain=plain,
+        gguf=_gguf_file(args.checkpoint),
+        weights=args.weights,
         needed=(OURS, REFERENCE, *args.peer),
-    )  # fmt: skip
+    )
     if args.dump is not None:
         _dump(args.dump, results, workloads)
     agreed = True
@@ -238,8 +255,10 @@ def _json_lines(results: EngineResults, workloads: Sequence[Workload]) -> list[d
     for workload in workloads:
         for peer, runs in results.runs.items():
             seconds = results.seconds(peer, workload.name)
-            ttfts = sorted(statistics.median(t) for t in zip(
-                *(g.ttft_s for g in runs[workload.name]), strict=True))  # fmt: skip
+            ttfts = sorted(
+                statistics.median(t)
+                for t in zip(*(g.ttft_s for g in runs[workload.name]), strict=True)
+            )
             lines.append(
                 {
                     "peer": peer,

@@ -198,27 +198,35 @@ def _vllm(args: argparse.Namespace) -> list[SimPoint]:
     kinds = {"vllm": VLLM, "vllm, prefix caching": VLLM_CACHED}
     return [
         _point(
-            args, part, rate, rate=rate, policy=policy,
+            args,
+            part,
+            rate,
+            rate=rate,
+            policy=policy,
             config=replace(_base(args), seed=seed, memory=memory),
         )
         for part, memory in kinds.items()
         for rate in SATURATED_RATES
         for seed in _seeds(args)
         for policy in _unrefusing(args)
-    ]  # fmt: skip
+    ]
 
 
 def _own(args: argparse.Namespace) -> list[SimPoint]:
     """The same loads, and lighter ones, on replicas that pause, as a service's do."""
     return [
         _point(
-            args, "own", rate, rate=rate, policy=policy,
+            args,
+            "own",
+            rate,
+            rate=rate,
+            policy=policy,
             config=replace(_base(args), seed=seed, memory=PAUSE),
         )
         for rate in OWN_RATES
         for seed in _seeds(args)
         for policy in _unrefusing(args)
-    ]  # fmt: skip
+    ]
 
 
 def _lock_step(args: argparse.Namespace) -> list[SimPoint]:
@@ -229,13 +237,17 @@ def _lock_step(args: argparse.Namespace) -> list[SimPoint]:
     )
     return [
         _point(
-            args, "lockstep", rate, rate=rate * ranks / 3, policy=policy,
+            args,
+            "lockstep",
+            rate,
+            rate=rate * ranks / 3,
+            policy=policy,
             config=replace(config, seed=seed),
         )
         for rate in LOCK_STEP_RATES
         for seed in _seeds(args)
         for policy in _unrefusing(args)
-    ]  # fmt: skip
+    ]
 
 
 def _overload(args: argparse.Namespace) -> list[SimPoint]:
@@ -245,10 +257,15 @@ def _overload(args: argparse.Namespace) -> list[SimPoint]:
         for workload in LENGTHS
         for size in OVERLOAD_SIZES
         for point in _loaded(
-            args, _named("overload", workload), size, workload, size, OVERLOAD,
+            args,
+            _named("overload", workload),
+            size,
+            workload,
+            size,
+            OVERLOAD,
             [p for p in args.policy if p in (*STATIC, "shedding", "ares")],
         )
-    ]  # fmt: skip
+    ]
 
 
 def _below(args: argparse.Namespace) -> list[SimPoint]:
@@ -259,10 +276,15 @@ def _below(args: argparse.Namespace) -> list[SimPoint]:
         for size in OVERLOAD_SIZES
         for load in BELOW[size]
         for point in _loaded(
-            args, _named(f"below, {size}", workload), load, workload, size, load,
+            args,
+            _named(f"below, {size}", workload),
+            load,
+            workload,
+            size,
+            load,
             [p for p in args.policy if p in (*STATIC, "ares")],
         )
-    ]  # fmt: skip
+    ]
 
 
 def _named(part: str, workload: str) -> str:
@@ -283,13 +305,17 @@ def _loaded(
     lengths = find_workload(workload).draw(20_000, seed=0)
     return [
         _point(
-            args, part, x, workload=workload, policy=policy,
+            args,
+            part,
+            x,
+            workload=workload,
+            policy=policy,
             rate=load * fitting_rate(config, *lengths, share=1.0),
             config=replace(config, seed=seed),
         )
         for seed in _seeds(args, size)
         for policy in policies
-    ]  # fmt: skip
+    ]
 
 
 def _rates(args: argparse.Namespace) -> list[SimPoint]:
@@ -298,21 +324,30 @@ def _rates(args: argparse.Namespace) -> list[SimPoint]:
     grid = tuple(Slo(ttft, f * step_s) for ttft in TTFT_GRID_S for f in TPOT_GRID)
     return [
         _point(
-            args, workload, rate, workload=workload, rate=rate, policy=policy,
-            config=replace(base, seed=seed), grid=grid,
+            args,
+            workload,
+            rate,
+            workload=workload,
+            rate=rate,
+            policy=policy,
+            config=replace(base, seed=seed),
+            grid=grid,
         )
         for workload, rates in (("sharegpt", SHAREGPT_RATES), ("alpaca", ALPACA_RATES))
         for rate in rates
         for seed in _seeds(args)
         for policy in _unrefusing(args)
-    ]  # fmt: skip
+    ]
 
 
 def _bandwidth(args: argparse.Namespace) -> list[SimPoint]:
     policies = [p for p in args.policy if p in ("reschedule", "ares", "oracle")]
     return [
         _point(
-            args, "bandwidth" if precopy else "bandwidth, stop and copy", gbit, policy=policy,
+            args,
+            "bandwidth" if precopy else "bandwidth, stop and copy",
+            gbit,
+            policy=policy,
             config=replace(
                 _base(args), seed=seed, bandwidth_bytes_per_s=gbit * _GBIT, precopy=precopy
             ),
@@ -321,19 +356,23 @@ def _bandwidth(args: argparse.Namespace) -> list[SimPoint]:
         for precopy in (True, False)
         for policy in policies
         for seed in _seeds(args)
-    ]  # fmt: skip
+    ]
 
 
 def _sizes(args: argparse.Namespace) -> list[SimPoint]:
     return [
         _point(
-            args, "sizes", size, rate=SIZE_RATE * size, policy=policy,
+            args,
+            "sizes",
+            size,
+            rate=SIZE_RATE * size,
+            policy=policy,
             config=replace(_base(args), seed=seed, num_decode=3 * size // 4, num_prefill=size // 4),
         )
         for size in SIZES
         for seed in _seeds(args, 3 * size // 4)
         for policy in _unrefusing(args)
-    ]  # fmt: skip
+    ]
 
 
 def _settings(args: argparse.Namespace) -> list[SimPoint]:
@@ -341,14 +380,17 @@ def _settings(args: argparse.Namespace) -> list[SimPoint]:
     thetas, decays = (0.05, 0.15, 0.3), (0.6, 0.8, 0.95)
     return [
         _point(
-            args, "settings", f"θ {theta:g}, decay {decay:g}", policy="ares",
+            args,
+            "settings",
+            f"θ {theta:g}, decay {decay:g}",
+            policy="ares",
             config=replace(_base(args), seed=seed),
             settings=AresSettings(theta=theta, decay=decay),
         )
         for theta in thetas
         for decay in decays
         for seed in _seeds(args)
-    ]  # fmt: skip
+    ]
 
 
 def _traces(args: argparse.Namespace) -> list[SimPoint]:
@@ -365,13 +407,19 @@ def _traces(args: argparse.Namespace) -> list[SimPoint]:
         ):
             points += [
                 _point(
-                    args, part, x, rate=load * rate, policy=policy, trace=path,
-                    workload=trace.name, config=replace(_base(args), seed=seed, memory=memory),
+                    args,
+                    part,
+                    x,
+                    rate=load * rate,
+                    policy=policy,
+                    trace=path,
+                    workload=trace.name,
+                    config=replace(_base(args), seed=seed, memory=memory),
                 )
                 for seed in _seeds(args)
                 for policy in args.policy
                 if policy in policies
-            ]  # fmt: skip
+            ]
     return points
 
 

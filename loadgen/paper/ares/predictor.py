@@ -59,17 +59,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts", metavar="FILE", help="of quadriga.tune, instead of the tasks' prompts"
     )
     parser.add_argument(
-        "--work", type=Path, metavar="DIR/work",
+        "--work",
+        type=Path,
+        metavar="DIR/work",
         help="of a quadriga.tune with these --prompts: answers and states are taken from there",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--encoder-s", type=number(0), default=240.0, help="processor seconds to train one size"
     )
     parser.add_argument("--seed", type=whole(0), default=0, help="the first, of everything random")
     parser.add_argument(
-        "--seeds", type=whole(1), help="so many, with a split and predictors each; default: 3, "
-        "with --quick 1",
-    )  # fmt: skip
+        "--seeds",
+        type=whole(1),
+        help="so many, with a split and predictors each; default: 3, with --quick 1",
+    )
     parser.add_argument("--threads", type=whole(1), default=1, help="torch threads")
     parser.add_argument("--quick", action="store_true", help="fewer requests and sizes: 5 minutes")
     add_out_argument(parser, "results/paper")
@@ -101,9 +104,7 @@ def _run(args: argparse.Namespace, work: Path) -> int:
     for seed in range(args.seed, args.seed + (args.seeds or (1 if args.quick else 3))):
         console.print(f"seed {seed}")
         parts = data.split(seed=seed)
-        contest = hold(
-            data, parts, sizes, checkpoint.vocab_size, budget_s, seed, console.print
-        )  # fmt: skip
+        contest = hold(data, parts, sizes, checkpoint.vocab_size, budget_s, seed, console.print)
         contests.append((contest, parts[2]))
     first, test = contests[0]
     rows = [_row(p, data, test) for p in first.predictors]

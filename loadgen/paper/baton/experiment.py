@@ -50,8 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="quadriga-s", metavar="ID", help="bundled id or checkpoint folder"
     )
-    parser.add_argument("--queries", nargs=2, type=whole(1), default=[120, 30], metavar="N",
-                        help="in the first set, a multiple of 4, and in the second")  # fmt: skip
+    parser.add_argument(
+        "--queries",
+        nargs=2,
+        type=whole(1),
+        default=[120, 30],
+        metavar="N",
+        help="in the first set, a multiple of 4, and in the second",
+    )
     parser.add_argument(
         "--batch-mixed",
         nargs="*",
@@ -60,20 +66,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="batch sizes of the first set",
     )
-    parser.add_argument("--batch-brief", nargs="*", type=whole(1), default=[2, 4, 6, 8, 10],
-                        metavar="B", help="batch sizes of the second set")  # fmt: skip
-    parser.add_argument("--scale", type=number(0), default=0.05,
-                        help="tokens per word of the paper's first set")  # fmt: skip
-    parser.add_argument("--brief-words", nargs=2, type=whole(1), default=list(BRIEF_WORDS),
-                        metavar="N", help="shortest and longest of the second set")  # fmt: skip
-    parser.add_argument("--spread", choices=("pareto", "uniform"), default="pareto",
-                        help="of the short lengths between their limits")  # fmt: skip
-    parser.add_argument("--contestant", nargs="+", choices=tuple(CONTESTANTS),
-                        help="to compare; default: all, with --quick the headline's")  # fmt: skip
+    parser.add_argument(
+        "--batch-brief",
+        nargs="*",
+        type=whole(1),
+        default=[2, 4, 6, 8, 10],
+        metavar="B",
+        help="batch sizes of the second set",
+    )
+    parser.add_argument(
+        "--scale", type=number(0), default=0.05, help="tokens per word of the paper's first set"
+    )
+    parser.add_argument(
+        "--brief-words",
+        nargs=2,
+        type=whole(1),
+        default=list(BRIEF_WORDS),
+        metavar="N",
+        help="shortest and longest of the second set",
+    )
+    parser.add_argument(
+        "--spread",
+        choices=("pareto", "uniform"),
+        default="pareto",
+        help="of the short lengths between their limits",
+    )
+    parser.add_argument(
+        "--contestant",
+        nargs="+",
+        choices=tuple(CONTESTANTS),
+        help="to compare; default: all, with --quick the headline's",
+    )
     parser.add_argument("--rounds", type=whole(1), help="default: 3, with --quick 1")
     parser.add_argument("--seed", type=whole(0), default=_SEED, help="of everything random")
-    parser.add_argument("--quick", action="store_true",
-                        help="one round, headline only, within 5 minutes")  # fmt: skip
+    parser.add_argument(
+        "--quick", action="store_true", help="one round, headline only, within 5 minutes"
+    )
     add_out_argument(parser, "results/paper")
 
 

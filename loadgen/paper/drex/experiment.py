@@ -42,28 +42,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="bundled ids or checkpoint folders",
     )
-    parser.add_argument("--batch", nargs="+", type=whole(1), default=[],
-                        help="slots; default: 4 8 16 32 64, with --quick 8 32")  # fmt: skip
-    parser.add_argument("--threshold", nargs="+", type=number_from(0, 1), default=[], metavar="T",
-                        help=f"default: the model's own, and {_LESS_SURE}")  # fmt: skip
-    parser.add_argument("--policy", nargs="+", choices=POLICIES, default=[],
-                        help="default: all; with --quick, those that keep the answers")  # fmt: skip
-    parser.add_argument("--fill", nargs="+", choices=get_args(SkippedKV), default=[],
-                        help="default: the service's choice; with --quality, all")  # fmt: skip
-    parser.add_argument("--replay-newest", type=whole(0), metavar="N",
-                        help="skipped positions run again; default: the model's own")  # fmt: skip
-    parser.add_argument("--prompts", type=whole(1), default=None,
-                        help="task prompts in a run; default: 6 a slot, at least 128")  # fmt: skip
+    parser.add_argument(
+        "--batch",
+        nargs="+",
+        type=whole(1),
+        default=[],
+        help="slots; default: 4 8 16 32 64, with --quick 8 32",
+    )
+    parser.add_argument(
+        "--threshold",
+        nargs="+",
+        type=number_from(0, 1),
+        default=[],
+        metavar="T",
+        help=f"default: the model's own, and {_LESS_SURE}",
+    )
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        choices=POLICIES,
+        default=[],
+        help="default: all; with --quick, those that keep the answers",
+    )
+    parser.add_argument(
+        "--fill",
+        nargs="+",
+        choices=get_args(SkippedKV),
+        default=[],
+        help="default: the service's choice; with --quality, all",
+    )
+    parser.add_argument(
+        "--replay-newest",
+        type=whole(0),
+        metavar="N",
+        help="skipped positions run again; default: the model's own",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=whole(1),
+        default=None,
+        help="task prompts in a run; default: 6 a slot, at least 128",
+    )
     parser.add_argument("--rounds", type=whole(1), default=3, help="of each setting")
     parser.add_argument("--threads", type=whole(1), default=1, help="CPU threads of the engine")
     parser.add_argument("--max-tokens", type=whole(2), default=400, help="of an answer")
-    parser.add_argument("--clock", choices=("processor", "wall"), default="processor",
-                        help="processor: of the one thread, which others blur less")  # fmt: skip
+    parser.add_argument(
+        "--clock",
+        choices=("processor", "wall"),
+        default="processor",
+        help="processor: of the one thread, which others blur less",
+    )
     parser.add_argument("--quick", action="store_true", help="a few settings, within 5 minutes")
     parser.add_argument("--quality", action="store_true", help="answers by fill mode and threshold")
     parser.add_argument("--per-task", type=whole(1), default=64, help="prompts, with --quality")
-    parser.add_argument("--keep", action="store_true",
-                        help="keep what is in DIR of models that are not measured now")  # fmt: skip
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="keep what is in DIR of models that are not measured now",
+    )
     add_out_argument(parser, "results/paper")
 
 

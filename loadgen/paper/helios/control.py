@@ -154,10 +154,13 @@ class LocalController:
             self._read_again()
             self._handle(
                 OrderDone(
-                    order.order_id, load_s, replica.weight_bytes, replica.max_batch,
+                    order.order_id,
+                    load_s,
+                    replica.weight_bytes,
+                    replica.max_batch,
                     is_start=not isinstance(order, Resize),
                 )
-            )  # fmt: skip
+            )
 
     def _read_again(self) -> None:
         """Let the whole model read what a part of it said."""

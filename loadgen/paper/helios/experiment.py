@@ -59,41 +59,75 @@ _SEED = 7
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("--pair", nargs="+", default=list(BUNDLED), metavar="MODEL",
-                        help="small and large, or one model, whose depths are the choice: bundled "
-                        "ids or checkpoint folders")  # fmt: skip
-    parser.add_argument("--catalogue", metavar="FILE",
-                        help="of that pair, as `profile` wrote it; default: the bundled one's, "
-                        "for other pairs nothing on record")  # fmt: skip
-    parser.add_argument("--part", nargs="+", choices=PARTS,
-                        help="default: all; with --quick one request at a time, and the fixed "
-                        "memory")  # fmt: skip
+    parser.add_argument(
+        "--pair",
+        nargs="+",
+        default=list(BUNDLED),
+        metavar="MODEL",
+        help="small and large, or one model, whose depths are the choice: bundled "
+        "ids or checkpoint folders",
+    )
+    parser.add_argument(
+        "--catalogue",
+        metavar="FILE",
+        help="of that pair, as `profile` wrote it; default: the bundled one's, "
+        "for other pairs nothing on record",
+    )
+    parser.add_argument(
+        "--part",
+        nargs="+",
+        choices=PARTS,
+        help="default: all; with --quick one request at a time, and the fixed memory",
+    )
     objectives = list(get_args(Objective))
-    parser.add_argument("--slo", nargs="+", choices=objectives, default=objectives,
-                        help="the first one is the headline's")  # fmt: skip
+    parser.add_argument(
+        "--slo",
+        nargs="+",
+        choices=objectives,
+        default=objectives,
+        help="the first one is the headline's",
+    )
     parser.add_argument("--requests", type=whole(16), help=f"in the stream; default: {REQUESTS}")
     parser.add_argument("--rounds", type=whole(1), help=f"of each setting; default: {ROUNDS}")
-    parser.add_argument("--interval", type=whole(1),
-                        help=f"requests between two assessments; default: {INTERVAL}")  # fmt: skip
-    parser.add_argument("--profile-requests", type=whole(1), default=5,
-                        help="that each candidate gets in an assessment")  # fmt: skip
-    parser.add_argument("--threshold", nargs="+", type=number(0, 1), metavar="T",
-                        help="of the sweep over τ")  # fmt: skip
+    parser.add_argument(
+        "--interval", type=whole(1), help=f"requests between two assessments; default: {INTERVAL}"
+    )
+    parser.add_argument(
+        "--profile-requests",
+        type=whole(1),
+        default=5,
+        help="that each candidate gets in an assessment",
+    )
+    parser.add_argument(
+        "--threshold", nargs="+", type=number(0, 1), metavar="T", help="of the sweep over τ"
+    )
     parser.add_argument("--intervals", nargs="+", type=whole(1), metavar="N", help="of the sweep")
-    parser.add_argument("--changed", nargs="+", type=number_from(0, 1), metavar="SHARE",
-                        help="helios.max_changed_share of its sweep")  # fmt: skip
+    parser.add_argument(
+        "--changed",
+        nargs="+",
+        type=number_from(0, 1),
+        metavar="SHARE",
+        help="helios.max_changed_share of its sweep",
+    )
     parser.add_argument("--batch", type=whole(1), default=8, help="clients of the batched part")
-    parser.add_argument("--rows", type=whole(1), default=64,
-                        help="clients, and most sequences, in the fixed memory")  # fmt: skip
-    parser.add_argument("--memory-mib", type=number(0),
-                        help="the fixed memory; default: a fifth more than the larger model's "
-                        "weights")  # fmt: skip
-    parser.add_argument("--shadows", type=whole(1), default=64,
-                        help="answers of a run that full depth reads again")  # fmt: skip
+    parser.add_argument(
+        "--rows", type=whole(1), default=64, help="clients, and most sequences, in the fixed memory"
+    )
+    parser.add_argument(
+        "--memory-mib",
+        type=number(0),
+        help="the fixed memory; default: a fifth more than the larger model's weights",
+    )
+    parser.add_argument(
+        "--shadows", type=whole(1), default=64, help="answers of a run that full depth reads again"
+    )
     parser.add_argument("--threads", type=whole(1), default=1, help="CPU threads of the engine")
     parser.add_argument("--seed", type=whole(0), default=_SEED, help="of everything random")
-    parser.add_argument("--quick", action="store_true",
-                        help="shorter stream, one round, few points: within 5 minutes")  # fmt: skip
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="shorter stream, one round, few points: within 5 minutes",
+    )
     add_out_argument(parser, "results/paper")
 
 
@@ -107,9 +141,14 @@ def run(args: argparse.Namespace) -> int:
 def _measure(plan: HeliosPlan, out: Path) -> int:
     console = Console(stderr=True)
     progress = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, disable=not console.is_terminal, auto_refresh=False,
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        auto_refresh=False,
+    )
     with progress:
         bar = progress.add_task("requests", total=None)
 

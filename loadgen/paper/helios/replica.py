@@ -110,9 +110,13 @@ class LocalReplica:
     """
 
     def __init__(
-        self, models: Iterable[TimedModel], first: DepthClass, limits: ReplicaLimits,
-        clock: TurnClock, threads: int,
-    ) -> None:  # fmt: skip
+        self,
+        models: Iterable[TimedModel],
+        first: DepthClass,
+        limits: ReplicaLimits,
+        clock: TurnClock,
+        threads: int,
+    ) -> None:
         self._models = {m.checkpoint.id: m for m in models}
         self._limits = limits
         self._clock = clock

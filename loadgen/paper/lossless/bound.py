@@ -51,9 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--domain", nargs="+", default=[], help="of the prompts; default: all")
     parser.add_argument("--max-tokens", type=whole(2), default=96, help="of an answer")
     parser.add_argument(
-        "--head-layers", type=number(0), default=8.0,
+        "--head-layers",
+        type=number(0),
+        default=8.0,
         help="what the head costs, and so an exit's test, in layers",
-    )  # fmt: skip
+    )
     parser.add_argument("--threads", type=whole(1), default=1, help="torch threads")
     add_out_argument(parser, "results/paper")
 
@@ -75,9 +77,14 @@ def run(args: argparse.Namespace) -> int:
                 f"--checkpoint: {checkpoint.id} has no exits to draft with", param="checkpoint"
             )
         answers = generate_answers(
-            llm, prompts, Path(folder), max_tokens=args.max_tokens, temperature=0.0, seed=0,
+            llm,
+            prompts,
+            Path(folder),
+            max_tokens=args.max_tokens,
+            temperature=0.0,
+            seed=0,
             advance=lambda _: None,
-        )  # fmt: skip
+        )
         full = checkpoint.num_layers
         store = StateStore(Path(folder) / "states", checkpoint.hidden_size, (*layers, full), top=0)
         store.fill(runner, answers, lambda _: None)

@@ -78,8 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slots", nargs="+", type=whole(1), default=[1, 4, 8, 16, 32, 64], help="sequences at once"
     )
-    parser.add_argument("--prompts", type=whole(1), default=None,
-                        help="task prompts in a run; default: 6 a slot, at least 48")  # fmt: skip
+    parser.add_argument(
+        "--prompts",
+        type=whole(1),
+        default=None,
+        help="task prompts in a run; default: 6 a slot, at least 48",
+    )
     parser.add_argument("--rounds", type=whole(1), help="default: 3, with --quick 1")
     parser.add_argument("--threads", type=whole(1), default=1, help="CPU threads of the engine")
     parser.add_argument("--max-tokens", type=whole(2), default=400, help="of an answer")

@@ -28,9 +28,17 @@ from quadriga.errors import ConfigError
 
 ATTENTION = ("sdpa", "eager")
 FOREIGN_ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
-    RuntimeError, SafetensorError, TypeError, ValueError,
-)  # fmt: skip
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+)
 """What code of a library raises over a model it cannot handle."""
 
 

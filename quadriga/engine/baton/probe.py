@@ -33,9 +33,13 @@ class _RecordingCache(DynamicCache):
         self.order: list[int] = []
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object,
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: object,
         **kwargs: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.order.append(layer_idx)
         kv: tuple[torch.Tensor, torch.Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs

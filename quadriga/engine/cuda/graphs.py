@@ -252,8 +252,11 @@ class DecodeGraphs:
             self._may_record = False
             logger.warning(
                 "no more graphs: layers %d..%d for %d tokens could not be recorded: %s",
-                first + 1, stop, size, exc,
-            )  # fmt: skip
+                first + 1,
+                stop,
+                size,
+                exc,
+            )
         # Recording ran the pass once, over its own input. What it stored of K and V will be stored
         # again, the same.
         hidden.copy_(before)

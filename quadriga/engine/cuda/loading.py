@@ -207,9 +207,15 @@ def dummy_step(
     """
     tokens, dtype, device = max(spec.pass_tokens, most_tokens(spec)), weights.dtype, weights.device
     cache = PagedKVCache(
-        segment_ends=(spec.depth,), num_rows=1, num_kv_heads=config.num_kv_heads, capacity=tokens,
-        head_dim=config.head_dim, dtype=dtype, budget_tokens=tokens, device=device,
-    )  # fmt: skip
+        segment_ends=(spec.depth,),
+        num_rows=1,
+        num_kv_heads=config.num_kv_heads,
+        capacity=tokens,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        budget_tokens=tokens,
+        device=device,
+    )
     decoder = PagedDecoder(config, weights, cache, attention, operations)
     batch = decoder.plan([TokenSpan(0, 0, tokens, 0)])
     decoder.run_layers(decoder.embed([0] * tokens, batch), batch, 0, spec.depth)

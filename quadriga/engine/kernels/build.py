@@ -152,8 +152,11 @@ def _key(compiler: str) -> str:
     try:
         version = subprocess.run(
             [compiler, "-dumpfullversion", "-dumpversion"],
-            capture_output=True, text=True, timeout=30.0, check=True,
-        ).stdout  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=30.0,
+            check=True,
+        ).stdout
     except (OSError, subprocess.SubprocessError) as exc:
         raise BuildUnavailable(f"{compiler} does not run: {exc}") from exc
     digest.update(f"{Path(compiler).resolve()} {version} {_cpu()}".encode())

@@ -194,27 +194,50 @@ class KernelLibrary:
         self.scratch.restype = c_int64
         self.layers = library.quadriga_layers
         self.layers.argtypes = [
-            c_void_p, POINTER(CModel), c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p,
             c_void_p,
-        ]  # fmt: skip
+            POINTER(CModel),
+            c_int64,
+            c_int64,
+            c_int64,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+        ]
         self.layers.restype = None
         self.head = library.quadriga_head
         self.head.argtypes = [
-            c_void_p, POINTER(CModel), POINTER(CHead), c_int64, c_void_p, c_void_p, c_void_p,
-            c_void_p, c_void_p,
-        ]  # fmt: skip
+            c_void_p,
+            POINTER(CModel),
+            POINTER(CHead),
+            c_int64,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+        ]
         self.head.restype = None
         self.project_kv = library.quadriga_project_kv
         self.project_kv.argtypes = [
-            c_void_p, POINTER(CModel), POINTER(CKVMap), *self.layers.argtypes[2:],
-        ]  # fmt: skip
+            c_void_p,
+            POINTER(CModel),
+            POINTER(CKVMap),
+            *self.layers.argtypes[2:],
+        ]
         self.project_kv.restype = None
         self.draft_scratch = library.quadriga_draft_scratch
         self.draft_scratch.argtypes = [POINTER(CModel), POINTER(CHead), c_int64]
         self.draft_scratch.restype = c_int64
         self.draft = library.quadriga_draft
         self.draft.argtypes = [
-            c_void_p, POINTER(CModel), POINTER(CMatrix), c_void_p, c_int64, POINTER(CHead),
-            POINTER(CDraft), c_void_p,
-        ]  # fmt: skip
+            c_void_p,
+            POINTER(CModel),
+            POINTER(CMatrix),
+            c_void_p,
+            c_int64,
+            POINTER(CHead),
+            POINTER(CDraft),
+            c_void_p,
+        ]
         self.draft.restype = None

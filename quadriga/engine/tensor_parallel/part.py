@@ -100,8 +100,15 @@ class Part:
         """KV of a row, some heads from each rank: at rank 0."""
         return self._met.gather(self.cache.read(row, first, count, start, stop))
 
-    def write(self, row: int, first: int, count: int, start: int, num_tokens: int,
-              parts: list[torch.Tensor]) -> None:  # fmt: skip
+    def write(
+        self,
+        row: int,
+        first: int,
+        count: int,
+        start: int,
+        num_tokens: int,
+        parts: list[torch.Tensor],
+    ) -> None:
         """Store what `read` gave; `parts` at rank 0 alone."""
         config, dtype = self.eager.config, self.eager.weights.dtype
         shape = (count, 2, config.num_kv_heads, num_tokens, config.head_dim)

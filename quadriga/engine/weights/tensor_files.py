@@ -255,8 +255,13 @@ class TensorFiles:
             return wanted
         logger.info(
             "%s of %s stays %s: its rows %s and columns %d are no whole groups of %s",
-            names[0], self._path.name, numbers.name, sizes, columns, wanted.name,
-        )  # fmt: skip
+            names[0],
+            self._path.name,
+            numbers.name,
+            sizes,
+            columns,
+            wanted.name,
+        )
         return numbers
 
     def _form(self, name: str) -> Form:

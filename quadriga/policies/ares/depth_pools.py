@@ -190,10 +190,7 @@ def plan_pools(
     if not is_able:
         return None
     model = StepModel(
-        cluster.front_share,
-        cluster.base_s,
-        cluster.costs.per_sequence_s,
-        cluster.costs.per_token_s,
+        cluster.front_share, cluster.base_s, cluster.costs.per_sequence_s, cluster.costs.per_token_s
     )
     share, tokens, num = _groups(rows)
     stays = model.stays(share)
@@ -253,11 +250,7 @@ def _groups(
         even = np.arange(MAX_GROUPS) * len(share) // MAX_GROUPS
         starts = np.unique(starts[np.searchsorted(starts, even, side="right") - 1])
     num = np.diff(starts, append=len(share)).astype(np.float64)
-    return (
-        np.add.reduceat(share, starts) / num,
-        np.add.reduceat(tokens, starts) / num,
-        num,
-    )
+    return (np.add.reduceat(share, starts) / num, np.add.reduceat(tokens, starts) / num, num)
 
 
 def _sizes(n: int) -> list[int]:

@@ -159,9 +159,17 @@ def forecast_rows(
 ) -> NDArray[np.float32]:
     """Return the rows of a forecast: [num_rows, NUM_COLUMNS]. Arguments as in the columns."""
     columns = (
-        tokens, remaining, lower, upper, moves, since_move_s, movable,
-        share, least_layers, most_layers,
-    )  # fmt: skip
+        tokens,
+        remaining,
+        lower,
+        upper,
+        moves,
+        since_move_s,
+        movable,
+        share,
+        least_layers,
+        most_layers,
+    )
     return np.stack(
         [np.broadcast_to(np.asarray(c, dtype=np.float32), np.shape(tokens)) for c in columns],
         axis=1,

@@ -270,11 +270,7 @@ class Governor:
         return None if cluster is None else plan_pools(cluster, self.settings, last, now_unix_s)
 
     def _decide(
-        self,
-        model: str,
-        members: list[ReplicaSnapshot],
-        busy: frozenset[str],
-        now_unix_s: float,
+        self, model: str, members: list[ReplicaSnapshot], busy: frozenset[str], now_unix_s: float
     ) -> RecordedTick | None:
         able = [s for s in members if s.forecast is not None]
         if len(able) < 2:

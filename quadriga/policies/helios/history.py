@@ -199,9 +199,19 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 _SUMS = (
-    "breaches", "nll", "scored", "requests", "prompt_tokens", "output_tokens", "ttft_sum_s",
-    "batch_sum", "decode_s", "decoded", "joules", "joule_tokens",
-)  # fmt: skip
+    "breaches",
+    "nll",
+    "scored",
+    "requests",
+    "prompt_tokens",
+    "output_tokens",
+    "ttft_sum_s",
+    "batch_sum",
+    "decode_s",
+    "decoded",
+    "joules",
+    "joule_tokens",
+)
 
 
 class HistoryTable:

@@ -57,20 +57,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="a part that takes minutes")
     parser.add_argument("--list", action="store_true", help="every cell, or why there is none")
     parser.add_argument(
-        "--only", action="append", metavar="CELL",
+        "--only",
+        action="append",
+        metavar="CELL",
         help=f"these cells alone, as the table names them: {QUICK[0]!s}; may be repeated",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--filter", action="append", default=[], metavar="KEY=VALUE[,VALUE]",
+        "--filter",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE[,VALUE]",
         help=f"cells whose {', '.join(DIMENSIONS)} is one of these; may be repeated",
-    )  # fmt: skip
-    parser.add_argument("--budget-s", type=number(0),
-                        help="begin no cell after this; what is skipped has failed")  # fmt: skip
+    )
+    parser.add_argument(
+        "--budget-s", type=number(0), help="begin no cell after this; what is skipped has failed"
+    )
     parser.add_argument("--json", type=file_to_write, help="all results; written after every run")
-    parser.add_argument("--resume", action="store_true",
-                        help="go on with the file of --json: only what it lacks")  # fmt: skip
-    parser.add_argument("--logs", type=folder_to_write,
-                        help="keep the services' output in this folder")  # fmt: skip
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the file of --json: only what it lacks"
+    )
+    parser.add_argument(
+        "--logs", type=folder_to_write, help="keep the services' output in this folder"
+    )
     add_setting_argument(parser)
 
 

@@ -183,7 +183,9 @@ async def _on_nodes(
     async with in_threads(cluster):
         service = ServiceUnderLoad(cluster.url, cluster.grpc, cluster.api_key, cluster.pid)
         async with started_agent(
-            cluster.gcs_address, log=agent_log, prefix=cluster.on_head(),
+            cluster.gcs_address,
+            log=agent_log,
+            prefix=cluster.on_head(),
             environment=cluster.environment,
-        ) as agent:  # fmt: skip
+        ) as agent:
             yield ServiceUnderTest(stage, service, agent, NodeFaults(cluster))

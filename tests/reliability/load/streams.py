@@ -101,13 +101,17 @@ def make_streams(
     rng = random.Random(seed)
     return [
         RequestSpec(
-            index=index, arrival_s=0.0, prompt=PROMPTS[index % len(PROMPTS)],
-            max_tokens=max_tokens, ignore_eos=True, temperature=0.0 if index % 2 == 0 else 0.9,
+            index=index,
+            arrival_s=0.0,
+            prompt=PROMPTS[index % len(PROMPTS)],
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            temperature=0.0 if index % 2 == 0 else 0.9,
             seed=rng.randrange(1 << 30),
             extra={"exit_threshold": THRESHOLDS[index % len(THRESHOLDS)]} | limit,
         )
         for index in range(count)
-    ]  # fmt: skip
+    ]
 
 
 class StreamClients:

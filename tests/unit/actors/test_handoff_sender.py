@@ -42,9 +42,16 @@ class Peer:
 
 def transfer() -> OutgoingTransfer:
     offer = TransferOffer(
-        transfer_id="t", sequence_id="s", depth_class=CLASS, source="a", epoch=1, num_tokens=1,
-        max_total_tokens=9, transport="gloo", lease_s=30.0,
-    )  # fmt: skip
+        transfer_id="t",
+        sequence_id="s",
+        depth_class=CLASS,
+        source="a",
+        epoch=1,
+        num_tokens=1,
+        max_total_tokens=9,
+        transport="gloo",
+        lease_s=30.0,
+    )
     info = Accepted(ReplicaInfo("b", Role.DECODE, CLASS, "n", "i", 8, 4096))
     peer: Any = Peer()
     return OutgoingTransfer(offer, info, peer, peer, 5.0)
@@ -52,10 +59,15 @@ def transfer() -> OutgoingTransfer:
 
 def state() -> SequenceState:
     return SequenceState(
-        sequence_id="s", request_id="r", model="m", prompt_ids=[1],
-        sampling=SamplingParams(max_tokens=8), ingress_id="i", arrival_unix_s=0.0,
+        sequence_id="s",
+        request_id="r",
+        model="m",
+        prompt_ids=[1],
+        sampling=SamplingParams(max_tokens=8),
+        ingress_id="i",
+        arrival_unix_s=0.0,
         deadline_unix_s=9.0,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.usefixtures("no_collector")

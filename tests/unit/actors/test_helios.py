@@ -184,10 +184,16 @@ def resized(name: str, depth: int, deadline_s: float) -> ResizeReport:
 
 def finished(replica: str, depth_class: DepthClass, **exits: int) -> AutoReport:
     return AutoReport(
-        kind="finished", replica=replica, depth_class=depth_class,
-        exit_tokens={int(k[1:]): n for k, n in exits.items()}, nll=10.0, scored_tokens=100,
-        prompt_tokens=20, ttft_s=0.02, decode_s=0.5,
-    )  # fmt: skip
+        kind="finished",
+        replica=replica,
+        depth_class=depth_class,
+        exit_tokens={int(k[1:]): n for k, n in exits.items()},
+        nll=10.0,
+        scored_tokens=100,
+        prompt_tokens=20,
+        ttft_s=0.02,
+        decode_s=0.5,
+    )
 
 
 async def test_profile_choose_resize_and_serve(make_stand: MakeStand) -> None:

@@ -234,9 +234,15 @@ class Replica:
 
     def take(self, name: str = "s", prompt: int = 40) -> SequenceState:
         state = SequenceState(
-            name, name, "fake", [3 + i for i in range(prompt)],
-            SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True), "i", 0.0, 1e18,
-        )  # fmt: skip
+            name,
+            name,
+            "fake",
+            [3 + i for i in range(prompt)],
+            SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True),
+            "i",
+            0.0,
+            1e18,
+        )
         slot = self.loop.reserve(name, state.max_total_tokens, prompt)
         state.output_ids.append(next_token(state.prompt_ids))
         state.exit_layers.append(8)

@@ -149,8 +149,11 @@ async def test_scouts_are_marked_and_no_part_of_rescheduling(
     monkeypatch.setattr(scheduler._rescheduling.governor, "tick", tick)
     await told(scheduler, snapshot("p1", Role.PREFILL, FULL), snapshot("d1", Role.DECODE, FULL))
     assert {s.info.name: s.is_scout for s in await scheduler.loads()} == {
-        "p0": False, "d0": False, "p1": True, "d1": True,
-    }  # fmt: skip
+        "p0": False,
+        "d0": False,
+        "p1": True,
+        "d1": True,
+    }
     scheduler._rescheduling.tick()
     assert sorted(seen) == ["d0", "p0"]
     await scheduler.set_route(None)

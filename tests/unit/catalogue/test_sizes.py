@@ -14,12 +14,21 @@ from quadriga.checkpoint.folder import ASSETS, bundled_models
 from quadriga.errors import ConfigError
 
 TOTALS = {
-    "llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320, "llama-2-70b": 68_976_648_192,
-    "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496, "codellama-34b": 33_743_970_304,
-    "mistral-7b": 7_241_732_096, "qwen2.5-7b": 7_615_616_512, "opt-125m": 125_239_296,
-    "opt-1.3b": 1_315_758_080, "opt-2.7b": 2_651_596_800, "opt-6.7b": 6_658_473_984,
-    "opt-13b": 12_853_473_280, "opt-30b": 29_974_540_288,
-}  # fmt: skip
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "codellama-34b": 33_743_970_304,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+    "opt-125m": 125_239_296,
+    "opt-1.3b": 1_315_758_080,
+    "opt-2.7b": 2_651_596_800,
+    "opt-6.7b": 6_658_473_984,
+    "opt-13b": 12_853_473_280,
+    "opt-30b": 29_974_540_288,
+}
 """As the repositories state them."""
 
 

@@ -372,10 +372,22 @@ async def test_closing_ends_calls_of_the_async_client_in_an_error() -> None:
 
 def test_public_surface() -> None:
     assert sorted(sdk.__all__) == [
-        "AsyncClient", "Choice", "Client", "Completion", "DepthSpan", "Embeddings", "Eta",
-        "Message", "Model", "Piece", "PredictedTokens", "RetryPolicy", "ToolCall",
-        "ToolCallDelta", "Usage",
-    ]  # fmt: skip
+        "AsyncClient",
+        "Choice",
+        "Client",
+        "Completion",
+        "DepthSpan",
+        "Embeddings",
+        "Eta",
+        "Message",
+        "Model",
+        "Piece",
+        "PredictedTokens",
+        "RetryPolicy",
+        "ToolCall",
+        "ToolCallDelta",
+        "Usage",
+    ]
 
 
 def test_the_sdk_is_light() -> None:

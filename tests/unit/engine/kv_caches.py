@@ -16,9 +16,14 @@ def row_cache(
     *, num_rows: int = 3, capacity: int = 50, budget: int | None = None, head_dim: int = 4
 ) -> RowKVCache:
     return RowKVCache(
-        num_layers=3, num_rows=num_rows, num_kv_heads=2, capacity=capacity, head_dim=head_dim,
-        dtype=torch.float32, budget_tokens=num_rows * capacity if budget is None else budget,
-    )  # fmt: skip
+        num_layers=3,
+        num_rows=num_rows,
+        num_kv_heads=2,
+        capacity=capacity,
+        head_dim=head_dim,
+        dtype=torch.float32,
+        budget_tokens=num_rows * capacity if budget is None else budget,
+    )
 
 
 def paged_cache(*, num_rows: int = 3, budget: int = 150, **overrides: Any) -> PagedKVCache:

@@ -129,20 +129,41 @@ def test_from_end_to_end(
         files.append(str(tmp_path / f"{workload.name}-in.json"))
         workload.save(Path(files[-1]))
     status = main(
-        ["bench", "engine", "--checkpoint", str(checkpoint), "--workload", *files,
-         "--threads", "1", "--peer", "transformers", "--dump", str(tmp_path / "dump")]
-    )  # fmt: skip
+        [
+            "bench",
+            "engine",
+            "--checkpoint",
+            str(checkpoint),
+            "--workload",
+            *files,
+            "--threads",
+            "1",
+            "--peer",
+            "transformers",
+            "--dump",
+            str(tmp_path / "dump"),
+        ]
+    )
     assert status == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(e["peer"], e["workload"], e["tokens"]) for e in lines] == [
-        ("quadriga", "mixed", 38), ("transformers", "mixed", 38),
-        ("quadriga", "one", 6), ("transformers", "one", 6),
-    ]  # fmt: skip
+        ("quadriga", "mixed", 38),
+        ("transformers", "mixed", 38),
+        ("quadriga", "one", 6),
+        ("transformers", "one", 6),
+    ]
     for entry in lines:
         assert set(entry) == {
-            "peer", "workload", "tokens", "seconds", "tokens_per_s", "cpu_seconds", "ttft_p50",
-            "ttft_p99", "memory_bytes",
-        }  # fmt: skip
+            "peer",
+            "workload",
+            "tokens",
+            "seconds",
+            "tokens_per_s",
+            "cpu_seconds",
+            "ttft_p50",
+            "ttft_p99",
+            "memory_bytes",
+        }
         assert 0 < entry["ttft_p50"] <= entry["ttft_p99"] <= entry["seconds"]
         assert entry["tokens_per_s"] == pytest.approx(entry["tokens"] / entry["seconds"], rel=1e-2)
     dumped = json.loads((tmp_path / "dump" / "mixed.json").read_text())

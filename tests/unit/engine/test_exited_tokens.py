@@ -24,10 +24,16 @@ CHECKPOINT = read_checkpoint("quadriga-s")
 
 def state(name: str, prompt: list[int]) -> SequenceState:
     return SequenceState(
-        sequence_id=name, request_id=name, model="quadriga-s", prompt_ids=prompt,
-        sampling=SamplingParams(max_tokens=50, temperature=0.0), ingress_id="i",
-        arrival_unix_s=0.0, deadline_unix_s=1e9, exits=ExitParams(),
-    )  # fmt: skip
+        sequence_id=name,
+        request_id=name,
+        model="quadriga-s",
+        prompt_ids=prompt,
+        sampling=SamplingParams(max_tokens=50, temperature=0.0),
+        ingress_id="i",
+        arrival_unix_s=0.0,
+        deadline_unix_s=1e9,
+        exits=ExitParams(),
+    )
 
 
 @pytest.fixture

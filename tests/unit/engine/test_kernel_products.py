@@ -105,9 +105,14 @@ def product(library: ctypes.CDLL, matrix: Matrix, x: torch.Tensor) -> torch.Tens
     num_rows, columns = matrix.shape
     out = torch.full((x.shape[0], num_rows), float("nan"))
     library.product(
-        c_int64(matrix.form), c_int64(x.shape[0]), c_int64(num_rows), c_int64(columns),
-        c_void_p(x.data_ptr()), c_void_p(matrix.rows.data_ptr()), c_void_p(out.data_ptr()),
-    )  # fmt: skip
+        c_int64(matrix.form),
+        c_int64(x.shape[0]),
+        c_int64(num_rows),
+        c_int64(columns),
+        c_void_p(x.data_ptr()),
+        c_void_p(matrix.rows.data_ptr()),
+        c_void_p(out.data_ptr()),
+    )
     return out
 
 
@@ -187,9 +192,12 @@ def test_rows_are_read_back(libraries: dict[str, ctypes.CDLL], form: Form) -> No
     out = torch.empty(20)
     for library, row in itertools.product(libraries.values(), range(96)):
         library.row(
-            c_int64(form), c_void_p(matrix.rows.data_ptr()), c_int64(row), c_int64(20),
+            c_int64(form),
+            c_void_p(matrix.rows.data_ptr()),
+            c_int64(row),
+            c_int64(20),
             c_void_p(out.data_ptr()),
-        )  # fmt: skip
+        )
         assert torch.equal(out, values[row]), row
 
 

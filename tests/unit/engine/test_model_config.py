@@ -114,8 +114,9 @@ def test_layer_types_of_the_wrong_length(tmp_path: Path) -> None:
 
 
 def test_llama3_keeps_high_and_stretches_low_frequencies() -> None:
-    rope = RopeConfig(1e4, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                      original_positions=64)  # fmt: skip
+    rope = RopeConfig(
+        1e4, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=64
+    )
     plain, scaled = inverse_frequencies(RopeConfig(1e4), 64), inverse_frequencies(rope, 64)
     turns = 64 * plain / (2 * torch.pi)
     assert torch.equal(scaled[turns > 4], plain[turns > 4])

@@ -36,14 +36,26 @@ from tests.equivalence.relay_models import FAMILIES, GPT, GQA, MHA, VOCAB, build
 
 SMALL = {k: v for k, v in GQA.items() if k != "max_position_embeddings"}
 DEEPSEEK = MHA | {
-    "num_key_value_heads": 6, "moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2,
-    "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "q_lora_rank": 16,
-    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-}  # fmt: skip
+    "num_key_value_heads": 6,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "recurrent": (
         lambda: RecurrentGemmaConfig(
-            vocab_size=VOCAB, hidden_size=48, num_hidden_layers=3, num_attention_heads=6,
+            vocab_size=VOCAB,
+            hidden_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=6,
             intermediate_size=88,
         ),
         "RecurrentGemmaForCausalLM keeps a recurrent state instead of K/V",
@@ -63,7 +75,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no-cache": (lambda: OpenAIGPTConfig(**GPT), "takes no past_key_values"),
     "both-ways": (lambda: BertConfig(**MHA), "ignores the mask or the positions .* or looks ahead"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", sorted(REFUSED))

@@ -197,10 +197,19 @@ def test_a_penalty_that_a_float_cannot_hold_prefers_what_was_seen(
 def truncated_rows(seed: int) -> tuple[list[RowSampler], torch.Tensor]:
     """Ties, cut-offs between them, and nuclei of nearly all tokens; [n, vocab], row maximum 0."""
     asked: list[dict[str, Any]] = [
-        {"top_p": 0.4}, {"top_p": 0.97}, {"top_p": 1e-9}, {"top_p": 1.0 - 1e-12},
-        {"top_k": 1}, {"top_k": 7}, {"top_k": 7, "top_p": 0.6}, {"top_k": 59, "top_p": 0.99},
-        {"min_p": 0.2, "top_p": 0.9}, {"min_p": 1.0, "top_k": 5}, {"min_p": 0.05}, {},
-    ]  # fmt: skip
+        {"top_p": 0.4},
+        {"top_p": 0.97},
+        {"top_p": 1e-9},
+        {"top_p": 1.0 - 1e-12},
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": 7, "top_p": 0.6},
+        {"top_k": 59, "top_p": 0.99},
+        {"min_p": 0.2, "top_p": 0.9},
+        {"min_p": 1.0, "top_k": 5},
+        {"min_p": 0.05},
+        {},
+    ]
     rows = [row([1], temperature=1.0, **more) for more in asked]
     logits = (logits_for(len(rows), seed=seed) * 2).round() / 2
     return rows, logits - logits.max(dim=-1, keepdim=True).values

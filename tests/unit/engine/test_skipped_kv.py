@@ -14,9 +14,14 @@ from quadriga.errors import ConfigError
 
 def store(depth: int) -> SkippedKVStore:
     cache = RowKVCache(
-        num_layers=1, num_rows=1, num_kv_heads=1, capacity=16, head_dim=4,
-        dtype=torch.float32, budget_tokens=16,
-    )  # fmt: skip
+        num_layers=1,
+        num_rows=1,
+        num_kv_heads=1,
+        capacity=16,
+        head_dim=4,
+        dtype=torch.float32,
+        budget_tokens=16,
+    )
     states = MappedStates(1, 16, 8, torch.float32)
     return SkippedKVStore("linear", (2, depth), cache, states)
 

@@ -248,8 +248,10 @@ def test_a_folder_with_a_gguf_file_names_it(file: Path) -> None:
 
 def test_recommended_sampling(tmp_path: Path, cache: Path) -> None:
     fields = small_fields() | {
-        "general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.top_p": 0.75
-    }  # fmt: skip
+        "general.sampling.temp": 0.5,
+        "general.sampling.top_k": 20,
+        "general.sampling.top_p": 0.75,
+    }
     file = write_file(tmp_path / "m.gguf", "llama", fields, small_tensors())
     sampling = read_checkpoint(str(file), cache_dir=cache).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 20, 0.75)

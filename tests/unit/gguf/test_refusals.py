@@ -43,9 +43,12 @@ def convert(file: Path) -> None:
 def test_a_small_file_is_converted(file: Path) -> None:
     convert(file)
     assert {p.name for p in (file.parent / "out").iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
         "tokenizer_config.json",
-    }  # fmt: skip
+    }
 
 
 FIELDS: dict[str, tuple[str, Any, str]] = {
@@ -172,9 +175,11 @@ def text(value: bytes) -> bytes:
 
 def entry(name: bytes, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
     return (
-        text(name) + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
+        text(name)
+        + struct.pack("<I", len(shape))
+        + struct.pack(f"<{len(shape)}Q", *shape)
         + struct.pack("<IQ", kind, offset)
-    )  # fmt: skip
+    )
 
 
 KEY = text(b"some.key")

@@ -99,8 +99,10 @@ def test_byte_level_vocabularies(pre: str, tmp_path: Path) -> None:
 
 def test_digits_are_cut_as_the_model_learned_them() -> None:
     """The name decides, not the merges: they would make numbers of digits that were cut."""
-    pieces = {pre: [p for p, _ in byte_level(pre).pre_tokenizer.pre_tokenize_str("in 1234 5")]
-              for pre in ("gpt-2", "smollm", "llama-bpe", "qwen2")}  # fmt: skip
+    pieces = {
+        pre: [p for p, _ in byte_level(pre).pre_tokenizer.pre_tokenize_str("in 1234 5")]
+        for pre in ("gpt-2", "smollm", "llama-bpe", "qwen2")
+    }
     assert pieces == {
         "gpt-2": ["in", "Ġ1234", "Ġ5"],
         "smollm": ["in", "Ġ", "1", "2", "3", "4", "Ġ", "5"],
@@ -212,8 +214,9 @@ def test_byte_level_bos(tmp_path: Path, pre: str, adds: bool) -> None:
 
 
 def test_tokens_that_end_an_answer(tmp_path: Path) -> None:
-    fields = vocabulary_of(byte_level("qwen2"), model="gpt2", pre="qwen2", eos_token_id=0,
-                           eot_token_id=5)  # fmt: skip
+    fields = vocabulary_of(
+        byte_level("qwen2"), model="gpt2", pre="qwen2", eos_token_id=0, eot_token_id=5
+    )
     header = written(tmp_path, fields)
     assert read_vocabulary(header, 100_000).end_ids == (0, 5, 1, 2)
 

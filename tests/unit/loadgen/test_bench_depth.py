@@ -8,8 +8,13 @@ from loadgen.bench.depth_worker import changing, one_depth
 from quadriga.checkpoint.folder import read_checkpoint
 
 ORDER: dict[str, Any] = {
-    "checkpoint": "quadriga-s", "rows": 2, "prompt": 8, "steps": 4, "kv_mib": 1, "threads": 1,
-}  # fmt: skip
+    "checkpoint": "quadriga-s",
+    "rows": 2,
+    "prompt": 8,
+    "steps": 4,
+    "kv_mib": 1,
+    "threads": 1,
+}
 
 
 def test_a_depth_costs_what_its_layers_cost() -> None:

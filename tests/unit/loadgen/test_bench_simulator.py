@@ -30,10 +30,15 @@ from quadriga.sim.records import PAUSE
 from quadriga.sim.results import Moved
 
 TRUTH = replace(
-    CPU, step=PaceProfile("truth", 62e-3, 0.4e-3, 6e-5, "made up"), prefill_base_s=8e-3,
-    prefill_per_token_s=2e-4, prefill_per_pair_s=0.0, prefill_budget_tokens=256,
-    kv_capacity_tokens=KV_CAPACITY_TOKENS, round_trip_s=9e-3,
-)  # fmt: skip
+    CPU,
+    step=PaceProfile("truth", 62e-3, 0.4e-3, 6e-5, "made up"),
+    prefill_base_s=8e-3,
+    prefill_per_token_s=2e-4,
+    prefill_per_pair_s=0.0,
+    prefill_budget_tokens=256,
+    kv_capacity_tokens=KV_CAPACITY_TOKENS,
+    round_trip_s=9e-3,
+)
 DELAYS = Delays(ingress_s=(0.02, 0.03, 0.05), handoff_s=(0.01, 0.02, 0.04))
 EDGES = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5)
 
@@ -131,11 +136,18 @@ def _view(replicas: list[Counting], at_s: float, moves: list[dict[str, Any]]) ->
     shown = []
     for r in replicas:
         num, tokens = r.timeline.held[r.timeline.index(at_s)]
-        shown.append({
-            "name": r.name, "role": "decode", "num_running": num, "used_tokens": tokens,
-            "step_s": r.profile.step.step_s(num, tokens), "num_slots": 32, "num_paused": 0,
-            "kv_capacity_tokens": KV_CAPACITY_TOKENS,
-        })  # fmt: skip
+        shown.append(
+            {
+                "name": r.name,
+                "role": "decode",
+                "num_running": num,
+                "used_tokens": tokens,
+                "step_s": r.profile.step.step_s(num, tokens),
+                "num_slots": 32,
+                "num_paused": 0,
+                "kv_capacity_tokens": KV_CAPACITY_TOKENS,
+            }
+        )
     shown.append({"name": "p", "role": "prefill"})
     return {"replicas": shown, "recent": moves, "bandwidth_bytes_per_s": 1e9, "outcomes": {}}
 
@@ -206,12 +218,15 @@ def test_hand_offs_between_two_pages_have_their_exact_mean() -> None:
     name = "quadriga_handoff_seconds"
 
     def page(at_s: float, small: float, all_of_them: float, total_s: float) -> Page:
-        return Page(at_s, {
-            f'{name}_bucket{{le="0.01",replica="p"}}': small,
-            f'{name}_bucket{{le="0.1",replica="p"}}': all_of_them,
-            f'{name}_bucket{{le="+Inf",replica="p"}}': all_of_them,
-            f'{name}_sum{{replica="p"}}': total_s,
-        })  # fmt: skip
+        return Page(
+            at_s,
+            {
+                f'{name}_bucket{{le="0.01",replica="p"}}': small,
+                f'{name}_bucket{{le="0.1",replica="p"}}': all_of_them,
+                f'{name}_bucket{{le="+Inf",replica="p"}}': all_of_them,
+                f'{name}_sum{{replica="p"}}': total_s,
+            },
+        )
 
     quantiles, mean_s = simulator_fit.handoff_quantiles(page(0, 5, 9, 1.0), page(9, 55, 109, 5.0))
     assert mean_s == pytest.approx(0.04)

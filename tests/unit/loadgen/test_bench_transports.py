@@ -24,8 +24,11 @@ def test_the_command_ends_in_its_line(
     line = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert line["experiment"] == "transports"
     assert [(c["transport"], c["mib"]) for c in line["costs"]] == [
-        ("gloo", 1), ("nixl", 1), ("gloo", 2), ("nixl", 2),
-    ]  # fmt: skip
+        ("gloo", 1),
+        ("nixl", 1),
+        ("gloo", 2),
+        ("nixl", 2),
+    ]
     assert all(c["gb_per_s"] > 0 and c["floor_gb_per_s"] > 0 for c in line["costs"])
     monkeypatch.setattr(transports, "PACKAGES", ("nowhere",))
     transports.add_arguments(parser := argparse.ArgumentParser())

@@ -50,9 +50,24 @@ def test_trace_times_are_needed_and_taken() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "poisson", "poisson:0", "poisson:-1", "poisson:nan", "poisson:1e9", "gamma:1", "gamma:1:0",
-     "closed:0", "closed:1.5", "closed:-3", "closed:999999", "at-once:1", "burst:1", "constant:x"],
-)  # fmt: skip
+    [
+        "",
+        "poisson",
+        "poisson:0",
+        "poisson:-1",
+        "poisson:nan",
+        "poisson:1e9",
+        "gamma:1",
+        "gamma:1:0",
+        "closed:0",
+        "closed:1.5",
+        "closed:-3",
+        "closed:999999",
+        "at-once:1",
+        "burst:1",
+        "constant:x",
+    ],
+)
 def test_nonsense_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--arrivals"):
         parse_arrivals(text)

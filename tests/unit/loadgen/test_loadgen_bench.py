@@ -25,10 +25,20 @@ from quadriga.checkpoint.folder import Checkpoint
 from quadriga.errors import ConfigError
 
 CHECKPOINT = Checkpoint(
-    id="tiny", path=Path("tiny"), architecture="LlamaForCausalLM", num_layers=2, hidden_size=8,
-    num_kv_heads=1, head_dim=8, vocab_size=50, max_model_len=64, eos_token_ids=(0,), exits=NO_EXITS,
-    fingerprint="0", heads_path=Path("tiny"),
-)  # fmt: skip
+    id="tiny",
+    path=Path("tiny"),
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=8,
+    num_kv_heads=1,
+    head_dim=8,
+    vocab_size=50,
+    max_model_len=64,
+    eos_token_ids=(0,),
+    exits=NO_EXITS,
+    fingerprint="0",
+    heads_path=Path("tiny"),
+)
 
 
 def parse(*words: str) -> argparse.Namespace:

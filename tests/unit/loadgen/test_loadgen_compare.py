@@ -40,9 +40,14 @@ def finding(
     a: Values, b: Values, seed: int = 0, *, paired: bool = False, **changes: Any
 ) -> Finding:
     options: dict[str, Any] = {
-        "statistic": percentile(50), "is_paired": paired, "min_values": 30, "margin_share": 0.0,
-        "confidence": 0.95, "num_draws": 300, "seed": seed,
-    }  # fmt: skip
+        "statistic": percentile(50),
+        "is_paired": paired,
+        "min_values": 30,
+        "margin_share": 0.0,
+        "confidence": 0.95,
+        "num_draws": 300,
+        "seed": seed,
+    }
     return difference(a, b, **{**options, **changes}).finding
 
 
@@ -354,10 +359,13 @@ def test_ramps_are_compared_step_by_step(
 ) -> None:
     def ramp(name: str, slow: float, kept: float, unfinished: int = 0) -> Path:
         steps: list[dict[str, Any]] = [
-            {"kind": "step", "step": {"level": level, "counted_from_s": at_s, "to_s": at_s + 5},
-             "unfinished": unfinished}
+            {
+                "kind": "step",
+                "step": {"level": level, "counted_from_s": at_s, "to_s": at_s + 5},
+                "unfinished": unfinished,
+            }
             for level, at_s in ((2.0, 0.0), (4.0, 5.0))
-        ]  # fmt: skip
+        ]
         steps.append({"kind": "capacity", "unit": "rate", "kept": kept, "broken": None})
         records = make_records(200, slow=slow, rng_seed=round(kept))
         return write(tmp_path / name, records, kind="ramp", steps=steps)

@@ -191,9 +191,14 @@ def test_made_up_conversations_follow_the_seed_and_the_ranges() -> None:
 
     def make(seed: int, endpoint: str = "both") -> list[Conversation]:
         return make_sessions(
-            40, parse_arrivals("poisson:10"), shape, forms=forms(endpoint, "both"),
-            token_ids=range(300, 400), words=["red", "blue"], seed=seed,
-        )  # fmt: skip
+            40,
+            parse_arrivals("poisson:10"),
+            shape,
+            forms=forms(endpoint, "both"),
+            token_ids=range(300, 400),
+            words=["red", "blue"],
+            seed=seed,
+        )
 
     first = make(1)
     assert first == make(1) != make(2)

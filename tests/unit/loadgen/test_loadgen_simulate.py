@@ -104,9 +104,13 @@ def test_simulate_a_trace(trace: Path, tmp_path: Path, capsys: Any) -> None:
     line = last_line(capsys.readouterr().out)
     assert line["experiment"] == "simulate"
     assert set(line["headline"]) == {
-        "wall_s", "goodput", "makespan_goodput", "good_share", "p99_tpot_s",
+        "wall_s",
+        "goodput",
+        "makespan_goodput",
+        "good_share",
+        "p99_tpot_s",
         "lowered_tokens",
-    }  # fmt: skip
+    }
     assert line["summary"]["failures"] == {}
     assert line["commit"]
     [path] = out.glob("mine-oracle-2d-x3-s1-*.json")
@@ -140,12 +144,23 @@ def test_runs_with_other_options_do_not_overwrite_each_other(
     out = tmp_path / "out"
     words = ["simulate", "--trace", str(trace), "--no-plots", "--out", str(out)]
     options: list[list[str]] = [
-        [], ["--scale", "2"], ["--seed", "1"], ["--limit", "30"], ["--prefill", "2"],
-        ["--profile", "a100-7b"], ["--on-full", "recompute"], ["--slo-ttft-s", "1"],
-        ["--arrivals", "poisson:1"], ["--warm-up-s", "5"], ["--fail", "5:0:1"],
-        ["--bandwidth-gbit", "1"], ["--report-every-s", "1"], ["--stop-and-copy"],
-        ["--policy", "reschedule"], ["--decode", "2"],
-    ]  # fmt: skip
+        [],
+        ["--scale", "2"],
+        ["--seed", "1"],
+        ["--limit", "30"],
+        ["--prefill", "2"],
+        ["--profile", "a100-7b"],
+        ["--on-full", "recompute"],
+        ["--slo-ttft-s", "1"],
+        ["--arrivals", "poisson:1"],
+        ["--warm-up-s", "5"],
+        ["--fail", "5:0:1"],
+        ["--bandwidth-gbit", "1"],
+        ["--report-every-s", "1"],
+        ["--stop-and-copy"],
+        ["--policy", "reschedule"],
+        ["--decode", "2"],
+    ]
     for number, more in enumerate(options, 1):
         assert main([*words, *more]) == 0
         assert len(list(out.iterdir())) == number, more
@@ -244,8 +259,10 @@ def test_the_largest_rate_that_keeps_the_slo_is_found(tmp_path: Path, capsys: An
     assert kept["good_share"] >= 0.9
     assert 1.0 < broken["factor"] / kept["factor"] <= PRECISION
     assert line["headline"] == {
-        "largest_rate": kept["rate"], "next_rate": broken["rate"], "good_share": 0.9,
-    }  # fmt: skip
+        "largest_rate": kept["rate"],
+        "next_rate": broken["rate"],
+        "good_share": 0.9,
+    }
     assert "ares: 90 % of the requests are good up to" in printed
     [path] = tmp_path.glob("*.capacity.json")
     assert json.loads(path.read_text())["probes"] == found["probes"]
@@ -430,9 +447,16 @@ def test_a_point_without_a_request_to_count_has_none_of_the_figures(
 def test_the_headline_has_its_keys(outcomes: list[ares_points.PointResult]) -> None:
     headline = ares_report.headline(outcomes)
     assert {
-        "goodput_ratio", "p99_tpot_reduction", "oom_ares", "oom_baseline", "variance_vs_oracle",
-        "light_load_ratio", "goodput_ratio_rate", "light_load_rate", "oom_rate",
-    } <= set(headline)  # fmt: skip
+        "goodput_ratio",
+        "p99_tpot_reduction",
+        "oom_ares",
+        "oom_baseline",
+        "variance_vs_oracle",
+        "light_load_ratio",
+        "goodput_ratio_rate",
+        "light_load_rate",
+        "oom_rate",
+    } <= set(headline)
     assert headline["light_load_rate"] == 0.1
     assert headline["best_goodput_ratio"] >= headline["goodput_ratio"]
     assert ares_report.headline([o for o in outcomes if o.point.policy != "ares"]) == {}
@@ -468,11 +492,17 @@ def test_quick_compares_the_same_policies_sizes_loads_and_caches_in_shorter_runs
     def compared(points: list[ares_points.SimPoint]) -> set[tuple[object, ...]]:
         return {
             (
-                p.part, p.x, p.workload, p.rate, p.policy, p.settings, p.grid,
+                p.part,
+                p.x,
+                p.workload,
+                p.rate,
+                p.policy,
+                p.settings,
+                p.grid,
                 replace(p.config, seed=0),
             )
             for p in points
-        }  # fmt: skip
+        }
 
     full, quick = points_of(), points_of("--quick")
     assert compared(full) == compared(quick)
@@ -480,9 +510,17 @@ def test_quick_compares_the_same_policies_sizes_loads_and_caches_in_shorter_runs
     assert sum(p.duration_s for p in quick) < 0.3 * sum(p.duration_s for p in full)
     parts = {p.part.split(",")[0] for p in quick}
     assert parts == {
-        "vllm", "own", "lockstep", "overload", "below", "sharegpt", "alpaca", "bandwidth", "sizes",
+        "vllm",
+        "own",
+        "lockstep",
+        "overload",
+        "below",
+        "sharegpt",
+        "alpaca",
+        "bandwidth",
+        "sizes",
         "settings",
-    }  # fmt: skip
+    }
     assert len(points_of("--part", "hardware")) == 0, "arithmetic"
 
 
@@ -541,11 +579,17 @@ def test_overload_is_stated_over_the_best_static_placement_and_over_one_where_no
         ]
     )
     assert found == {
-        "below_ratio": 0.99, "overload_3": 3.0, "overload_3_at_most": 4.0,
-        "overload_3_vs_shedding": 1.5, "overload_12": 2.0, "overload_12_at_most": 2.5,
-        "overload_12_vs_shedding": 1.6, "overload_reasoning_3": 100.0,
-        "overload_reasoning_3_at_most": None, "overload_longest_wait_s": 50.0,
-    }  # fmt: skip
+        "below_ratio": 0.99,
+        "overload_3": 3.0,
+        "overload_3_at_most": 4.0,
+        "overload_3_vs_shedding": 1.5,
+        "overload_12": 2.0,
+        "overload_12_at_most": 2.5,
+        "overload_12_vs_shedding": 1.6,
+        "overload_reasoning_3": 100.0,
+        "overload_reasoning_3_at_most": None,
+        "overload_longest_wait_s": 50.0,
+    }
 
 
 def test_the_engines_are_stated_over_current_load_and_over_the_best_static_placement(

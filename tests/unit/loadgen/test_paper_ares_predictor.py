@@ -23,12 +23,16 @@ def data() -> LengthData:
     requests, generated = (torch.tensor(column) for column in zip(*where, strict=True))
     remaining = torch.tensor(TOTALS)[requests] - 1 - generated
     return LengthData(
-        depths=(2,), states=lambda depth, which: torch.zeros(len(which), 4),
-        which=np.arange(len(where)), generated=generated, remaining=remaining,
-        prompt_lengths=torch.full((len(where),), 5), requests=requests,
+        depths=(2,),
+        states=lambda depth, which: torch.zeros(len(which), 4),
+        which=np.arange(len(where)),
+        generated=generated,
+        remaining=remaining,
+        prompt_lengths=torch.full((len(where),), 5),
+        requests=requests,
         token_ids=[([1] * 5, [2] * total) for total in TOTALS],
         ids=[f"p{i}" for i in range(len(TOTALS))],
-    )  # fmt: skip
+    )
 
 
 def test_it_averages_what_the_replica_would() -> None:
@@ -39,10 +43,15 @@ def test_it_averages_what_the_replica_would() -> None:
     outputs = averaged(said, found, order)
     for request in range(len(TOTALS)):
         state = SequenceState(
-            sequence_id="s", request_id="s", model="m", prompt_ids=[1],
-            sampling=SamplingParams(max_tokens=100), ingress_id="i", arrival_unix_s=0.0,
+            sequence_id="s",
+            request_id="s",
+            model="m",
+            prompt_ids=[1],
+            sampling=SamplingParams(max_tokens=100),
+            ingress_id="i",
+            arrival_unix_s=0.0,
             deadline_unix_s=1e9,
-        )  # fmt: skip
+        )
         mine = [i for i in range(len(order)) if int(found.requests[order[i]]) == request]
         for i in sorted(mine, key=lambda i: int(found.generated[order[i]])):
             at = int(found.generated[order[i]])

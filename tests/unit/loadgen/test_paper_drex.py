@@ -20,17 +20,30 @@ from quadriga.clock import ManualClock
 from quadriga.errors import ConfigError
 
 HEADLINE = {
-    "vs_best_grouped", "share_of_ceiling", "vs_no_exit_equal_memory", "worst_vs_no_exit",
-    "p99_itl_ratio", "mean_request_time_ratio", "involuntary_exits", "decisions_right",
-    "early_token_share", "exact_match_delta_points",
-}  # fmt: skip
+    "vs_best_grouped",
+    "share_of_ceiling",
+    "vs_no_exit_equal_memory",
+    "worst_vs_no_exit",
+    "p99_itl_ratio",
+    "mean_request_time_ratio",
+    "involuntary_exits",
+    "decisions_right",
+    "early_token_share",
+    "exact_match_delta_points",
+}
 
 
 def measured(policy: str, tokens_per_s: float, batch: int = 8, **fields: Any) -> DrexRow:
     values: dict[str, Any] = {
-        "gap_mean_s": 0.01, "gap_p99_s": 0.02, "request_s": 1.0, "exact_match": 0.9,
-        "early_share": 0.0, "involuntary_exits": 0, "involuntary_stays": 0, "peak_bytes": 1000,
-    } | fields  # fmt: skip
+        "gap_mean_s": 0.01,
+        "gap_p99_s": 0.02,
+        "request_s": 1.0,
+        "exact_match": 0.9,
+        "early_share": 0.0,
+        "involuntary_exits": 0,
+        "involuntary_stays": 0,
+        "peak_bytes": 1000,
+    } | fields
     device = values.pop("device", CPU)
     return DrexRow(DrexSetting("m", batch, 0.9, policy, device), batch, tokens_per_s, **values)
 
@@ -38,15 +51,23 @@ def measured(policy: str, tokens_per_s: float, batch: int = 8, **fields: Any) ->
 def test_the_headline_and_the_rows_on_disk(tmp_path: Path) -> None:
     rows = [
         measured("off", 100.0),
-        measured("drex", 180.0, ceiling=2.0, decisions=Decisions(200, 196), early_share=0.8,
-                 gap_p99_s=0.03, request_s=0.5, exact_match=0.895),
+        measured(
+            "drex",
+            180.0,
+            ceiling=2.0,
+            decisions=Decisions(200, 196),
+            early_share=0.8,
+            gap_p99_s=0.03,
+            request_s=0.5,
+            exact_match=0.895,
+        ),
         measured("lazy", 120.0),
         measured("eager", 500.0, exact_match=0.2),
         measured("off", 100.0, batch=4),
         measured("drex", 99.0, batch=4, ceiling=1.1, early_share=0.5),
         measured("lazy", 110.0, batch=4),
         measured("drex", 1.0, device="modelled"),
-    ]  # fmt: skip
+    ]
     found = headline(rows)
     assert found.keys() >= HEADLINE
     assert found["vs_best_grouped"] == pytest.approx(99 / 110)  # eager's answers do not count

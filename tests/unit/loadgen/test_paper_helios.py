@@ -88,9 +88,13 @@ def test_the_stream_is_a_function_of_its_seed() -> None:
 
 def request(index: int = 0, *classes: DepthClass, **fields: Any) -> ServedRequest:
     values: dict[str, Any] = {
-        "token_ids": [5, 6, 7], "exit_layers": [8, 2, 4], "breached": [0.0, 0.0, 1.0],
-        "first_s": 1.0, "last_s": 2.0, "batch_sum": 2,
-    } | fields  # fmt: skip
+        "token_ids": [5, 6, 7],
+        "exit_layers": [8, 2, 4],
+        "breached": [0.0, 0.0, 1.0],
+        "first_s": 1.0,
+        "last_s": 2.0,
+        "batch_sum": 2,
+    } | fields
     return ServedRequest(index, PROMPT, 0.5, classes=list(classes) or [S8], **values)
 
 
@@ -178,18 +182,28 @@ def test_the_headline_compares_with_the_faster_form_of_each_model(tmp_path: Path
     bounded = HeliosSetting(LIMITS, "helios-throughput", None, 150, 1, max_changed_share=0.01)
     rows = [
         row_of("only-s", 100.0, tpot_s=0.010, ttft_s=0.02, exact_match=0.85, weight_bytes=50.0),
-        row_of("only-s-adaptive", 120.0, tpot_s=0.008, ttft_s=0.02, exact_match=0.84,
-               weight_bytes=50.0),
+        row_of(
+            "only-s-adaptive", 120.0, tpot_s=0.008, ttft_s=0.02, exact_match=0.84, weight_bytes=50.0
+        ),
         row_of("only-l", 60.0, tpot_s=0.016, ttft_s=0.06, exact_match=0.90, weight_bytes=200.0),
-        row_of("helios-throughput", 150.0, tpot_s=0.006, ttft_s=0.01, exact_match=0.88,
-               weight_bytes=40.0, switches=2, resizes=3, shadow=Shadow(100, 98, 10, 6)),
+        row_of(
+            "helios-throughput",
+            150.0,
+            tpot_s=0.006,
+            ttft_s=0.01,
+            exact_match=0.88,
+            weight_bytes=40.0,
+            switches=2,
+            resizes=3,
+            shadow=Shadow(100, 98, 10, 6),
+        ),
         row_of("only-s", 300.0, FIXED, 64, peak_running=20),
         row_of("only-l", 100.0, FIXED, 64, peak_running=4),
         row_of("helios-throughput", 450.0, FIXED, 64, peak_running=50),
         row_of("helios-throughput", 1.0, INTERVALS),
         row_of("only-s", 200.0, LIMITS),
         row_of("helios-throughput", 150.0, LIMITS, setting=bounded),
-    ]  # fmt: skip
+    ]
     found = headline(rows)
     assert found["throughput_ratio_vs_s"] == pytest.approx(1.25)  # over 120, not over 100
     assert found["throughput_ratio_vs_l"] == pytest.approx(2.5)
@@ -207,9 +221,7 @@ def test_the_headline_compares_with_the_faster_form_of_each_model(tmp_path: Path
     assert plain(rows[0])["contestant"] == "only-s" and "setting" not in plain(rows[0])
     print_tables(rows)
     names = {path.name for path in write_plots(rows, tmp_path)}
-    assert names == {
-        "helios-alone.png", "helios-fixed.png", "helios-ri.png", "helios-changed.png",
-    }  # fmt: skip
+    assert names == {"helios-alone.png", "helios-fixed.png", "helios-ri.png", "helios-changed.png"}
 
 
 def test_parts_that_were_not_run_leave_the_headline_open() -> None:
@@ -221,11 +233,24 @@ def test_parts_that_were_not_run_leave_the_headline_open() -> None:
 
 def test_the_plan_gives_all_contestants_the_same_terms() -> None:
     plan = HeliosPlan(
-        pair=("s", "l"), catalogue=None, parts=(ALONE, FIXED, INTERVALS, LIMITS),
-        slos=("throughput", "energy"), requests=10, rounds=1, interval=7, profile_requests=5,
-        thresholds=(0.5,), intervals=(3, 4), batch=8, rows=16, memory_bytes=None, shadows=1,
-        threads=1, seed=1, limits=(1.0, 0.01),
-    )  # fmt: skip
+        pair=("s", "l"),
+        catalogue=None,
+        parts=(ALONE, FIXED, INTERVALS, LIMITS),
+        slos=("throughput", "energy"),
+        requests=10,
+        rounds=1,
+        interval=7,
+        profile_requests=5,
+        thresholds=(0.5,),
+        intervals=(3, 4),
+        batch=8,
+        rows=16,
+        memory_bytes=None,
+        shadows=1,
+        threads=1,
+        seed=1,
+        limits=(1.0, 0.01),
+    )
     settings = plan.settings(999)
     assert len(set(settings)) == len(settings)
     alone = [s for s in settings if s.part == ALONE]

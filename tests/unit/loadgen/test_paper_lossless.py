@@ -36,9 +36,15 @@ def test_one_token_that_differs_is_told_but_of_bounded_exits(mode: str) -> None:
 def test_contestants_do_the_same_prompts_each_in_its_own_way() -> None:
     names, said = (OFF, LOSSLESS, ASKED, DRAFTS, BOUNDED, SMOOTH), list[str]()
     suite, runs = race(
-        "quadriga-s", names, slots=2, num_prompts=8, max_tokens=40, threads=1,
-        clock=ProcessorClock(), say=said.append,
-    )  # fmt: skip
+        "quadriga-s",
+        names,
+        slots=2,
+        num_prompts=8,
+        max_tokens=40,
+        threads=1,
+        clock=ProcessorClock(),
+        say=said.append,
+    )
     assert tuple(runs) == names and len(said) == len(names) and len(suite.prompts) == 8
     for name, run in runs.items():
         assert len(run.outputs) == 8 and all(run.outputs.values())

@@ -24,8 +24,12 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def test_table_6_is_met_within_4_per_cent() -> None:
     checks = paper_checks()
     assert {c.model for c in checks} == {
-        "codellama-34b", "llama-2-70b", "llama-2-7b", "llama-3-8b", "llama-2-13b",
-    }  # fmt: skip
+        "codellama-34b",
+        "llama-2-70b",
+        "llama-2-7b",
+        "llama-3-8b",
+        "llama-2-13b",
+    }
     for check in checks:
         assert abs(check.error) < 0.04, check
 
@@ -68,8 +72,14 @@ def test_what_does_not_fit_holds_none() -> None:
 def test_depths_default_to_the_exits_or_to_quarters(capsys: pytest.CaptureFixture[str]) -> None:
     rows = planned(capsys, "opt-6.7b", str(ASSETS / "quadriga-s"))["rows"]
     assert [(r["depth"], r["num_layers"]) for r in rows] == [
-        (8, 32), (16, 32), (24, 32), (32, 32), (2, 8), (4, 8), (8, 8),
-    ]  # fmt: skip
+        (8, 32),
+        (16, 32),
+        (24, 32),
+        (32, 32),
+        (2, 8),
+        (4, 8),
+        (8, 8),
+    ]
     rows = planned(capsys, "opt-6.7b", "--depth", "9", "17", "32", "--context", "1024")["rows"]
     assert [r["depth"] for r in rows] == [9, 17, 32]
     batches = [r["batch"] for r in rows]

@@ -46,8 +46,10 @@ def rough_run() -> list[Record]:
 def test_refusals_that_were_tried_again_count_as_refusals_too() -> None:
     found = timeline.endings(rough_run(), 5.0)
     assert {outcome: len(times) for outcome, times in found.items()} == {
-        Outcome.OK: 31, Outcome.REFUSED: 5, Outcome.FAILED: 3,
-    }  # fmt: skip
+        Outcome.OK: 31,
+        Outcome.REFUSED: 5,
+        Outcome.FAILED: 3,
+    }
     assert found[Outcome.REFUSED] == pytest.approx([10.1, 11.1, 12.1, 13.1, 20.0])
 
 

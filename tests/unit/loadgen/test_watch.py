@@ -29,10 +29,16 @@ from tests.unit.policies.test_ares_governor import uneven
 
 def view(*, moves: int = 1) -> dict[str, Any]:
     order = {
-        "sequence_id": "abcdefghijklmnop", "source": "q:decode:0:aa", "destination": "q:decode:1:b",
-        "cause": "balance", "gain": 0.25, "num_tokens": 400, "remaining_tokens": 120.0,
-        "depth_class": "m@8", "at_unix_s": 90.0,
-    }  # fmt: skip
+        "sequence_id": "abcdefghijklmnop",
+        "source": "q:decode:0:aa",
+        "destination": "q:decode:1:b",
+        "cause": "balance",
+        "gain": 0.25,
+        "num_tokens": 400,
+        "remaining_tokens": 120.0,
+        "depth_class": "m@8",
+        "at_unix_s": 90.0,
+    }
     done = asdict(MigrationReport("s", "refused", "no_room: full", stall_s=0.02))
     return {
         "at_unix_s": 100.0,
@@ -41,13 +47,11 @@ def view(*, moves: int = 1) -> dict[str, Any]:
         "replicas": [replica_view(s, now_unix_s=100.0) for s in uneven()],
         "outcomes": {"refused": moves},
         "lengths": {
-            "m": {
-                "coverage": 0.7, "mean_error_tokens": 30.0, "num_ended": 9, "is_distrusted": True,
-            }
+            "m": {"coverage": 0.7, "mean_error_tokens": 30.0, "num_ended": 9, "is_distrusted": True}
         },
         "last_tick": {"why": {"m@8": "1 ordered, by the forecast"}},
         "recent": [order | {"report": done}] * moves + [order | {"report": None}],
-    }  # fmt: skip
+    }
 
 
 def shown(
@@ -62,9 +66,18 @@ def shown(
 def test_the_view_shows_replicas_forecasts_and_moves() -> None:
     text = shown(view())
     for part in (
-        "rescheduling ares", "1 ordered, by the forecast", "busy", "idle0", "never", "decode 0",
-        "refused (no_room: full)", "under way", "10 s", "25%", "predictions do not hold",
-    ):  # fmt: skip
+        "rescheduling ares",
+        "1 ordered, by the forecast",
+        "busy",
+        "idle0",
+        "never",
+        "decode 0",
+        "refused (no_room: full)",
+        "under way",
+        "10 s",
+        "25%",
+        "predictions do not hold",
+    ):
         assert part in text, part
 
 
@@ -139,10 +152,18 @@ def test_it_fits_eighty_columns() -> None:
         ("17", "quadriga-l@12", {"12": 5.0}, uses),
     )
     replicas = [
-        r | {"num_running": 31, "num_waiting": 12, "num_paused": 2, "tokens_per_s": 2345.6,
-             "step_s": 0.1234, "used_tokens": r["kv_capacity_tokens"], "is_draining": True}
+        r
+        | {
+            "num_running": 31,
+            "num_waiting": 12,
+            "num_paused": 2,
+            "tokens_per_s": 2345.6,
+            "step_s": 0.1234,
+            "used_tokens": r["kv_capacity_tokens"],
+            "is_draining": True,
+        }
         for r in seen["replicas"] + view()["replicas"]
-    ]  # fmt: skip
+    ]
     for some in (seen["replicas"], replicas):
         lines = shown(seen | {"replicas": some}, width=80).splitlines()
         assert max(map(len, lines)) <= 80
@@ -165,9 +186,15 @@ def run(policy: str, tpots_ms: list[float], *, texts: dict[int, str], moved: int
     summary = LoadSummary(requests=len(tpots), ok=len(tpots), tpot=Distribution.of(tpots))
     report = asdict(MigrationReport("s", "moved", stall_s=0.03))
     return PolicyRun(
-        policy, summary, tpots, tpots, [1.0 if moved else 4.0], texts,
-        {"outcomes": {"moved": moved} if moved else {}, "recent": [{"report": report}] * moved}, 0,
-    )  # fmt: skip
+        policy,
+        summary,
+        tpots,
+        tpots,
+        [1.0 if moved else 4.0],
+        texts,
+        {"outcomes": {"moved": moved} if moved else {}, "recent": [{"report": report}] * moved},
+        0,
+    )
 
 
 def test_figures_are_over_all_runs_and_the_headline_compares_the_ends() -> None:

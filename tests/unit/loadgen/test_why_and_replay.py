@@ -57,10 +57,12 @@ def test_an_order_is_shown_with_its_alternatives(ticks: list[RecordedTick]) -> N
     order = tick.orders[0]
     found = explain(tick, order)
     move = {
-        "sequence_id": order.sequence_id, "source": order.source,
-        "destination": order.destination, "explanation": found,
+        "sequence_id": order.sequence_id,
+        "source": order.source,
+        "destination": order.destination,
+        "explanation": found,
         "report": {"outcome": "moved", "reason": "", "stall_s": 0.02},
-    }  # fmt: skip
+    }
     console = Console(file=io.StringIO(), width=160)
     console.print(explained([move, move | {"report": None, "explanation": {}}]))
     assert isinstance(console.file, io.StringIO)

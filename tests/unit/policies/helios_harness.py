@@ -35,11 +35,14 @@ from quadriga.policies.helios import (
 def model(name: str, exits: tuple[int, ...], **changes: Any) -> CatalogueModel:
     """A published model as a catalogue has it."""
     made = CatalogueModel(
-        id=name, source=f"/nowhere/{name}",
+        id=name,
+        source=f"/nowhere/{name}",
         architecture=PUBLISHED[name].config["architectures"][0],
-        vocab_size=PUBLISHED[name].config["vocab_size"], tokenizer="one",
-        sizes=sizes_of(PUBLISHED[name].config), exits=ExitSpec(exits),
-    )  # fmt: skip
+        vocab_size=PUBLISHED[name].config["vocab_size"],
+        tokenizer="one",
+        sizes=sizes_of(PUBLISHED[name].config),
+        exits=ExitSpec(exits),
+    )
     return replace(made, **changes)
 
 
@@ -68,11 +71,18 @@ def finished(depth_class: DepthClass, replica: str = "decode-0", **changes: Any)
     work = sum(k * n for k, n in exits.items()) / sum(k * n for k, n in EXITS[name].items())
     layers = max(EXITS[name])
     made = RequestFinished(
-        replica=replica, depth_class=depth_class, exit_tokens=exits, breaches=breaches,
-        nll=1000 * LN_PERPLEXITY[name], scored_tokens=1000, prompt_tokens=100,
-        ttft_s=ttft_s * depth / layers, decode_s=999 * tpot_s * work, joules=JOULES[name] * work,
+        replica=replica,
+        depth_class=depth_class,
+        exit_tokens=exits,
+        breaches=breaches,
+        nll=1000 * LN_PERPLEXITY[name],
+        scored_tokens=1000,
+        prompt_tokens=100,
+        ttft_s=ttft_s * depth / layers,
+        decode_s=999 * tpot_s * work,
+        joules=JOULES[name] * work,
         energy_source="nvml",
-    )  # fmt: skip
+    )
     return replace(made, **changes)
 
 
@@ -121,10 +131,14 @@ class Cluster:
         self.now_s += passed_s
         return self.tell(
             ControllerTick(
-                dict(self.replicas), self.scouts, self.in_flight, self.in_flight_tokens,
-                dict(self.strict), dict(self.waiting),
+                dict(self.replicas),
+                self.scouts,
+                self.in_flight,
+                self.in_flight_tokens,
+                dict(self.strict),
+                dict(self.waiting),
             )
-        )  # fmt: skip
+        )
 
     def done(self, load_s: float = 1.0) -> list[Output]:
         """The order under way is carried out."""

@@ -134,9 +134,16 @@ def test_no_order_ever_breaks_what_a_sequence_needs(data: st.DataObject) -> None
         held = []
         for number in range(data.draw(st.integers(0, 6))):
             exits = data.draw(
-                st.sampled_from([BOUNDED, STRICT, replace(BOUNDED, max_depth=4),
-                                 replace(STRICT, max_depth=2), ExitParams(1.0, "lossless")])
-            )  # fmt: skip
+                st.sampled_from(
+                    [
+                        BOUNDED,
+                        STRICT,
+                        replace(BOUNDED, max_depth=4),
+                        replace(STRICT, max_depth=2),
+                        ExitParams(1.0, "lossless"),
+                    ]
+                )
+            )
             bounds = exits.depth_bounds(depth, deterministic=deterministic)
             name = f"s{index}-{number}"
             needs[name] = bounds

@@ -120,8 +120,10 @@ def test_no_more_orders_than_allowed() -> None:
     many = []
     for i in range(32):
         held = [Held(f"s{i}-{j}", 4000.0 + i + j, 5000.0, 4000.0, 6000.0) for j in range(6)]
-        many += [replace(snapshot(f"{name}{i}", h), taken_unix_s=0.0) for name, h in
-                 (("busy", held), ("idle", []), ("rest", []))]  # fmt: skip
+        many += [
+            replace(snapshot(f"{name}{i}", h), taken_unix_s=0.0)
+            for name, h in (("busy", held), ("idle", []), ("rest", []))
+        ]
     assert len(tick(governor()[0], many, 0.0)) == 3
     made, _ = governor(max_concurrent_moves=2)
     assert len(tick(made, many, 0.0)) == 2

@@ -191,10 +191,13 @@ def test_one_replica_or_unpredicted_lengths_are_never_overloaded() -> None:
 def at_depths(*depths: int, share: float) -> ClusterForecast:
     """Replicas of one model with so many layers each; the deep ones have promised a share."""
     made = [
-        snapshot(f"d{i}", [Held(f"d{i}-{n}", 100.0, n, n / 2, 1.5 * n) for n in (500, 30_000)],
-                 depth=depth)
+        snapshot(
+            f"d{i}",
+            [Held(f"d{i}-{n}", 100.0, n, n / 2, 1.5 * n) for n in (500, 30_000)],
+            depth=depth,
+        )
         for i, depth in enumerate(depths)
-    ]  # fmt: skip
+    ]
     for one in made:
         deep = one.info.depth_class.depth == 8
         one.reserved_tokens = int((share if deep else 0.1) * one.info.kv_capacity_tokens)

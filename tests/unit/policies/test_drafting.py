@@ -90,9 +90,13 @@ class Machine:
         while True:
             going = [r for r in rows if survival[r] > 0.0]
             choice = drafter.choose(
-                fresh, self.rows - fresh, self.rows - fresh + sum(drafted),
-                [survival[r] for r in going], 100 * self.rows, self.now_s,
-            )  # fmt: skip
+                fresh,
+                self.rows - fresh,
+                self.rows - fresh + sum(drafted),
+                [survival[r] for r in going],
+                100 * self.rows,
+                self.now_s,
+            )
             if choice.action is DraftAction.FULL:
                 drafter.spent(self._took_s(self.full_s()))
                 drafter.ended(self.rows, self.rows, drafted=False)
@@ -291,9 +295,14 @@ def test_it_is_hardly_slower_than_the_better_of_full_passes_and_of_drafts_in_eve
 
     def machine() -> Machine:
         return Machine(
-            rows, lambda n: 0.2 * pass_s(n), lambda n: 0.8 * pass_s(n), agrees=agrees,
-            head_s=head * MS, overhead_s=overhead * MS, noise=noise,
-        )  # fmt: skip
+            rows,
+            lambda n: 0.2 * pass_s(n),
+            lambda n: 0.8 * pass_s(n),
+            agrees=agrees,
+            head_s=head * MS,
+            overhead_s=overhead * MS,
+            noise=noise,
+        )
 
     chosen, always = machine(), machine()
     relative = relative_s(chosen.rounds(drafter_of(chosen), 1500), chosen)

@@ -113,9 +113,18 @@ def run(
     while out < tokens:
         while loop.num_running < running:
             state = SequenceState(
-                str(number), str(number), "m", [number + 1], SamplingParams(max_tokens=MAX_TOKENS),
-                "i", 0.0, float("inf"), ExitParams(threshold), output_ids=[1], exit_layers=[8],
-            )  # fmt: skip
+                str(number),
+                str(number),
+                "m",
+                [number + 1],
+                SamplingParams(max_tokens=MAX_TOKENS),
+                "i",
+                0.0,
+                float("inf"),
+                ExitParams(threshold),
+                output_ids=[1],
+                exit_layers=[8],
+            )
             slot = loop.reserve(state.sequence_id, state.max_total_tokens)
             device.write_kv(slot.row, 0, 0, state.prompt_ids)
             loop.join(state)

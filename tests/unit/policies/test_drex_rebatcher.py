@@ -51,11 +51,14 @@ def group(
 ) -> ExitGroup:
     count = passed + stays
     return ExitGroup(
-        ran=ran or Range(0, 1), confidences=[1.0] * passed + [0.0] * stays,
-        thresholds=[0.5] * count, passed=[True] * passed + [False] * stays, num_tokens=10 * count,
+        ran=ran or Range(0, 1),
+        confidences=[1.0] * passed + [0.0] * stays,
+        thresholds=[0.5] * count,
+        passed=[True] * passed + [False] * stays,
+        num_tokens=10 * count,
         waiting=Waiting(waiting, 10 * waiting) if waiting else NOBODY,
         remaining=Waiting(stays, 10 * stays, deadline_s) if stays else NOBODY,
-    )  # fmt: skip
+    )
 
 
 def test_profit_by_hand() -> None:
@@ -179,8 +182,10 @@ def test_one_decision_in_so_many_is_turned_round() -> None:
         verdicts.append(rebatcher.judge(group(6, 4), 0.0))
         rebatcher._busy_s += 1.0
     assert [i for i, v in enumerate(verdicts, 1) if v is BatchDecision.STAY] == [
-        EXPLORE_EVERY, 2 * EXPLORE_EVERY, 3 * EXPLORE_EVERY,
-    ]  # fmt: skip
+        EXPLORE_EVERY,
+        2 * EXPLORE_EVERY,
+        3 * EXPLORE_EVERY,
+    ]
     assert counters.explored == 3
 
 

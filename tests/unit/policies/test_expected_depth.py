@@ -16,9 +16,18 @@ DEPTH = 8
 
 def sequence(name: str, prompt: list[int], exits: ExitParams = EXITS) -> SequenceState:
     return SequenceState(
-        name, name, "m", prompt, SamplingParams(10_000), "i", 0.0, 1e9,
-        exits=exits, output_ids=[1], exit_layers=[DEPTH],
-    )  # fmt: skip
+        name,
+        name,
+        "m",
+        prompt,
+        SamplingParams(10_000),
+        "i",
+        0.0,
+        1e9,
+        exits=exits,
+        output_ids=[1],
+        exit_layers=[DEPTH],
+    )
 
 
 def grow(state: SequenceState, layers: list[int]) -> None:

@@ -31,9 +31,13 @@ ALL, ONE, TWO, NONE = [0.9, 0.9, 0.9], [0.9, 0.1, 0.1], [0.9, 0.9, 0.1], [0.1, 0
 
 @pytest.mark.parametrize(
     ("kind", "leave", "stay"),
-    [(EagerExits, [ALL, TWO, ONE], [NONE]), (LazyExits, [ALL], [TWO, ONE, NONE]),
-     (MajorityExits, [ALL, TWO], [ONE, NONE]), (NoExits, [], [ALL, TWO, ONE, NONE])],
-)  # fmt: skip
+    [
+        (EagerExits, [ALL, TWO, ONE], [NONE]),
+        (LazyExits, [ALL], [TWO, ONE, NONE]),
+        (MajorityExits, [ALL, TWO], [ONE, NONE]),
+        (NoExits, [], [ALL, TWO, ONE, NONE]),
+    ],
+)
 def test_who_leaves(
     kind: type[GroupedExits], leave: list[list[float]], stay: list[list[float]]
 ) -> None:

@@ -199,10 +199,12 @@ def test_a_life_with_changed_tokens() -> None:
         serve(cluster, 10, S24)
         chosen(cluster)
     assert cluster.trace == [
-        "choose opt-1.3b@24", "resize decode-0 opt-1.3b@24",
+        "choose opt-1.3b@24",
+        "resize decode-0 opt-1.3b@24",
         "keep",  # six layers are still refused
-        "choose opt-1.3b@6", "resize decode-0 opt-1.3b@6",
-    ]  # fmt: skip
+        "choose opt-1.3b@6",
+        "resize decode-0 opt-1.3b@6",
+    ]
     assert "2.15% of the tokens of opt-1.3b@6" in cluster.outputs[-3].reason
 
 

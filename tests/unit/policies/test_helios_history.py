@@ -71,9 +71,14 @@ def test_breaches_are_what_a_partial_depth_does_not_cover() -> None:
 def test_an_empty_row_says_nothing() -> None:
     empty = HistoryRow("m", 3)
     values = (
-        empty.coverage(3), empty.unchanged_share(3), empty.ttft_s, empty.tpot_s,
-        empty.tokens_per_s, empty.perplexity, empty.joules_per_token,
-    )  # fmt: skip
+        empty.coverage(3),
+        empty.unchanged_share(3),
+        empty.ttft_s,
+        empty.tpot_s,
+        empty.tokens_per_s,
+        empty.perplexity,
+        empty.joules_per_token,
+    )
     assert values == (None,) * 7
     single = RequestFinished("r", DepthClass("m", 3), {3: 1}, 0, 0.1, 1, 4, 0.1, 0.0)
     empty.add(single)

@@ -237,9 +237,12 @@ def test_one_of_two_failing_is_asked_again_later() -> None:
     cluster.tick(1)
     cluster.done()
     assert cluster.trace == [
-        "resize decode-1 opt-1.3b@6", "keep", "resize decode-1 opt-1.3b@6", "keep",
         "resize decode-1 opt-1.3b@6",
-    ]  # fmt: skip
+        "keep",
+        "resize decode-1 opt-1.3b@6",
+        "keep",
+        "resize decode-1 opt-1.3b@6",
+    ]
 
 
 def test_a_candidate_that_cannot_be_loaded_is_left_out() -> None:
@@ -460,9 +463,13 @@ def test_prefill_grows_first_and_shrinks_last() -> None:
     cluster.breach(100, 51)
     cluster.settle()
     assert cluster.trace == [
-        "choose opt-1.3b@6", "resize b-decode opt-1.3b@6", "resize a-prefill opt-1.3b@6",
-        "choose opt-1.3b@24", "resize a-prefill opt-1.3b@24", "resize b-decode opt-1.3b@24",
-    ]  # fmt: skip
+        "choose opt-1.3b@6",
+        "resize b-decode opt-1.3b@6",
+        "resize a-prefill opt-1.3b@6",
+        "choose opt-1.3b@24",
+        "resize a-prefill opt-1.3b@24",
+        "resize b-decode opt-1.3b@24",
+    ]
 
 
 # Samples, and small parts

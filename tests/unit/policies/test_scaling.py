@@ -34,14 +34,25 @@ def forecast(
 ) -> LoadForecast:
     n = len(tokens)
     rows = forecast_rows(
-        tokens=tokens, remaining=remaining, lower=np.zeros(n), upper=remaining, moves=np.zeros(n),
-        since_move_s=np.full(n, np.inf), movable=np.full(n, RUNS), share=share,
-    )  # fmt: skip
+        tokens=tokens,
+        remaining=remaining,
+        lower=np.zeros(n),
+        upper=remaining,
+        moves=np.zeros(n),
+        since_move_s=np.full(n, np.inf),
+        movable=np.full(n, RUNS),
+        share=share,
+    )
     ids = [f"s{i}" for i in range(n)]
     return pack(
-        rows, ids, grid_s=GRID, step_s=STEP_S, base_s=STEP_S, costs=StepCosts(1e-3, 0.0),
+        rows,
+        ids,
+        grid_s=GRID,
+        step_s=STEP_S,
+        base_s=STEP_S,
+        costs=StepCosts(1e-3, 0.0),
         has_predictions=predicted,
-    )  # fmt: skip
+    )
 
 
 def replica(
@@ -50,15 +61,20 @@ def replica(
     info = ReplicaInfo(name, Role.DECODE, CLASS, "n", "i", num_slots=10, kv_capacity_tokens=1000)
     said = forecast(tokens, remaining or [0] * len(tokens))
     values: dict[str, Any] = {
-        "num_running": len(tokens), "used_tokens": sum(tokens), "forecast": said,
-    }  # fmt: skip
+        "num_running": len(tokens),
+        "used_tokens": sum(tokens),
+        "forecast": said,
+    }
     return ReplicaSnapshot(info=info, taken_unix_s=0.0, **(values | changes))
 
 
 def configured(**changes: Any) -> ScalingConfig:
     base: dict[str, Any] = {
-        "utilisation": 0.5, "down_after_s": 60, "max_replicas": 8, "down_margin": 0.0,
-    }  # fmt: skip
+        "utilisation": 0.5,
+        "down_after_s": 60,
+        "max_replicas": 8,
+        "down_margin": 0.0,
+    }
     return ScalingConfig(**(base | changes))
 
 

@@ -39,16 +39,27 @@ class Stand:
             clock=self.clock,
         )
         self.forecasting = Forecasting(
-            runner, load_lengths(runner, spec), spec, load_config({"scheduler": {"ares": ares}}),
-            self.clock, offers=lambda: self.offers, leaving=lambda: self.leaving,
-        )  # fmt: skip
+            runner,
+            load_lengths(runner, spec),
+            spec,
+            load_config({"scheduler": {"ares": ares}}),
+            self.clock,
+            offers=lambda: self.offers,
+            leaving=lambda: self.leaving,
+        )
 
     def join(self, name: str) -> SequenceState:
         state = SequenceState(
-            sequence_id=name, request_id=name, model="quadriga-s", prompt_ids=[5, 6, 7],
-            sampling=SamplingParams(max_tokens=200, temperature=0.0), ingress_id="i",
-            arrival_unix_s=0.0, deadline_unix_s=1e9, output_ids=[9],
-        )  # fmt: skip
+            sequence_id=name,
+            request_id=name,
+            model="quadriga-s",
+            prompt_ids=[5, 6, 7],
+            sampling=SamplingParams(max_tokens=200, temperature=0.0),
+            ingress_id="i",
+            arrival_unix_s=0.0,
+            deadline_unix_s=1e9,
+            output_ids=[9],
+        )
         self.loop.reserve(name, state.max_total_tokens, state.num_tokens)
         self.loop.join(state)
         return state

@@ -43,9 +43,18 @@ def an_offer(transfer_id: str = "t") -> TransferOffer:
 def a_state() -> SequenceState:
     """What a source commits."""
     return SequenceState(
-        "s", "s", "m", [1] * NUM_TOKENS, SamplingParams(max_tokens=4), "i", 0.0, 1e12,
-        epoch=1, output_ids=[7], exit_layers=[2],
-    )  # fmt: skip
+        "s",
+        "s",
+        "m",
+        [1] * NUM_TOKENS,
+        SamplingParams(max_tokens=4),
+        "i",
+        0.0,
+        1e12,
+        epoch=1,
+        output_ids=[7],
+        exit_layers=[2],
+    )
 
 
 class RefusingHost:

@@ -82,11 +82,16 @@ class Host:
 
 def state(name: str, exits: ExitParams) -> SequenceState:
     return SequenceState(
-        sequence_id=name, request_id=name, model="quadriga-s",
+        sequence_id=name,
+        request_id=name,
+        model="quadriga-s",
         prompt_ids=[20 + 3 * i for i in range(12)],
-        sampling=SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True), ingress_id="i",
-        arrival_unix_s=0.0, deadline_unix_s=4e9, exits=exits,
-    )  # fmt: skip
+        sampling=SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True),
+        ingress_id="i",
+        arrival_unix_s=0.0,
+        deadline_unix_s=4e9,
+        exits=exits,
+    )
 
 
 def decode_host() -> tuple[Host, NativeRunner]:

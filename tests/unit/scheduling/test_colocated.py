@@ -23,10 +23,16 @@ from tests.fake_runner import EOS, FakeRunner, expected_output
 def spec_of(runner: FakeRunner, **changes: int) -> EngineSpec:
     spec = EngineSpec(
         checkpoint=replace(read_checkpoint("quadriga-s"), eos_token_ids=(EOS,)),
-        depth=runner.num_layers, device="cpu", dtype="float32", threads=1, compile="off",
-        cache_dir=Path(), num_rows=runner.num_rows, row_capacity_tokens=runner.row_capacity_tokens,
+        depth=runner.num_layers,
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        compile="off",
+        cache_dir=Path(),
+        num_rows=runner.num_rows,
+        row_capacity_tokens=runner.row_capacity_tokens,
         kv_capacity_tokens=runner.num_rows * runner.row_capacity_tokens,
-    )  # fmt: skip
+    )
     return replace(spec, **changes)  # type: ignore[arg-type]
 
 

@@ -34,9 +34,18 @@ from tests.fake_runner import FakeRunner
 
 def make_state(name: str, *, prompt: int = 8, outputs: int = 0) -> SequenceState:
     return SequenceState(
-        name, name, "m", [5] * prompt, SamplingParams(max_tokens=4), "i", 0.0, 1e9,
-        exits=ExitParams(0.5, "bounded"), output_ids=[7] * outputs, exit_layers=[8] * outputs,
-    )  # fmt: skip
+        name,
+        name,
+        "m",
+        [5] * prompt,
+        SamplingParams(max_tokens=4),
+        "i",
+        0.0,
+        1e9,
+        exits=ExitParams(0.5, "bounded"),
+        output_ids=[7] * outputs,
+        exit_layers=[8] * outputs,
+    )
 
 
 def test_more_tokens_hold_more_sequences_and_fewer_wait_to_be_given_back() -> None:
@@ -82,10 +91,15 @@ def prefill_loop(
     return PrefillLoop(
         runner=runner,
         slots=SlotTable(num_rows=rows, row_capacity_tokens=64, kv_capacity_tokens=64 * rows),
-        queue=PrefillQueue(max_sequences=9, max_tokens=1000, max_age_s=1.0), eos_token_ids=(),
-        chunk_tokens=chunk_tokens, layer_groups=layer_groups, clock=clock, full_depth=full_depth,
-        may_deepen=may_deepen, on_kv=events.on_kv,
-    )  # fmt: skip
+        queue=PrefillQueue(max_sequences=9, max_tokens=1000, max_age_s=1.0),
+        eos_token_ids=(),
+        chunk_tokens=chunk_tokens,
+        layer_groups=layer_groups,
+        clock=clock,
+        full_depth=full_depth,
+        may_deepen=may_deepen,
+        on_kv=events.on_kv,
+    )
 
 
 def test_prefill_changes_depth_between_prompts() -> None:

@@ -32,9 +32,16 @@ def make_loop(rebatcher: Rebatcher) -> DecodeLoop:
 
 def join(loop: DecodeLoop, name: str, threshold: float) -> None:
     state = SequenceState(
-        name, name, "m", [3, 1, 2], SamplingParams(max_tokens=9), "i", 0.0, 1e9,
+        name,
+        name,
+        "m",
+        [3, 1, 2],
+        SamplingParams(max_tokens=9),
+        "i",
+        0.0,
+        1e9,
         exits=ExitParams(threshold, "bounded"),
-    )  # fmt: skip
+    )
     state.output_ids, state.exit_layers = [7], [8]
     slot = loop.reserve(name, state.max_total_tokens)
     loop._runner.write_kv(slot.row, 0, 0, state.prompt_ids)
@@ -76,8 +83,6 @@ def test_requests_for_the_full_model_are_the_reason_where_all_are_such() -> None
 
 def test_what_is_not_there_is_said_whether_anything_runs_or_not() -> None:
     loop = make_loop(NoExits(COSTS))
-    assert loop.exit_uses((2, 4, 8, 10)) == {
-        2: "idle", 4: "off", 8: "not_loaded", 10: "not_loaded",
-    }  # fmt: skip
+    assert loop.exit_uses((2, 4, 8, 10)) == {2: "idle", 4: "off", 8: "not_loaded", 10: "not_loaded"}
     join(loop, "a", 0.9)
     assert loop.exit_uses((2,)) == {2: "not_worth_it"}

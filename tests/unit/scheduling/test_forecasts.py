@@ -38,10 +38,17 @@ CLASS = DepthClass("m", 8)
 
 def offer(name: str, num_tokens: int, prediction: LengthPrediction | None = None) -> TransferOffer:
     return TransferOffer(
-        transfer_id=name, sequence_id=name, depth_class=CLASS, source="p", epoch=1,
-        num_tokens=num_tokens, max_total_tokens=200, transport="auto", lease_s=5.0,
+        transfer_id=name,
+        sequence_id=name,
+        depth_class=CLASS,
+        source="p",
+        epoch=1,
+        num_tokens=num_tokens,
+        max_total_tokens=200,
+        transport="auto",
+        lease_s=5.0,
         prediction=prediction,
-    )  # fmt: skip
+    )
 
 
 def rows_of(made: LoadForecast) -> dict[str, np.ndarray]:

@@ -30,10 +30,16 @@ def sequence(
     name: str, prompt: list[int], max_tokens: int = 5, deadline: float = 1e9, priority: int = 0
 ) -> SequenceState:
     return SequenceState(
-        sequence_id=name, request_id=name, model="m", prompt_ids=prompt,
-        sampling=SamplingParams(max_tokens=max_tokens), ingress_id="i", arrival_unix_s=0,
-        deadline_unix_s=deadline, priority=priority,
-    )  # fmt: skip
+        sequence_id=name,
+        request_id=name,
+        model="m",
+        prompt_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens),
+        ingress_id="i",
+        arrival_unix_s=0,
+        deadline_unix_s=deadline,
+        priority=priority,
+    )
 
 
 @dataclass
@@ -84,10 +90,17 @@ class Harness:
         self.slots = SlotTable(num_rows=rows, row_capacity_tokens=256, kv_capacity_tokens=capacity)
         self.queue = PrefillQueue(max_sequences=queued, max_tokens=queued_tokens, max_age_s=1.0)
         self.loop = PrefillLoop(
-            runner=self.runner, slots=self.slots, queue=self.queue, eos_token_ids=(EOS,),
-            chunk_tokens=chunk, layer_groups=3, clock=self.clock, max_unplaced=max_unplaced,
-            on_start=self.events.on_start, on_kv=self.events.on_kv,
-        )  # fmt: skip
+            runner=self.runner,
+            slots=self.slots,
+            queue=self.queue,
+            eos_token_ids=(EOS,),
+            chunk_tokens=chunk,
+            layer_groups=3,
+            clock=self.clock,
+            max_unplaced=max_unplaced,
+            on_start=self.events.on_start,
+            on_kv=self.events.on_kv,
+        )
 
     def submit(self, state: SequenceState) -> RunningSequence:
         sequence = RunningSequence(state)

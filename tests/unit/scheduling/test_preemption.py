@@ -209,9 +209,17 @@ def running(
 ) -> RunningSequence:
     """A running sequence of 20 tokens, predicted to come to so many in all."""
     state = SequenceState(
-        name, name, "m", [0] * prompt, SamplingParams(max_tokens=1000), "i", 0.0, 1e18,
-        priority=priority, output_ids=[0] * (20 - prompt),
-    )  # fmt: skip
+        name,
+        name,
+        "m",
+        [0] * prompt,
+        SamplingParams(max_tokens=1000),
+        "i",
+        0.0,
+        1e18,
+        priority=priority,
+        output_ids=[0] * (20 - prompt),
+    )
     if total is not None:
         state.prediction, state.predicted_at = LengthPrediction(total - 20, 0.0, total), 20 - prompt
     return RunningSequence(state, num_tokens=20, num_pauses=pauses, stays_until=stays_until)
@@ -240,8 +248,12 @@ def test_one_that_came_back_overdue_is_paused_last_until_it_has_a_block() -> Non
     often = running("kept, paused often", total=300, pauses=4, stays_until=36)
     short, important = running("short", total=100), running("important", total=50, priority=-1)
     assert victims(important, often, kept, short, had_its_block) == [
-        "had its block", "short", "important", "kept", "kept, paused often",
-    ]  # fmt: skip
+        "had its block",
+        "short",
+        "important",
+        "kept",
+        "kept, paused often",
+    ]
 
 
 def test_without_predictions_the_sequence_paused_least_often_is_paused_first() -> None:

@@ -55,9 +55,18 @@ class Replica:
     def take(self, number: int, exits: ExitParams, *, max_tokens: int = 60) -> SequenceState:
         prompt = [number + 3] * 15
         state = SequenceState(
-            f"s{number}", f"s{number}", "m", prompt, SamplingParams(max_tokens), "i", 0.0, 1e18,
-            exits=exits, output_ids=[1 + number], exit_layers=[8],
-        )  # fmt: skip
+            f"s{number}",
+            f"s{number}",
+            "m",
+            prompt,
+            SamplingParams(max_tokens),
+            "i",
+            0.0,
+            1e18,
+            exits=exits,
+            output_ids=[1 + number],
+            exit_layers=[8],
+        )
         slot = self.loop.reserve(state.sequence_id, state.max_total_tokens, 16)
         self.runner.write_kv(slot.row, 0, 0, list(prompt))
         self.loop.join(state)

@@ -38,11 +38,18 @@ class Replica:
 
     def take(self, name: str, *, deadline_unix_s: float = 1e18) -> SequenceState:
         state = SequenceState(
-            sequence_id=name, request_id=name, model="fake", prompt_ids=[7 + len(name), 9, 11],
+            sequence_id=name,
+            request_id=name,
+            model="fake",
+            prompt_ids=[7 + len(name), 9, 11],
             sampling=SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True),
-            ingress_id="i", arrival_unix_s=0.0, deadline_unix_s=deadline_unix_s,
-            exits=ExitParams(threshold=0.5), output_ids=[3], exit_layers=[8],
-        )  # fmt: skip
+            ingress_id="i",
+            arrival_unix_s=0.0,
+            deadline_unix_s=deadline_unix_s,
+            exits=ExitParams(threshold=0.5),
+            output_ids=[3],
+            exit_layers=[8],
+        )
         slot = self.loop.reserve(name, state.max_total_tokens, state.num_tokens)
         self.runner.write_kv(slot.row, 0, 0, list(state.prompt_ids))
         self.loop.join(state)

@@ -32,9 +32,18 @@ def run(rebatcher: DrexRebatcher) -> tuple[list[SequenceState], list[EngineOutpu
         name = f"s{i}"
         sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
         state = SequenceState(
-            name, name, "m", [3 + i, 1, 2], sampling, "i", 0.0, 1e9,
-            exits=ExitParams(THRESHOLD, "bounded"), output_ids=[7], exit_layers=[8],
-        )  # fmt: skip
+            name,
+            name,
+            "m",
+            [3 + i, 1, 2],
+            sampling,
+            "i",
+            0.0,
+            1e9,
+            exits=ExitParams(THRESHOLD, "bounded"),
+            output_ids=[7],
+            exit_layers=[8],
+        )
         slot = loop.reserve(name, state.max_total_tokens)
         loop._runner.write_kv(slot.row, 0, 0, state.prompt_ids)
         loop.join(state)

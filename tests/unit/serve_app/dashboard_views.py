@@ -35,12 +35,15 @@ def snapshot(
     forecast = None
     if role is Role.DECODE:
         forecast = LoadForecast(
-            grid_s=GRID, sequence_ids=("s",),
+            grid_s=GRID,
+            sequence_ids=("s",),
             rows=np.zeros((1, NUM_COLUMNS), dtype="<f4").tobytes(),
-            running=packed([1.0] * len(GRID)), context=packed([used] * len(GRID)),
+            running=packed([1.0] * len(GRID)),
+            context=packed([used] * len(GRID)),
             load_s=packed([0.01 + 1e-4 * growth * t / 60 for t in GRID]),
-            tokens=packed([used + growth * t for t in GRID]), base_s=0.004,
-        )  # fmt: skip
+            tokens=packed([used + growth * t for t in GRID]),
+            base_s=0.004,
+        )
     return ReplicaSnapshot(
         info, time.time(), running, 2, 100, used, used + 1500, 321.5, 0.0142, forecast=forecast
     )
@@ -110,11 +113,17 @@ def default_view() -> dict[str, Any]:
     names = {r["name"] for r in replicas}
     fleet = [r for r in view["fleet"]["replicas"] if r["name"] in names]
     return view | {
-        "mode": "off", "replicas": replicas, "recent": [], "outcomes": {}, "under_way": [],
-        "last_tick": {"why": {}}, "lengths": {}, "helios": None,
+        "mode": "off",
+        "replicas": replicas,
+        "recent": [],
+        "outcomes": {},
+        "under_way": [],
+        "last_tick": {"why": {}},
+        "lengths": {},
+        "helios": None,
         "exits": {name: exits[name] for name in NAMES[:2]},
         "fleet": view["fleet"] | {"num_ready": 3, "num_desired": 3, "replicas": fleet},
-    }  # fmt: skip
+    }
 
 
 def busy_view(*, with_helios: bool = False) -> dict[str, Any]:
@@ -138,9 +147,15 @@ def busy_view(*, with_helios: bool = False) -> dict[str, Any]:
     causes = (MigrationCause.BALANCE, MigrationCause.MEMORY, MigrationCause.DRAIN)
     for k, end in enumerate(ends):
         order = MigrationOrder(
-            f"0123456789abcdef-{k:012x}", CLASSES[0], NAMES[0], NAMES[1], causes[k % 3], 0.23, 512,
+            f"0123456789abcdef-{k:012x}",
+            CLASSES[0],
+            NAMES[0],
+            NAMES[1],
+            causes[k % 3],
+            0.23,
+            512,
             340.0 if k != 2 else 0.0,
-        )  # fmt: skip
+        )
         seen = {"full_s": 12.0, "destinations": PLACES} if k == 1 else {}
         book.ordered(order, now - 40 + 8 * k, seen)
         if end is not None:
@@ -150,14 +165,26 @@ def busy_view(*, with_helios: bool = False) -> dict[str, Any]:
         "quadriga-s@4": "1 of 1 replicas can forecast",
     }
     fleet = [
-        {"name": s.info.name, "role": s.info.role.value, "phase": "ready", "node_id": "n",
-         "depth_class": str(s.info.depth_class), "error": None}
+        {
+            "name": s.info.name,
+            "role": s.info.role.value,
+            "phase": "ready",
+            "node_id": "n",
+            "depth_class": str(s.info.depth_class),
+            "error": None,
+        }
         for s in snapshots
-    ]  # fmt: skip
+    ]
     fleet.append(
-        {"name": "quadriga:decode:3:x", "role": "decode", "phase": "starting", "node_id": None,
-         "depth_class": None, "error": None}
-    )  # fmt: skip
+        {
+            "name": "quadriga:decode:3:x",
+            "role": "decode",
+            "phase": "starting",
+            "node_id": None,
+            "depth_class": None,
+            "error": None,
+        }
+    )
     view = rescheduling.status() | {
         "missing": {},
         "fleet": {"num_ready": 4, "num_desired": 5, "error": None, "replicas": fleet},
@@ -166,21 +193,49 @@ def busy_view(*, with_helios: bool = False) -> dict[str, Any]:
     }
     if with_helios:
         view["helios"] = {
-            "slo": "throughput", "phase": "serve", "target": "quadriga-s@4", "profiling": None,
-            "serve": ["quadriga-s@4"], "order": None, "served": 77, "barred": {},
+            "slo": "throughput",
+            "phase": "serve",
+            "target": "quadriga-s@4",
+            "profiling": None,
+            "serve": ["quadriga-s@4"],
+            "order": None,
+            "served": 77,
+            "barred": {},
             "window": {"breaches": 12.0, "tokens": 128},
             "counters": {"resizes": 2, "switches": 0, "trips": 1},
             "rows": [
-                {"model": "quadriga-s", "depth": 8, "requests": 20, "ttft_s": 0.05, "tpot_s": 0.012,
-                 "tokens_per_s": 640.0, "perplexity": 1.31, "breach_share": 0.0,
-                 "joules_per_token": None},
-                {"model": "quadriga-l", "depth": 12, "requests": 5, "ttft_s": 0.2, "tpot_s": 0.03,
-                 "tokens_per_s": 200.0, "perplexity": 1.2, "breach_share": 0.02,
-                 "joules_per_token": 0.41},
+                {
+                    "model": "quadriga-s",
+                    "depth": 8,
+                    "requests": 20,
+                    "ttft_s": 0.05,
+                    "tpot_s": 0.012,
+                    "tokens_per_s": 640.0,
+                    "perplexity": 1.31,
+                    "breach_share": 0.0,
+                    "joules_per_token": None,
+                },
+                {
+                    "model": "quadriga-l",
+                    "depth": 12,
+                    "requests": 5,
+                    "ttft_s": 0.2,
+                    "tpot_s": 0.03,
+                    "tokens_per_s": 200.0,
+                    "perplexity": 1.2,
+                    "breach_share": 0.02,
+                    "joules_per_token": 0.41,
+                },
             ],
-            "decisions": [{"at_unix_s": now - 12, "what": "resize", "depth_class": "quadriga-s@4",
-                           "reason": "covers 83 % of tokens"}],
-        }  # fmt: skip
+            "decisions": [
+                {
+                    "at_unix_s": now - 12,
+                    "what": "resize",
+                    "depth_class": "quadriga-s@4",
+                    "reason": "covers 83 % of tokens",
+                }
+            ],
+        }
     return view
 
 
@@ -195,11 +250,19 @@ def crowded_view(num_replicas: int = 200) -> dict[str, Any]:
     view["replicas"][7]["age_s"] = 9.0
     view["replicas"][11]["seconds_to_full"] = 4.0
     view["fleet"] = {
-        "num_ready": num_replicas, "num_desired": num_replicas, "error": None,
+        "num_ready": num_replicas,
+        "num_desired": num_replicas,
+        "error": None,
         "replicas": [
-            {"name": r["name"], "role": "decode", "phase": "ready", "node_id": "n",
-             "depth_class": r["depth_class"], "error": None}
+            {
+                "name": r["name"],
+                "role": "decode",
+                "phase": "ready",
+                "node_id": "n",
+                "depth_class": r["depth_class"],
+                "error": None,
+            }
             for r in view["replicas"]
         ],
-    }  # fmt: skip
+    }
     return view

@@ -67,9 +67,15 @@ async def test_an_http_call_that_is_cancelled_before_its_answer(make_stand: Make
         raise AssertionError("nothing is there to be said")
 
     scope = {
-        "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"",
-        "query_string": b"", "headers": [], "root_path": "", "scheme": "http",
-    }  # fmt: skip
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "raw_path": b"",
+        "query_string": b"",
+        "headers": [],
+        "root_path": "",
+        "scheme": "http",
+    }
     call = asyncio.create_task(app(scope, receive, send))
     await until(lambda: bool(stand.cluster.decode.held))
     call.cancel()

@@ -138,9 +138,14 @@ def test_strict_needs_the_whole_model() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"exit_threshold": 0.9}, {"exit_policy": "strict"}, {"max_depth": 8}, {"sla_tbt_ms": 20.0},
-     {"quality_budget": 0.1}],
-)  # fmt: skip
+    [
+        {"exit_threshold": 0.9},
+        {"exit_policy": "strict"},
+        {"max_depth": 8},
+        {"sla_tbt_ms": 20.0},
+        {"quality_budget": 0.1},
+    ],
+)
 def test_without_exits_every_field_is_refused(fields: dict[str, Any]) -> None:
     for model in (served(**{"decode.rebatching": "off"}), replace(served(), exits=NO_EXITS)):
         with pytest.raises(InvalidRequest, match="no early exits") as caught:

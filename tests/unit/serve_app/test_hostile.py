@@ -121,10 +121,18 @@ async def test_broken_bodies(stand: Stand, data: st.DataObject) -> None:
     await expect_rest(stand)
 
 
-HEADER_NAMES = st.sampled_from([
-    "idempotency-key", "x-resume-index", "content-encoding", "content-type", "authorization",
-    "traceparent", "accept", "x-request-id",
-])  # fmt: skip
+HEADER_NAMES = st.sampled_from(
+    [
+        "idempotency-key",
+        "x-resume-index",
+        "content-encoding",
+        "content-type",
+        "authorization",
+        "traceparent",
+        "accept",
+        "x-request-id",
+    ]
+)
 HEADER_VALUES = st.text(
     st.characters(min_codepoint=1, max_codepoint=255, exclude_characters="\r\n"), max_size=40
 )
@@ -157,10 +165,19 @@ async def test_names_that_a_client_makes_up(stand: Stand, name: str, value: Any)
 
 
 TRAVERSALS = [
-    "../../../etc/passwd", "..%2f..%2fetc%2fpasswd", "%2e%2e/%2e%2e/etc/passwd", "/etc/passwd",
-    "quadriga-s/../quadriga-l", "quadriga-s/config.json", "quadriga-s%00",
-    "C:\\windows\\win.ini", "file:///etc/passwd", "org/model", "\u202e", "a\r\nset-cookie: x=1",
-]  # fmt: skip
+    "../../../etc/passwd",
+    "..%2f..%2fetc%2fpasswd",
+    "%2e%2e/%2e%2e/etc/passwd",
+    "/etc/passwd",
+    "quadriga-s/../quadriga-l",
+    "quadriga-s/config.json",
+    "quadriga-s%00",
+    "C:\\windows\\win.ini",
+    "file:///etc/passwd",
+    "org/model",
+    "\u202e",
+    "a\r\nset-cookie: x=1",
+]
 
 
 @pytest.mark.parametrize("name", TRAVERSALS)

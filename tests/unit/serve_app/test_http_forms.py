@@ -102,9 +102,14 @@ async def server(make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch) -> Asyn
     )
     app = OpenAIErrors(HttpServer(stand.engine).application())
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, lifespan="off", log_config=None, http=LimitedHttpProtocol,
+        app,
+        host="127.0.0.1",
+        port=0,
+        lifespan="off",
+        log_config=None,
+        http=LimitedHttpProtocol,
         timeout_keep_alive=1,
-    )  # fmt: skip
+    )
     running = uvicorn.Server(config)
     running.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     task = asyncio.create_task(running.serve())

@@ -29,12 +29,20 @@ def test_names_are_unique_and_carry_units() -> None:
 def test_the_names_that_routers_and_tools_read() -> None:
     found = {metric.name: metric for metric in DECLARED}
     for name in (
-        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
-        "prompt_tokens_total", "generation_tokens_total", "request_success_total",
-        "time_to_first_token_seconds", "inter_token_latency_seconds",
-        "request_time_per_output_token_seconds", "e2e_request_latency_seconds",
-        "request_queue_time_seconds", "request_prefill_time_seconds",
-        "request_decode_time_seconds", "num_preemptions_total",
-    ):  # fmt: skip
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "request_success_total",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "num_preemptions_total",
+    ):
         assert "model_name" in found[f"vllm:{name}"].labels, name
     assert "finished_reason" in found["vllm:request_success_total"].labels

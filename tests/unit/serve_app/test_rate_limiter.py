@@ -145,9 +145,11 @@ async def test_who_is_refused_pays_nothing(make_stand: MakeStand) -> None:
     assert (await stand.complete(headers=bearer("a"))).status_code == 200
     page = parse_exposition((await stand.engine.metrics_page()).decode())
     served = [
-        page[key] for name in ("prompt_tokens_total", "e2e_request_latency_seconds_count")
-        for key in page if key.startswith(f"vllm:{name}")
-    ]  # fmt: skip
+        page[key]
+        for name in ("prompt_tokens_total", "e2e_request_latency_seconds_count")
+        for key in page
+        if key.startswith(f"vllm:{name}")
+    ]
     assert served == [len(stand.engine.models.find("quadriga-s").tokenizer.encode("hi")), 1]
 
 

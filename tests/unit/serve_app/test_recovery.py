@@ -84,9 +84,18 @@ def ask(
     prompt = [30 + number, 31, 32]
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, num_logprobs=num_logprobs)
     asked = Request(
-        f"r{number}", "quadriga-s", [prompt], ["abc"], 1, sampling, (), False, 0,
-        now, now + deadline_s,
-    )  # fmt: skip
+        f"r{number}",
+        "quadriga-s",
+        [prompt],
+        ["abc"],
+        1,
+        sampling,
+        (),
+        False,
+        0,
+        now,
+        now + deadline_s,
+    )
     return client.open(asked)
 
 

@@ -364,8 +364,12 @@ def test_seconds_to_go_follow_the_prediction_and_the_pace(sequence: SequenceRequ
     sequence.first_token_s, sequence.last_token_s = 10.0, 10.5
     assert sequence.eta is not None
     assert sequence.eta.plain() == {
-        "tokens": 18.0, "lower": 8.0, "upper": 38.0, "seconds": 4.5, "upper_seconds": 9.5
-    }  # fmt: skip
+        "tokens": 18.0,
+        "lower": 8.0,
+        "upper": 38.0,
+        "seconds": 4.5,
+        "upper_seconds": 9.5,
+    }
     sequence.num_at_first = 2  # it was adopted with two
     assert sequence.eta.token_s == 0.5
     sequence.accept("p", tokens(3, 43, finish=FinishReason.LENGTH))

@@ -101,10 +101,14 @@ async def grpc_server(stand: Stand, *, needs_tls: int | None) -> AsyncIterator[i
 
 def tls_client(port: int, ca: Authority, pair: Pair | None = None) -> AsyncClient:
     return AsyncClient(
-        f"localhost:{port}", api_key="secret", root_certificates=ca.cert.read_bytes(),
+        f"localhost:{port}",
+        api_key="secret",
+        root_certificates=ca.cert.read_bytes(),
         client_certificate=pair and pair.cert.read_bytes(),
-        client_key=pair and pair.key.read_bytes(), timeout_s=10, retry=ONCE,
-    )  # fmt: skip
+        client_key=pair and pair.key.read_bytes(),
+        timeout_s=10,
+        retry=ONCE,
+    )
 
 
 async def test_grpc_over_tls_on_serves_own_server(make_stand: MakeStand, ca: Authority) -> None:

@@ -218,11 +218,15 @@ class StepwiseReplica:
     def _state(self, sequence: Sequence) -> SequenceState:
         tokens = self.size.get(sequence.index, sequence.tokens)
         return SequenceState(
-            sequence_id=str(sequence.index), request_id="", model="",
+            sequence_id=str(sequence.index),
+            request_id="",
+            model="",
             prompt_ids=[0] * sequence.prompt_tokens,
-            sampling=SamplingParams(max_tokens=self.profile.max_tokens), ingress_id="",
-            arrival_unix_s=sequence.arrival_s, deadline_unix_s=math.inf,
+            sampling=SamplingParams(max_tokens=self.profile.max_tokens),
+            ingress_id="",
+            arrival_unix_s=sequence.arrival_s,
+            deadline_unix_s=math.inf,
             output_ids=[0] * (tokens - sequence.prompt_tokens),
             prediction=self.predict(sequence.index, tokens),
             predicted_at=tokens - sequence.prompt_tokens,
-        )  # fmt: skip
+        )

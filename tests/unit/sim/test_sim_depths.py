@@ -69,9 +69,11 @@ def test_equal_depths_are_one_class() -> None:
     same = simulate((DEEP, DEEP, DEEP), 0.0)[0]
     requests = load(2, 150, 6.0)
     plain = Simulation(
-        SimConfig(SMALL, 3, 1), make_policy("ares", SETTINGS), *requests,
+        SimConfig(SMALL, 3, 1),
+        make_policy("ares", SETTINGS),
+        *requests,
         predictor=OraclePredictor(),
-    ).run()  # fmt: skip
+    ).run()
     assert same.finished_s.tolist() == plain.finished_s.tolist()
 
 

@@ -110,13 +110,23 @@ def test_room_is_what_the_cluster_calls_room(rules: MemoryRules) -> None:
         found = size + 1 <= placing._room(used.astype(float))
         for i, name in enumerate(names):
             info = ReplicaInfo(
-                name, Role.DECODE, DEPTH_CLASS, name, name, SMALL.num_slots,
-                SMALL.kv_capacity_tokens, reservation=rules.reservation,
-            )  # fmt: skip
+                name,
+                Role.DECODE,
+                DEPTH_CLASS,
+                name,
+                name,
+                SMALL.num_slots,
+                SMALL.kv_capacity_tokens,
+                reservation=rules.reservation,
+            )
             snapshot = ReplicaSnapshot(
-                info, 0.0, num_running=int(held[i]), used_tokens=int(used[i]),
-                reserved_tokens=int(used[i]), num_paused=int(board.num_paused[i]),
-            )  # fmt: skip
+                info,
+                0.0,
+                num_running=int(held[i]),
+                used_tokens=int(used[i]),
+                reserved_tokens=int(used[i]),
+                num_paused=int(board.num_paused[i]),
+            )
             if rules is RECOMPUTE and board.num_paused[i]:
                 continue  # the cluster has no such state: who promises the longest pauses nobody
             assert bool(found[i]) == has_room(snapshot, request)

@@ -125,13 +125,17 @@ class OneByOne(Placing):
         return np.array(
             [
                 promised_tokens(
-                    tokens, longest, upper_tokens=int(upper), num_held=int(held),
-                    prediction=known, by_forecast=by_forecast,
+                    tokens,
+                    longest,
+                    upper_tokens=int(upper),
+                    num_held=int(held),
+                    prediction=known,
+                    by_forecast=by_forecast,
                 )
                 for upper, held in zip(board.upper_tokens, board.num_held, strict=True)
             ],
             dtype=np.float64,
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("rules", [PAUSE, RECOMPUTE])
@@ -142,9 +146,11 @@ def test_looking_at_all_replicas_at_once_equals_asking_each(
     num_waited = 0
     for seed in range(3):
         options: dict[str, Any] = {
-            "memory": rules, "seed": seed, "report_every_s": 0.5 * (seed == 2),
+            "memory": rules,
+            "seed": seed,
+            "report_every_s": 0.5 * (seed == 2),
             "prefill": PrefillConfig(max_rows=2),
-        }  # fmt: skip
+        }
         requests = load(seed, 150, 20.0)
         fast = simulate(policy, requests, **options)
         with monkeypatch.context() as patch:

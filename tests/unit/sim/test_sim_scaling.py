@@ -50,8 +50,11 @@ def scaled(
     inputs = rng.integers(20, 200, len(at_s))
     outputs = rng.integers(400, 1600, len(at_s))
     base: dict[str, Any] = {
-        "max_replicas": MOST, "down_after_s": 120, "pending_timeout_s": 30, "horizon_s": 20,
-    }  # fmt: skip
+        "max_replicas": MOST,
+        "down_after_s": 120,
+        "pending_timeout_s": 30,
+        "horizon_s": 20,
+    }
     config = SimConfig(
         RTX_4090D,
         num_decode=MOST,

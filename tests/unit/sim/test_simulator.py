@@ -28,11 +28,19 @@ from quadriga.sim.results import SimulatedRun, Slo, latencies, summarise
 from tests.unit.sim.stepwise import StepwiseReplica
 
 SMALL = CostProfile(
-    step=PaceProfile("small", 10e-3, 0.1e-3, 2e-6, "made up"), prefill_base_s=5e-3,
-    prefill_per_token_s=1e-4, prefill_per_pair_s=1e-8, prefill_budget_tokens=512,
-    kv_bytes_per_token=1000, kv_capacity_tokens=2000, num_slots=16, max_tokens=1200,
-    bandwidth_bytes_per_s=1e7, round_trip_s=2e-3, host_bandwidth_bytes_per_s=5e6,
-)  # fmt: skip
+    step=PaceProfile("small", 10e-3, 0.1e-3, 2e-6, "made up"),
+    prefill_base_s=5e-3,
+    prefill_per_token_s=1e-4,
+    prefill_per_pair_s=1e-8,
+    prefill_budget_tokens=512,
+    kv_bytes_per_token=1000,
+    kv_capacity_tokens=2000,
+    num_slots=16,
+    max_tokens=1200,
+    bandwidth_bytes_per_s=1e7,
+    round_trip_s=2e-3,
+    host_bandwidth_bytes_per_s=5e6,
+)
 SETTINGS = AresSettings(cooldown_s=1.0, max_moves=3)
 Load = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]
 
@@ -189,13 +197,25 @@ def test_a_sequence_may_join_be_preempted_and_return_within_one_event() -> None:
 )
 # A paused one waits for one that is on its way: nothing happens until that arrives.
 @example(
-    seed=0, policy="ares", rate=20.0, num_decode=1, rules=RECOMPUTE, failures=[], bandwidth=1e5,
+    seed=0,
+    policy="ares",
+    rate=20.0,
+    num_decode=1,
+    rules=RECOMPUTE,
+    failures=[],
+    bandwidth=1e5,
     precopy=False,
-)  # fmt: skip
+)
 @example(
-    seed=0, policy="ares", rate=20.0, num_decode=1, rules=PAUSE, failures=[], bandwidth=1e5,
+    seed=0,
+    policy="ares",
+    rate=20.0,
+    num_decode=1,
+    rules=PAUSE,
+    failures=[],
+    bandwidth=1e5,
     precopy=False,
-)  # fmt: skip
+)
 def test_no_request_is_lost_and_no_memory_overflows(
     seed: int,
     policy: str,
@@ -214,9 +234,16 @@ def test_no_request_is_lost_and_no_memory_overflows(
         return replicas[-1]
 
     run = simulate(
-        policy, requests, num_decode=num_decode, memory=rules, failures=tuple(failures),
-        bandwidth_bytes_per_s=bandwidth, precopy=precopy, make_replica=make, seed=seed,
-    )  # fmt: skip
+        policy,
+        requests,
+        num_decode=num_decode,
+        memory=rules,
+        failures=tuple(failures),
+        bandwidth_bytes_per_s=bandwidth,
+        precopy=precopy,
+        make_replica=make,
+        seed=seed,
+    )
     check_conserved(run, requests)
     refused = {"overloaded"} if policy in ("ares", "oracle") else set()
     assert set(run.failures.values()) <= refused
@@ -265,9 +292,14 @@ def test_paused_sequences_go_where_there_is_room_and_recomputed_ones_stay(precop
         ordered: set[int] = set()
 
         def decided(
-            now_s: float, cluster: ClusterForecast, costs: object, busy: object, blind: object,
-            orders: list[MigrationOrder], overload: object,
-        ) -> None:  # fmt: skip
+            now_s: float,
+            cluster: ClusterForecast,
+            costs: object,
+            busy: object,
+            blind: object,
+            orders: list[MigrationOrder],
+            overload: object,
+        ) -> None:
             paused = cluster.rows[:, MOVABLE] == PAUSED
             assert paused.sum() <= cluster.num_paused.sum()
             standing = {cluster.sequence_ids[i] for i in np.flatnonzero(paused)}

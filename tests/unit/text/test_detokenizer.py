@@ -67,9 +67,13 @@ def sentence_piece() -> TextTokenizer:
     vocab = {"▁hello": 0, "▁world": 1, "s": 2, "<0xF0>": 3, "<0x9F>": 4, "<0x98>": 5, "<0x80>": 6}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-         decoders.Strip(" ", 1, 0)]
-    )  # fmt: skip
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     return TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=core), "m")
 
 

@@ -106,14 +106,36 @@ def test_what_only_looks_like_a_call_is_text(form: ToolFormat, text: str) -> Non
 
 
 FRAGMENTS = [
-    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[", "]", ", ", "; ", " ", "\n", "{",
-    "}", "words", "<tool", '{"name": "nobody", "arguments": {"a": [1]}}', '{"a": [1]}',
-    '{"name": "add", "arguments": {"a": "x "} }', '{"name": "add", "parameters": }',
-    "add[ARGS]{}", "nobody[ARGS]{}",
-    '{"name": "add", "arguments": {}, "name": "nobody"}', '{"arguments": {}, "name": "add"}',
-    '{"name": "add", "arguments": {"a": 1}, 5: 6', "<function=add>", "</function>", "<function=no>",
-    "<parameter=a>\n1\n</parameter>", "add[CALL_ID]abc[ARGS]{", "b" * 5000,
-]  # fmt: skip
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[",
+    "]",
+    ", ",
+    "; ",
+    " ",
+    "\n",
+    "{",
+    "}",
+    "words",
+    "<tool",
+    '{"name": "nobody", "arguments": {"a": [1]}}',
+    '{"a": [1]}',
+    '{"name": "add", "arguments": {"a": "x "} }',
+    '{"name": "add", "parameters": }',
+    "add[ARGS]{}",
+    "nobody[ARGS]{}",
+    '{"name": "add", "arguments": {}, "name": "nobody"}',
+    '{"arguments": {}, "name": "add"}',
+    '{"name": "add", "arguments": {"a": 1}, 5: 6',
+    "<function=add>",
+    "</function>",
+    "<function=no>",
+    "<parameter=a>\n1\n</parameter>",
+    "add[CALL_ID]abc[ARGS]{",
+    "b" * 5000,
+]
 
 
 @pytest.mark.parametrize("form", [*FORMS, MISTRAL_ARGS, QWEN_TAGS])

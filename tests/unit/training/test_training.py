@@ -43,9 +43,14 @@ def toy_member() -> FamilyMember:
 
 def toy_options(folder: Path, *, steps: int) -> TrainingOptions:
     return TrainingOptions(
-        folder=folder, device=torch.device("cpu"), dtype=torch.float32, steps=steps,
-        deadline_s=None, tokens_per_step=512, probe_examples=1,
-    )  # fmt: skip
+        folder=folder,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        steps=steps,
+        deadline_s=None,
+        tokens_per_step=512,
+        probe_examples=1,
+    )
 
 
 def test_groups_hold_every_row_once_and_little_padding() -> None:
@@ -57,9 +62,14 @@ def test_groups_hold_every_row_once_and_little_padding() -> None:
 
 def test_a_batch_teaches_answers_only_and_fills_its_size() -> None:
     batch = next_batch(
-        TOKENIZER, seed=1, start=7, mix=dict.fromkeys(TASKS, 1.0), lengths=LengthMix(),
-        tokens_per_step=2048, end_weight=3.0,
-    )  # fmt: skip
+        TOKENIZER,
+        seed=1,
+        start=7,
+        mix=dict.fromkeys(TASKS, 1.0),
+        lengths=LengthMix(),
+        tokens_per_step=2048,
+        end_weight=3.0,
+    )
     assert batch.tokens.shape == batch.positions.shape == (2048,)
     used = sum(rows * length for rows, length in batch.groups)
     assert used <= 2048

@@ -125,11 +125,17 @@ DAMAGED = gzip.compress(b"{}")[:10] + b"\xff" * 20
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b'{"prompt": 3}\n', b"[]\n", b"no json\n", b'{"id": 1, "prompt": "a"}\n' * 2,
-        b'{"prompt": "a", "domain": "all"}', b"[" * 100_000, DAMAGED,
+        b"",
+        b'{"prompt": 3}\n',
+        b"[]\n",
+        b"no json\n",
+        b'{"id": 1, "prompt": "a"}\n' * 2,
+        b'{"prompt": "a", "domain": "all"}',
+        b"[" * 100_000,
+        DAMAGED,
     ],
     ids=range(8),
-)  # fmt: skip
+)
 def test_files_that_hold_no_prompts_are_refused(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / ("prompts.jsonl.gz" if content is DAMAGED else "prompts.jsonl")
     file.write_bytes(content)

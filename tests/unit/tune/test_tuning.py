@@ -50,11 +50,17 @@ def one_thread() -> Iterator[None]:
 
 def options(model: Path, out: Path, kind: TunedKind = "mlp") -> TuneOptions:
     return TuneOptions(
-        model=str(model), out=out, prompts=PROMPTS, layers=(1, 3),
+        model=str(model),
+        out=out,
+        prompts=PROMPTS,
+        layers=(1, 3),
         distill=DistillOptions(kind, width=16, epochs=8, batch_tokens=32, rate=1e-2),
-        budget=QualityBudget("changed", 0.6), held_back=("story",), max_tokens=10, slots=8,
+        budget=QualityBudget("changed", 0.6),
+        held_back=("story",),
+        max_tokens=10,
+        slots=8,
         speed_prompts=1,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")

@@ -37,10 +37,22 @@ WINDOWS = [0, 7, 290]
 
 def make_config(kv_heads: int, group: int, head_dim: int) -> ModelConfig:
     return ModelConfig(
-        family="llama", num_layers=1, hidden_size=8, num_heads=kv_heads * group,
-        num_kv_heads=kv_heads, head_dim=head_dim, ffn_size=8, vocab_size=8, max_positions=1024,
-        embed_size=8, norm="rms", norm_eps=1e-5, activation="silu", windows=(0,), rope=None,
-    )  # fmt: skip
+        family="llama",
+        num_layers=1,
+        hidden_size=8,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=8,
+        vocab_size=8,
+        max_positions=1024,
+        embed_size=8,
+        norm="rms",
+        norm_eps=1e-5,
+        activation="silu",
+        windows=(0,),
+        rope=None,
+    )
 
 
 def pools(config: ModelConfig, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,10 +147,17 @@ class FlashStandIn:
         assert table.dtype == torch.int32 and table.shape[0] == rows
 
     def flash_attn_with_kvcache(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
-        cache_seqlens: torch.Tensor, block_table: torch.Tensor, softmax_scale: float, causal: bool,
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *,
+        cache_seqlens: torch.Tensor,
+        block_table: torch.Tensor,
+        softmax_scale: float,
+        causal: bool,
         window_size: tuple[int, int],
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         assert q.dim() == 4 and causal and cache_seqlens.dtype == torch.int32
         assert cache_seqlens.is_contiguous() and cache_seqlens.shape == (q.shape[0],)
         self._check(q, k_cache, block_table, q.shape[0])
@@ -149,10 +168,20 @@ class FlashStandIn:
         return torch.stack(mixed)
 
     def flash_attn_varlen_func(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float,
-        causal: bool, window_size: tuple[int, int], block_table: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+        block_table: torch.Tensor,
+    ) -> torch.Tensor:
         assert causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
         assert cu_seqlens_q.is_contiguous() and cu_seqlens_k.is_contiguous()
         self._check(q, k, block_table, len(cu_seqlens_q) - 1)
@@ -177,9 +206,15 @@ class WaitingFlash(FlashStandIn):
     """As from 2.8.4 on: the lengths are checked on the host before the kernel starts."""
 
     def flash_attn_with_kvcache(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
-        cache_seqlens: torch.Tensor, block_table: torch.Tensor, **options: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *,
+        cache_seqlens: torch.Tensor,
+        block_table: torch.Tensor,
+        **options: Any,
+    ) -> torch.Tensor:
         assert cache_seqlens.max().item() <= block_table.shape[1] * k_cache.shape[1]
         return super().flash_attn_with_kvcache(
             q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table, **options
@@ -190,9 +225,14 @@ class ShortFlash(FlashStandIn):
     """A wrong kernel: the newest position is not read."""
 
     def flash_attn_with_kvcache(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
-        cache_seqlens: torch.Tensor, **options: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *,
+        cache_seqlens: torch.Tensor,
+        **options: Any,
+    ) -> torch.Tensor:
         return super().flash_attn_with_kvcache(
             q, k_cache, v_cache, cache_seqlens=cache_seqlens - 1, **options
         )
@@ -282,9 +322,13 @@ def test_without_a_gpu_it_is_torch_and_the_log_says_why(caplog: pytest.LogCaptur
     ],
 )
 def test_the_choice_on_a_gpu(
-    dtype: torch.dtype, head_dim: int, capability: tuple[int, int], installed: set[str],
-    chosen: str, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    dtype: torch.dtype,
+    head_dim: int,
+    capability: tuple[int, int],
+    installed: set[str],
+    chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from quadriga.engine.cuda import attention
 
     def find_spec(name: str) -> Any:

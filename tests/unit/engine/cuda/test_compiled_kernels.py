@@ -72,9 +72,14 @@ def compiled_attention(
     types |= dict.fromkeys(("part_out", "part_max", "part_sum"), "*fp32")
     types |= {"table_stride": "i32", "scale": "fp32", "window": "i32"}
     return compiled(
-        triton_attention._attend, types, constants, architecture,
-        unaligned=("scale", "window"), num_stages=stages, num_warps=4,
-    )  # fmt: skip
+        triton_attention._attend,
+        types,
+        constants,
+        architecture,
+        unaligned=("scale", "window"),
+        num_stages=stages,
+        num_warps=4,
+    )
 
 
 def spilled_bytes(kernel: Any, folder: Path) -> int:
@@ -201,9 +206,14 @@ def test_products_of_one_token_read_weights_in_whole_words_and_early(
         warps = shape.pop("num_warps")
         flags = {"ADDS": is_gated, "NORMS": is_gated, "GATED": is_gated, "BIASED": False}
         kernel = compiled(
-            triton_products._product, types, shape | flags | {"OVERLAPS": overlaps}, architecture,
-            unaligned=("eps",), num_warps=warps, launch_pdl=overlaps,
-        )  # fmt: skip
+            triton_products._product,
+            types,
+            shape | flags | {"OVERLAPS": overlaps},
+            architecture,
+            unaligned=("eps",),
+            num_warps=warps,
+            launch_pdl=overlaps,
+        )
         assert spilled_bytes(kernel, tmp_path) == 0
         before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
         assert bool(wait) == overlaps

@@ -53,10 +53,19 @@ def look(x: torch.Tensor, depth: int, logits: torch.Tensor, said: torch.Tensor) 
 def make(max_rows: int = 12, max_tokens: int = 0) -> tuple[DecodeGraphs, Layers, TapeRecorder]:
     layers, recorder = Layers(), TapeRecorder()
     made = DecodeGraphs(
-        layers.run_each, recorder, look=look, segment_ends=(2, 3, 6), max_rows=max_rows,
-        max_tokens=max_tokens, hidden_size=4, vocab_size=2, dtype=torch.float32,
-        device=torch.device("cpu"), capacity=CAPACITY, padding_row=PADDING_ROW,
-    )  # fmt: skip
+        layers.run_each,
+        recorder,
+        look=look,
+        segment_ends=(2, 3, 6),
+        max_rows=max_rows,
+        max_tokens=max_tokens,
+        hidden_size=4,
+        vocab_size=2,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        capacity=CAPACITY,
+        padding_row=PADDING_ROW,
+    )
     return made, layers, recorder
 
 

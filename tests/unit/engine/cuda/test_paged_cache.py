@@ -122,10 +122,14 @@ def test_a_copy_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch) -
 
 def test_states_are_kept_in_pages() -> None:
     states = PagedStates(
-        num_rows=2, capacity=50, hidden_size=3, budget_tokens=60, dtype=torch.float32,
+        num_rows=2,
+        capacity=50,
+        hidden_size=3,
+        budget_tokens=60,
+        dtype=torch.float32,
         device=torch.device("cpu"),
         page_tokens=16,
-    )  # fmt: skip
+    )
     rows, slots = np.array([0, 1, 0, 0]), np.array([0, 5, 16, 49])
     kept = torch.randn(4, 3)
     states.put(rows, slots, kept)
