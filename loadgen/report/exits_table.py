@@ -90,7 +90,7 @@ def _tokens(
     for name, model in _models(view).items():
         now = view["exits"][name]["tokens"]
         told = {} if before is None else before.get("exits", {}).get(name, {"tokens": now})
-        then = Counter(told.get("tokens"))
+        then: Counter[str] = Counter(told.get("tokens"))
         grown = {int(k): int(n - then[k] if n >= then[k] else n) for k, n in now.items()}
         found.setdefault(model, Counter()).update(grown)
     return found
