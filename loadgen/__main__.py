@@ -21,7 +21,6 @@ from typing import NoReturn, Protocol, cast
 from quadriga.errors import QuadrigaError
 
 EXIT_OK = 0
-EXIT_FAILED = 1  # the checker or a comparison failed
 EXIT_USAGE = 2
 EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_UNREAD = 128 + signal.SIGPIPE

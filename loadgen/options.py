@@ -7,12 +7,14 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from loadgen.load.sessions import WholeRange
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.config.loader import load_config
 from quadriga.errors import ConfigError
 
+N = TypeVar("N", int, float)
 API_KEY_VARIABLE = "QUADRIGA_API_KEY"
 MAX_USERS = 10_000_000
 MAX_TIMEOUT_S = 86_400.0
@@ -82,29 +84,21 @@ def whole(minimum: int, maximum: int = UNLIMITED) -> Callable[[str], int]:
 def span(minimum: int, maximum: int) -> Callable[[str], WholeRange]:
     """Return an argparse type: `N` or `LOW-HIGH`, whole numbers in range."""
     bound = whole(minimum, maximum)
-
-    def parse(text: str) -> WholeRange:
-        low, dash, high = text.partition("-")
-        found = WholeRange(bound(low), bound(high if dash else low))
-        if found.low > found.high:
-            raise argparse.ArgumentTypeError(f"{text!r}: {found.low} is above {found.high}")
-        return found
-
-    return parse
+    return lambda text: WholeRange(*_span(text, bound))
 
 
 def number_span(above: float, maximum: float) -> Callable[[str], tuple[float, float]]:
     """Return an argparse type: `N` or `LOW-HIGH`, numbers above a limit."""
     bound = number(above, maximum)
+    return lambda text: _span(text, bound)
 
-    def parse(text: str) -> tuple[float, float]:
-        low, dash, high = text.partition("-")
-        found = (bound(low), bound(high if dash else low))
-        if found[0] > found[1]:
-            raise argparse.ArgumentTypeError(f"{text!r}: {found[0]:g} is above {found[1]:g}")
-        return found
 
-    return parse
+def _span(text: str, bound: Callable[[str], N]) -> tuple[N, N]:
+    low, dash, high = text.partition("-")
+    found = (bound(low), bound(high if dash else low))
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: {found[0]:g} is above {found[1]:g}")
+    return found
 
 
 def setting(text: str) -> str:

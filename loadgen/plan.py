@@ -32,6 +32,7 @@ from quadriga.config.engine_spec import DTYPE_BYTES
 from quadriga.errors import ConfigError
 
 GIB = 2**30
+DEFAULT_CONTEXT = 2048
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 ASSUMPTIONS = (
     "weights and KV alone: no activations, no workspace, no fragmentation",
@@ -82,7 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device-gib", type=number(0), default=40.0, help="memory of one device")
     parser.add_argument("--devices", type=whole(1), default=1, help="that share each model")
-    parser.add_argument("--context", type=whole(1), default=2048, help="tokens of a sequence")
+    parser.add_argument(
+        "--context",
+        type=whole(1),
+        help=f"tokens of a sequence; default: {DEFAULT_CONTEXT}, or all that the model takes",
+    )
     parser.add_argument(
         "--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16", help="of weights and KV"
     )
@@ -201,9 +206,10 @@ def saved_gib() -> list[tuple[str, int, float, float]]:
 
 def _rows(name: str, args: argparse.Namespace) -> list[PlanRow]:
     sizes, exits = find_sizes(name)
-    if args.context > sizes.max_positions:
+    context = args.context or min(DEFAULT_CONTEXT, sizes.max_positions)
+    if context > sizes.max_positions:
         raise ConfigError(
-            f"--context: {args.context} is beyond the {sizes.max_positions} positions of {name}",
+            f"--context: {context} is beyond the {sizes.max_positions} positions of {name}",
             param="--context",
         )
     depths: Sequence[int] = args.depth or sorted(
@@ -216,7 +222,7 @@ def _rows(name: str, args: argparse.Namespace) -> list[PlanRow]:
             name,
             sizes,
             depth,
-            context=args.context,
+            context=context,
             value_bytes=DTYPE_BYTES[args.dtype],
             device_bytes=args.devices * args.device_gib * GIB,
         )
@@ -228,14 +234,14 @@ def _print_rows(console: Console, rows: Sequence[PlanRow], args: argparse.Namesp
     columns: dict[str, Callable[[PlanRow], object]] = {
         "model": lambda r: r.model,
         "layers": lambda r: f"{r.depth}/{r.num_layers}",
+        "context": lambda r: r.context,
         "weights GiB": lambda r: f"{r.weights_gib:.2f}",
         "KV KiB/token": lambda r: f"{r.kv_bytes_per_token / 1024:.0f}",
         "largest batch": lambda r: r.batch,
         "over full depth": lambda r: "—" if r.batch_ratio is None else f"{r.batch_ratio:.2f}×",
     }
     memory = f"{args.devices} × {args.device_gib:g} GiB"
-    title = f"{memory}, {args.dtype}, {args.context} tokens a sequence"
-    console.print(table_of(rows, columns, title=title))
+    console.print(table_of(rows, columns, title=f"{memory}, {args.dtype}"))
 
 
 def _print_paper(console: Console, checks: Sequence[PaperCheck]) -> None:

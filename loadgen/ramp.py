@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,16 +24,15 @@ from loadgen.ramps.levels import Ramp, check_concurrency
 from loadgen.ramps.report import one_line, print_ramp, write_ramp_plot
 from loadgen.ramps.steps import Goal, RampWatch, StepFigures, capacity_of
 from loadgen.report import run_report as report
+from loadgen.report.experiment import REPORT_WIDTH, wide_console
 from loadgen.report.metrics import LoadSlo, summarise
 from loadgen.report.output import output_folder
 from loadgen.report.plots import write_plots
 from loadgen.report.progress import progress_bar
 from loadgen.runner import Live, LoadOptions, RunResult, now_s, run_load
-from loadgen.stage import Stage, open_stage, print_failures
+from loadgen.stage import Stage, exit_status, open_stage, print_failures
 from quadriga.errors import ConfigError
 
-EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
-REPORT_WIDTH = 120
 TICK_S = 0.25
 _EXAMPLES = """examples:
   python -m loadgen ramp --tasks 200 --rate 1-16
@@ -121,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; 0 when no response failed its check and at least one passed."""
     ramp, process, goal = read_ramp(args)
-    console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
+    console = wide_console(REPORT_WIDTH)
     with output_folder(args.output, "ramp-") as folder:
         result, figures = run_event_loop(lambda: drive(args, ramp, process, goal, console, folder))
         title = f"{describe(args)} over {args.transport}"
@@ -131,10 +129,8 @@ def run(args: argparse.Namespace) -> int:
         print_ramp(console, figures, ramp, goal, title)
         print_failures(console, result)
         console.print(f"results: {folder}")
-    if result.was_interrupted:
-        return EXIT_INTERRUPTED
-    failed = result.texts_not_verified or any(r.verdict.faults for r in result.records)
-    return EXIT_FAILED if failed or not any(one.ok for one in figures) else EXIT_OK
+    failed = any(record.verdict.faults for record in result.records)
+    return exit_status(result, failed or not any(one.ok for one in figures))
 
 
 def read_ramp(args: argparse.Namespace) -> tuple[Ramp, Arrivals, Goal]:
@@ -146,10 +142,11 @@ def read_ramp(args: argparse.Namespace) -> tuple[Ramp, Arrivals, Goal]:
     low, high = args.rate or args.concurrency
     if args.concurrency is not None:
         check_concurrency(low, high)
-    settle_s = args.step_s / 4 if args.settle_s is None else args.settle_s
-    if settle_s >= args.step_s:
+    if args.settle_s is None:
+        args.settle_s = args.step_s / 4
+    if args.settle_s >= args.step_s:
         raise ConfigError(
-            f"--settle-s: {settle_s:g} leaves nothing of a step of {args.step_s:g} s",
+            f"--settle-s: {args.settle_s:g} leaves nothing of a step of {args.step_s:g} s",
             param="settle-s",
         )
     if args.stream != "true":
@@ -165,7 +162,7 @@ def read_ramp(args: argparse.Namespace) -> tuple[Ramp, Arrivals, Goal]:
         high=high,
         num_steps=args.steps,
         step_s=args.step_s,
-        settle_s=settle_s,
+        settle_s=args.settle_s,
         users="requests" if args.sessions is None else "conversations",
     )
     goal = Goal(LoadSlo(args.slo_ttft_s, args.slo_tpot_s), args.slo_share)

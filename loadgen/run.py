@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -14,24 +13,23 @@ from loadgen.load.arrivals import Arrivals, parse_arrivals
 from loadgen.load.scenario import describe
 from loadgen.load_options import add_arguments
 from loadgen.report import run_report as report
+from loadgen.report.experiment import REPORT_WIDTH, wide_console
 from loadgen.report.metrics import LoadSlo, LoadSummary, summarise
 from loadgen.report.output import output_folder
 from loadgen.report.plots import write_plots
 from loadgen.report.progress import progress_bar
 from loadgen.runner import Live, LoadOptions, RunResult, run_load
-from loadgen.stage import open_stage, print_failures
+from loadgen.stage import exit_status, open_stage, print_failures
 from quadriga.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
 
-EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
-REPORT_WIDTH = 100
-
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; 0 only when all checks were made, none failed, and a response passed."""
-    console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
-    arrivals = parse_arrivals(args.arrivals or ("trace" if args.trace else "closed:8"))
+    console = wide_console(REPORT_WIDTH)
+    args.arrivals = args.arrivals or ("trace" if args.trace else "closed:8")
+    arrivals = parse_arrivals(args.arrivals)
     if args.stream == "false" and (args.slo_ttft_s or args.slo_tpot_s):
         raise ConfigError("--slo-ttft-s, --slo-tpot-s: not for --stream false", param="stream")
     earlier = EarlierAnswers.read(args.same_as) if args.same_as else None
@@ -43,10 +41,7 @@ def run(args: argparse.Namespace) -> int:
         report.print_summary(console, summary, title)
         print_failures(console, result)
         console.print(f"results: {folder}")
-    if result.was_interrupted:
-        return EXIT_INTERRUPTED
-    has_failed = summary.failed or not summary.ok or summary.texts_not_verified
-    return EXIT_FAILED if has_failed else EXIT_OK
+    return exit_status(result, summary.failed or not summary.ok)
 
 
 async def _run(

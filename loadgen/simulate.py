@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import sys
 import time
 import traceback
@@ -22,16 +23,17 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from loadgen.load.arrivals import FORMS
+from loadgen.load.arrivals import FORMS, parse_arrivals
 from loadgen.load.lengths import WORKLOADS
-from loadgen.load.traces import read_trace
+from loadgen.load.traces import MAX_ROWS, read_trace
 from loadgen.options import number, number_from, whole
-from loadgen.report import provenance
+from loadgen.report.experiment import REPORT_WIDTH, print_line, wide_console
 from loadgen.report.figures import figures, for_json
 from loadgen.report.output import add_out_argument, file_to_write
 from loadgen.simulation import report
-from loadgen.simulation.capacity import Probe, find_capacity, is_hopeless
+from loadgen.simulation.capacity import MIN_REQUESTS, Probe, find_capacity, is_hopeless
 from loadgen.simulation.loads import (
+    MAX_SPAN_S,
     SimLoad,
     make_simulation,
     standard_slo,
@@ -49,14 +51,13 @@ from quadriga.sim.recorder import Recorder
 from quadriga.sim.records import MEMORY_RULES
 from quadriga.sim.results import UNFINISHED, Slo
 
-EXIT_OK, EXIT_FAILED = 0, 1
-REPORT_WIDTH = 120
 DEFAULT_DURATION_S = 2000.0
 DEFAULT_SHARE = 0.99
 DEFAULT_STAYS = 0.07
 MAX_TIME_S = 1e8
 MIN_BANDWIDTH_GBIT = 1e-3
 _GBIT = 1e9 / 8
+_NOT_RECORDED = {"trace", "lengths", "find_capacity", "record", "out", "no_plots", "no_progress"}
 _MAX_NAME_CHARS = 80
 _EXAMPLES = """examples:
   python -m loadgen simulate --trace azure.csv.gz --policy current_load ares --decode 6
@@ -235,7 +236,7 @@ def run(args: argparse.Namespace) -> int:
         )
     standard = standard_slo(config)
     slo = Slo(args.slo_ttft_s or standard.ttft_s, args.slo_tpot_s or standard.tpot_s)
-    console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
+    console = wide_console(REPORT_WIDTH)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.find_capacity is not None:
         return _find_capacity(args, load, config, slo, console)
@@ -248,8 +249,7 @@ def run(args: argparse.Namespace) -> int:
     for outcome in outcomes:
         summary = figures(asdict(outcome.summary))
         _print_line(args, load, slo, outcome.policy, report.headline(outcome), summary=summary)
-    is_complete = all(outcome.ended == COMPLETE for outcome in outcomes)
-    return EXIT_OK if is_complete else EXIT_FAILED
+    return int(any(outcome.ended != COMPLETE for outcome in outcomes))
 
 
 def _exits(args: argparse.Namespace) -> SimExits | None:
@@ -305,22 +305,20 @@ def _check(args: argparse.Namespace) -> None:
 
 def _load(args: argparse.Namespace, factor: float) -> SimLoad:
     """The load of the options, `factor` times as fast."""
-    scale = args.scale * factor
     if args.trace is not None:
         trace = read_trace(args.trace, limit=args.limit)
         arrivals = args.arrivals or "trace"
-        return load_of_trace(trace, arrivals=arrivals, scale=scale, seed=args.seed)
-    process, _, rate = (args.arrivals or "poisson:0.15").partition(":")
-    if process != "poisson":
+        return load_of_trace(trace, arrivals=arrivals, scale=args.scale * factor, seed=args.seed)
+    duration_s, rate = args.duration_s or DEFAULT_DURATION_S, _rate_given(args) * factor
+    return synthetic_load(args.lengths, rate=rate, duration_s=duration_s, seed=args.seed)
+
+
+def _rate_given(args: argparse.Namespace) -> float:
+    """The rate at which made-up lengths arrive."""
+    arrivals = parse_arrivals(args.arrivals or "poisson:0.15")
+    if arrivals.process != "poisson":
         raise ConfigError("--arrivals: made-up lengths arrive by poisson:RATE", param="arrivals")
-    try:
-        per_s = float(rate)
-    except ValueError:
-        raise ConfigError(f"--arrivals: {rate!r} is not a rate", param="arrivals") from None
-    if not 0.0 < per_s < 1e6:
-        raise ConfigError(f"--arrivals: {rate!r} must lie in 0..1e6", param="arrivals")
-    duration_s = args.duration_s or DEFAULT_DURATION_S
-    return synthetic_load(args.lengths, rate=per_s * scale, duration_s=duration_s, seed=args.seed)
+    return arrivals.rate * float(args.scale)
 
 
 def _simulate(
@@ -390,33 +388,14 @@ def _say_kept(policy: str, path: Path) -> None:
 
 def _config(args: argparse.Namespace, load: SimLoad, slo: Slo, policy: str) -> dict[str, Any]:
     """All options that decide a run's figures."""
-    return {
+    options = {name: value for name, value in vars(args).items() if name not in _NOT_RECORDED}
+    return options | {
         "load": load.name,
         "load_sha256": load.fingerprint(),
         "rate": for_json(load.rate),
         "requests": len(load),
-        "arrivals": args.arrivals,
-        "limit": args.limit,
-        "duration_s": args.duration_s,
-        "scale": args.scale,
-        "seed": args.seed,
         "policy": policy,
-        "decode": args.decode,
-        "prefill": args.prefill,
-        "profile": args.profile,
-        "on_full": args.on_full,
-        "bandwidth_gbit": args.bandwidth_gbit,
-        "report_every_s": args.report_every_s,
-        "stop_and_copy": args.stop_and_copy,
-        "lock_step": args.lock_step,
-        "depths": args.depths,
-        "strict_share": args.strict_share,
-        "front": args.front,
-        "stays": args.stays,
-        "full_depth_share": args.full_depth_share,
-        "quality_budget": args.quality_budget,
         "fail": [[f.at_s, f.replica, f.down_s] for f in args.fail],
-        "warm_up_s": args.warm_up_s,
         "slo_ttft_s": slo.ttft_s,
         "slo_tpot_s": for_json(slo.tpot_s),
     }
@@ -461,15 +440,8 @@ def _print_line(
     headline: dict[str, Any],
     **more: Any,
 ) -> None:
-    line = {
-        "experiment": "simulate",
-        "headline": headline,
-        **more,
-        "config": _config(args, load, slo, policy),
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
-    }
-    print(json.dumps(line, allow_nan=False))
+    config = _config(args, load, slo, policy)
+    print_line("simulate", headline=headline, **more, config=config)
 
 
 def _find_capacity(
@@ -485,7 +457,7 @@ def _find_capacity(
     conclusions = []
     for policy in dict.fromkeys(args.policy):
         probe = partial(_probe, args, policy, load, config, slo, share, _printer(console))
-        found = find_capacity(probe)
+        found = find_capacity(probe, *_factors(args, load))
         path = _path(args, load, slo, policy).with_suffix(".capacity.json")
         document = {
             "share": share,
@@ -506,7 +478,15 @@ def _find_capacity(
             "good_share": share,
         }
         _print_line(args, load, slo, policy, headline, capacity=document)
-    return EXIT_OK
+    return 0
+
+
+def _factors(args: argparse.Namespace, load: SimLoad) -> tuple[float, float]:
+    """The slowest and the fastest load that can be simulated, as factors of the rate given."""
+    if args.trace is not None:
+        return float(load.arrivals_s[-1]) / MAX_SPAN_S, math.inf
+    num_counted = int((load.arrivals_s >= args.warm_up_s).sum())
+    return MIN_REQUESTS / num_counted, MAX_ROWS / len(load)
 
 
 def _printer(console: Console) -> Callable[[str], None]:
@@ -524,8 +504,10 @@ def _probe(
     factor: float,
 ) -> Probe:
     """Simulate the load at a factor of its rate, until the share cannot be met any more."""
-    load = load.faster(factor) if args.trace is not None else _load(args, factor)
-    warm_up_s = args.warm_up_s / factor if args.trace is not None else args.warm_up_s
+    if args.trace is not None:
+        rate, load, warm_up_s = load.rate, load.faster(factor), args.warm_up_s / factor
+    else:
+        rate, load, warm_up_s = _rate_given(args), _load(args, factor), args.warm_up_s
     stop = is_hopeless(load, slo, share, from_s=warm_up_s)
     run = make_simulation(policy, load, config, stop=stop).run()
     summary = summary_of(run, load, slo, from_s=warm_up_s)
@@ -533,7 +515,7 @@ def _probe(
     failures = {r: n for r, n in summary.failures.items() if r != UNFINISHED}
     probe = Probe(
         factor=factor,
-        rate=load.rate,
+        rate=rate * factor,
         good_share=None if is_cut else summary.good_share,
         is_kept=not is_cut and summary.good_share >= share - 1e-9,
         failures=failures,

@@ -127,6 +127,11 @@ async def _warm_up(stage: Stage) -> None:
             raise ConfigError(f"warm-up request {record.spec.index} failed: {faults}")
 
 
+def exit_status(result: RunResult, has_failed: bool | int) -> int:
+    """Return 130 after an interruption, 1 where something failed or was not verified, else 0."""
+    return 130 if result.was_interrupted else int(bool(has_failed or result.texts_not_verified))
+
+
 def print_failures(console: Console, result: RunResult) -> None:
     """Print the first failed requests with their first faults, and a check that was not made."""
     failed = [record for record in result.records if record.verdict.faults]

@@ -56,15 +56,15 @@ def run(args: argparse.Namespace) -> int:
     if args.once:
         console.print(look())
         return 0
-    shown = look()
+    shown = last_good = look()
     with Live(shown, console=console, screen=console.is_terminal, auto_refresh=False) as live:
         while True:
             live.update(shown, refresh=True)
             time.sleep(args.interval_s)
             try:
-                shown = look()
+                shown = last_good = look()
             except ConfigError as exc:  # the service may come back
-                shown = Group(Text(exc.message, style="red"), shown)
+                shown = Group(Text(exc.message, style="red"), last_good)
 
 
 def frame(

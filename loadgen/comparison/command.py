@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import track
 
 from loadgen.comparison.comparable import load_differences, setting_differences
@@ -17,13 +15,12 @@ from loadgen.comparison.report import Sides, print_comparison
 from loadgen.comparison.runs import ComparedFigure, Method, compare, num_figures, slo_of
 from loadgen.options import number, number_from, whole
 from loadgen.report import provenance
+from loadgen.report.experiment import REPORT_WIDTH, wide_console
 from loadgen.report.metrics import LoadSlo
 from loadgen.report.output import folder_to_write, output_folder
 from loadgen.report.results import read_results
 from quadriga.errors import ConfigError
 
-EXIT_OK, EXIT_WORSE = 0, 1
-REPORT_WIDTH = 120
 MAX_DRAWS = 100_000
 MAX_RUNS = 100
 COMPARE_FILE = "compare.json"
@@ -103,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     default = MARGIN_PERCENT if len(a) == 1 else 0.0
     margin = default if args.margin is None else args.margin
     method = Method(margin / 100, args.confidence, args.draws, args.seed)
-    console = Console(width=None if sys.stdout.isatty() else REPORT_WIDTH)
+    console = wide_console(REPORT_WIDTH)
     with output_folder(args.output, "compare-") as folder:
         compared = track(
             compare(a, b, slo, method, same_load=not reasons),
@@ -121,8 +118,7 @@ def run(args: argparse.Namespace) -> int:
             write_compare_plots(folder, (a, b), rows)
         print_comparison(console, (a, b), rows, reasons, args.confidence)
         console.print(f"results: {folder}")
-    is_worse = any(row.verdict == "worse" for row in rows)
-    return EXIT_WORSE if args.fail_if_worse and is_worse else EXIT_OK
+    return int(args.fail_if_worse and any(row.verdict == "worse" for row in rows))
 
 
 def split_sides(words: Sequence[str]) -> tuple[list[Path], list[Path]]:

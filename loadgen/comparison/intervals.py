@@ -140,7 +140,7 @@ def difference(
 
 
 def difference_of_runs(
-    a: Values, b: Values, *, margin_share: float, confidence: float, seed: int
+    a: Values, b: Values, *, margin_share: float, confidence: float
 ) -> MeanDifference:
     """Return the mean figure of both sides and the interval of its difference, by Welch.
 
@@ -158,13 +158,17 @@ def difference_of_runs(
     if total := sum(parts):
         pairs = zip(parts, (a, b), strict=True)
         freedom = total**2 / sum(part**2 / (len(values) - 1) for part, values in pairs)
-        rng = np.random.default_rng([seed, 0x7E57])
-        samples = np.abs(rng.standard_t(freedom, _NUM_T_SAMPLES))
-        reach = float(np.percentile(samples, 100 * confidence)) * math.sqrt(total)
+        reach = t_reach(freedom, confidence) * math.sqrt(total)
     gap, margin = figure_b - figure_a, margin_share * abs(figure_a)
     return MeanDifference(
         figure_a, figure_b, gap - reach, gap + reach, margin, len(a), len(b), False, is_of_runs=True
     )
+
+
+def t_reach(freedom: float, confidence: float) -> float:
+    """How far from 0 a value of Student's t lies at most, with that confidence; by sampling."""
+    samples = np.random.default_rng(0x7E57).standard_t(freedom, _NUM_T_SAMPLES)
+    return float(np.percentile(np.abs(samples), 100 * confidence))
 
 
 def _draw(

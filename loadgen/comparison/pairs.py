@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from loadgen.comparison.intervals import t_reach
+
 CONFIDENCE = 0.95
 LEAST_RATIO = 0.98
 """What is on may cost so much where it cannot help, and no more."""
-_NUM_SAMPLES = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,6 @@ def paired_ratio(pairs: Sequence[tuple[float, float]]) -> PairedRatio | None:
     mean = float(logs.mean())
     if len(logs) == 1:
         return PairedRatio(math.exp(mean), None, None, 1)
-    rng = np.random.default_rng(0x7E57)
-    samples = np.abs(rng.standard_t(len(logs) - 1, _NUM_SAMPLES))
-    reach = float(np.percentile(samples, 100 * CONFIDENCE) * logs.std(ddof=1)) / math.sqrt(
-        len(logs)
-    )
+    error = float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    reach = t_reach(len(logs) - 1, CONFIDENCE) * error
     return PairedRatio(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach), len(logs))

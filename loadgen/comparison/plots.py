@@ -19,17 +19,15 @@ _SIDE_COLOURS = ("tab:blue", "tab:orange")
 _COLOURS = {"better": "tab:green", "worse": "tab:red"}
 
 
-def write_compare_plots(folder: Path, sides: Sides, rows: Sequence[ComparedFigure]) -> list[Path]:
-    """Write `distributions.png` and `ratios.png`; returns the paths."""
+def write_compare_plots(folder: Path, sides: Sides, rows: Sequence[ComparedFigure]) -> None:
+    """Write `distributions.png` and `ratios.png`."""
     names = [", ".join(results.path.parent.name for results in side) for side in sides]
     title = f"A: {names[0]:.60}   B: {names[1]:.60}"
-    paths = [folder / "distributions.png", folder / "ratios.png"]
-    with drawn(paths[0], 2, 2, size=PANEL, title=title) as axes:
+    with drawn(folder / "distributions.png", 2, 2, size=PANEL, title=title) as axes:
         _draw_distributions(axes, sides)
     shown = [row for row in rows if row.difference.a > 0][:MAX_RATIOS]
-    with drawn(paths[1], size=(9, 1.5 + 0.32 * len(shown))) as axes:
+    with drawn(folder / "ratios.png", size=(9, 1.5 + 0.32 * len(shown))) as axes:
         _draw_ratios(axes[0][0], shown)
-    return paths
 
 
 def _draw_distributions(axes: Any, sides: Sides) -> None:

@@ -116,7 +116,7 @@ def compare(
             if len(left) == 1:
                 found = _of_requests(group, figure, left[0], right[0], method, same_load=same_load)
             else:
-                found = _of_runs(group, figure, left, right, method)
+                found = _of_runs(figure, left, right, method)
             yield _row(group, figure.name, figure.unit, found, figure.is_lower_better)
         if not group:
             tokens = _tokens_per_s(left, right, method)
@@ -222,7 +222,6 @@ def _of_requests(
 
 
 def _of_runs(
-    group: str,
     figure: Figure,
     left: Sequence[Sequence[Record]],
     right: Sequence[Sequence[Record]],
@@ -239,7 +238,6 @@ def _of_runs(
         *sides,
         margin_share=0.0 if figure.is_of_all else method.margin_share,
         confidence=method.confidence,
-        seed=_seed(method, group + figure.name),
     )
 
 
@@ -264,14 +262,12 @@ def _tokens_per_s(
     a, b = ([one for one in side if one is not None] for side in sides)
     if len(a) < len(left) or len(b) < len(right):
         return None
-    seed = _seed(method, "tokens")
     if len(left) > 1:
         return difference_of_runs(
             np.array([one.mean() for one in a]),
             np.array([one.mean() for one in b]),
             margin_share=method.margin_share,
             confidence=method.confidence,
-            seed=seed,
         )
     found = difference(
         a[0],
@@ -279,7 +275,7 @@ def _tokens_per_s(
         mean,
         is_paired=False,
         min_values=NUM_SLICES,
-        seed=seed,
+        seed=_seed(method, "tokens"),
         margin_share=method.margin_share,
         confidence=method.confidence,
         num_draws=method.num_draws,

@@ -47,7 +47,7 @@ def read_texts(path: Path, *, param: str, limit: int | None = None) -> Iterator[
     """
     for where, line in _lines(path, param, limit, MAX_ROWS, MAX_LINE_BYTES):
         try:
-            yield line.decode("utf-8").strip()
+            yield line.decode("utf-8-sig").strip()  # a byte-order mark is no part of a text
         except UnicodeDecodeError as exc:
             raise ConfigError(f"{where}: not UTF-8: {exc}", param=param) from exc
 

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quadriga.errors import ConfigError
-
 Table = tuple[tuple[float, float], ...]
 """(u, tokens), u ascending from 0 to 1; between two points the length is linear in u."""
 
@@ -105,13 +103,3 @@ TRANSLATION = Lengths(
 )
 
 WORKLOADS: dict[str, Lengths] = {w.name: w for w in (SHAREGPT, ALPACA, REASONING, TRANSLATION)}
-
-
-def find_workload(name: str) -> Lengths:
-    """Return a workload by name. Raises: ConfigError where there is none of it."""
-    workload = WORKLOADS.get(name)
-    if workload is None:
-        raise ConfigError(
-            f"--lengths: {name!r} is not known; use one of {', '.join(WORKLOADS)}", param="lengths"
-        )
-    return workload

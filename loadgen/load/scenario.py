@@ -36,8 +36,13 @@ QUESTIONS = Path(__file__).parent / "questions.txt"
 """English questions, one a line; sent where no load is named."""
 NUM_DEFAULT_TASKS = 100
 """Sent instead to a model that knows nothing but the tasks."""
-PROMPT_MAX_TOKENS = 128
-TASK_MAX_TOKENS = 1024  # longer than the longest answer of any task
+_PROMPT_MAX_TOKENS = 128
+_MAX_TOKENS = {
+    "prompts": _PROMPT_MAX_TOKENS,
+    "sessions FILE": _PROMPT_MAX_TOKENS,
+    "tasks": 1024,  # longer than the longest answer of any task
+}
+"""Load → `--max-tokens` where it is not given."""
 _SECRETS = ("api_key", "api_key_file", "ca_file")
 _FILES = ("trace", "prompts", "sessions")
 
@@ -111,18 +116,18 @@ def cached_apart(specs: Sequence[RequestSpec]) -> list[RequestSpec]:
 
 
 def choose_load(args: argparse.Namespace, model: str) -> None:
-    """Where no load is named, name the one that suits the model.
+    """Where no load is named, name the one that suits the model; and fill in its output limit.
 
     Raises:
         ConfigError: An option says nothing about that load.
     """
-    if _named_load(args) is not None:
-        return
-    if model in bundled_models():
-        args.tasks = NUM_DEFAULT_TASKS
-    else:
-        args.prompts = QUESTIONS
-    check_load(args)
+    if _named_load(args) is None:
+        if model in bundled_models():
+            args.tasks = NUM_DEFAULT_TASKS
+        else:
+            args.prompts = QUESTIONS
+        check_load(args)
+    args.max_tokens = args.max_tokens or _MAX_TOKENS.get(str(_named_load(args)))
 
 
 def check_load(args: argparse.Namespace) -> None:
@@ -135,12 +140,23 @@ def check_load(args: argparse.Namespace) -> None:
     if _named_load(args) is None:
         return
     _refuse_unused(args)
-    if args.fit_prompts and endpoint_of(args) != "completions":
+    endpoint = endpoint_of(args)
+    if endpoint != "completions" and (args.trace or args.fit_prompts):
+        option = "trace" if args.trace else "fit-prompts"
         raise ConfigError(
-            "--fit-prompts: token ids have no chat form; use --endpoint completions",
-            param="fit-prompts",
+            f"--{option}: token ids have no chat form; use --endpoint completions", param=option
         )
-    if isinstance(args.sessions, Path) and endpoint_of(args) != "chat":
+    if endpoint == "chat" and args.vocab_size:
+        raise ConfigError(
+            "--vocab-size: turns over chat are words; use --endpoint completions",
+            param="vocab-size",
+        )
+    if args.time_scale != 1.0 and args.arrivals != "trace":
+        raise ConfigError(
+            f"--time-scale: --arrivals {args.arrivals} has times of its own; set the rate there",
+            param="time-scale",
+        )
+    if isinstance(args.sessions, Path) and endpoint != "chat":
         raise ConfigError(
             "--endpoint: conversations of a file are messages; use chat", param="endpoint"
         )
@@ -171,7 +187,7 @@ async def build_load(
             arrivals,
             seed=args.seed,
             tasks=args.task_names,
-            max_tokens=args.max_tokens or TASK_MAX_TOKENS,
+            max_tokens=args.max_tokens,
         )
         specs = [_leave_room(spec, target) for spec in specs]
     else:
@@ -180,7 +196,7 @@ async def build_load(
             arrivals,
             limit=args.limit,
             seed=args.seed,
-            max_tokens=args.max_tokens or PROMPT_MAX_TOKENS,
+            max_tokens=args.max_tokens,
         )
     if args.fit_prompts:
         specs = await fit_prompts(client, target, specs)
@@ -221,14 +237,14 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _named_load(args: argparse.Namespace) -> str | None:
-    return next((n for n in ("trace", "tasks", "prompts", "sessions") if vars(args)[n]), None)
+    if args.sessions:
+        return "sessions FILE" if isinstance(args.sessions, Path) else "sessions N"
+    return next((name for name in ("trace", "tasks", "prompts") if vars(args)[name]), None)
 
 
 def _refuse_unused(args: argparse.Namespace) -> None:
     """Raises: ConfigError for an option that says nothing about this load: it would be ignored."""
     load = _named_load(args)
-    if load == "sessions":
-        load = "sessions FILE" if isinstance(args.sessions, Path) else "sessions N"
     for name, (default, loads) in _ONLY_FOR.items():
         if load not in loads and getattr(args, name) != default:
             option = name.replace("_", "-")
@@ -251,7 +267,7 @@ async def _dialogues(
             limit=args.limit,
             think_s=args.think_s,
             seed=args.seed,
-            max_tokens=args.max_tokens or PROMPT_MAX_TOKENS,
+            max_tokens=args.max_tokens,
             streams=[stream for stream, _ in forms],
         )
     else:
@@ -288,13 +304,8 @@ async def _from_trace(
     args: argparse.Namespace, arrivals: Arrivals, client: HttpClient, target: Target
 ) -> list[RequestSpec]:
     trace = traces.read_trace(args.trace, limit=args.limit)
-    if trace.arrivals_s is not None:
+    if args.time_scale != 1.0:
         trace = traces.scale_time(trace, args.time_scale)
-    elif args.time_scale != 1.0:
-        raise ConfigError(
-            f"--time-scale: {trace.name} has lengths only; set the rate in --arrivals",
-            param="time-scale",
-        )
     if args.scale_lengths == "auto":
         if target.max_model_len is None:
             raise ConfigError(

@@ -183,14 +183,12 @@ def shape(
     """Set how the requests are asked, in turns, so that one run covers every form."""
     shaped = []
     for spec in specs:
-        is_stream, wanted = forms[spec.index % len(forms)]
-        # Token ids have no chat form.
-        chosen = wanted if isinstance(spec.prompt, str) else "completions"
-        chat = chosen == "chat"
+        is_stream, endpoint = forms[spec.index % len(forms)]
+        chat = endpoint == "chat"
         shaped.append(
             replace(
                 spec,
-                endpoint=chosen,
+                endpoint=endpoint,
                 stream=is_stream,
                 temperature=temperature,
                 num_choices=num_choices,

@@ -11,9 +11,7 @@ from rich.console import Console
 from loadgen.ramps.levels import Ramp
 from loadgen.ramps.steps import MIN_REQUESTS, Goal, StepFigures, capacity_of
 from loadgen.report.experiment import PANEL, drawn, table_of
-from loadgen.report.metrics import Distribution
-
-PLOT_FILE = "ramp.png"
+from loadgen.report.figures import several
 
 
 def one_line(figures: StepFigures, ramp: Ramp) -> str:
@@ -64,8 +62,8 @@ def print_ramp(
         "tokens/s": lambda f: f"{f.output_tokens_per_s:,.0f}",
         "goodput/s": lambda f: f"{f.goodput_rps:,.2f}",
         "good": lambda f: f"{f.good_share:.1%}",
-        "TTFT ms P50 / 90 / 99": lambda f: _three(f.ttft),
-        "TPOT ms P50 / 90 / 99": lambda f: _three(f.tpot),
+        "TTFT ms P50 / 90 / 99": lambda f: _ms(f.ttft.p50, f.ttft.p90, f.ttft.p99),
+        "TPOT ms P50 / 90 / 99": lambda f: _ms(f.tpot.p50, f.tpot.p90, f.tpot.p99),
         "errors": lambda f: f"{f.error_share:.1%}",
         "SLO": lambda f: {True: "kept", False: "[red]broken[/red]", None: "–"}[f.kept],
     }
@@ -86,14 +84,13 @@ def print_ramp(
 
 def write_ramp_plot(
     folder: Path, figures: Sequence[StepFigures], ramp: Ramp, goal: Goal, title: str
-) -> Path | None:
-    """Draw throughput, latencies and shares over the level; None where no step was finished."""
+) -> None:
+    """Draw throughput, latencies and shares over the level, where a step was finished."""
     if not figures:
-        return None
-    path, heading = folder / PLOT_FILE, f"{title}: {ramp.rise} ramp"
-    with drawn(path, 2, 2, size=PANEL, title=heading, sharex=True) as axes:
+        return
+    heading = f"{title}: {ramp.rise} ramp"
+    with drawn(folder / "ramp.png", 2, 2, size=PANEL, title=heading, sharex=True) as axes:
         _draw(axes, figures, ramp, goal)
-    return path
 
 
 def _draw(axes: Any, figures: Sequence[StepFigures], ramp: Ramp, goal: Goal) -> None:
@@ -124,9 +121,5 @@ def _draw(axes: Any, figures: Sequence[StepFigures], ramp: Ramp, goal: Goal) -> 
         axis.legend()
 
 
-def _three(values: Distribution) -> str:
-    return " / ".join(_ms(value) for value in (values.p50, values.p90, values.p99))
-
-
-def _ms(value_s: float | None) -> str:
-    return "–" if value_s is None else f"{value_s * 1e3:,.1f}"
+def _ms(*values_s: float | None) -> str:
+    return several(*values_s, form=",.1f", factor=1e3)

@@ -30,15 +30,12 @@ def exits_table(view: Mapping[str, Any], before: Mapping[str, Any] | None) -> Ta
         before: An earlier view: tokens are counted from there, and from the start where none came.
     """
     models = sorted(set(_models(view).values()))
-    now = _tokens(view)
-    recent = now if before is None else {m: _grown(now[m], _tokens(before).get(m)) for m in now}
-    is_recent = before is not None and any(tokens.total() for tokens in recent.values())
-    shown = recent if is_recent else now
+    shown, span = _tokens(view), "since the start"
     if not shown:
         return None
-    span = "since the start"
-    if is_recent and before is not None:
-        span = f"of the last {view['at_unix_s'] - before['at_unix_s']:.0f} s"
+    recent = {} if before is None else _tokens(view, before)
+    if before is not None and any(tokens.total() for tokens in recent.values()):
+        shown, span = recent, f"of the last {view['at_unix_s'] - before['at_unix_s']:.0f} s"
     table = plain_table(f"exits: tokens {span}")
     table.add_column("model", no_wrap=True)
     table.add_column("mean depth", justify="right", no_wrap=True)
@@ -81,20 +78,22 @@ def _models(view: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _tokens(view: Mapping[str, Any]) -> dict[str, Counter[int]]:
-    """Model → layers run → tokens since the start."""
+def _tokens(
+    view: Mapping[str, Any], before: Mapping[str, Any] | None = None
+) -> dict[str, Counter[int]]:
+    """Model → layers run → tokens since the start, or since an earlier view.
+
+    Of a replica that the earlier view lacks nobody knows how many are new, so none count. A counter
+    that fell belongs to a new process and counts from nought.
+    """
     found: dict[str, Counter[int]] = {}
     for name, model in _models(view).items():
-        counted = {int(layer): int(n) for layer, n in view["exits"][name]["tokens"].items()}
-        found.setdefault(model, Counter()).update(counted)
+        now = view["exits"][name]["tokens"]
+        told = {} if before is None else before.get("exits", {}).get(name, {"tokens": now})
+        then: Counter[str] = Counter(told.get("tokens"))
+        grown = {int(k): int(n - then[k] if n >= then[k] else n) for k, n in now.items()}
+        found.setdefault(model, Counter()).update(grown)
     return found
-
-
-def _grown(now: Counter[int], before: Counter[int] | None) -> Counter[int]:
-    """What came since; a counter that fell belongs to a new process and counts from nought."""
-    if before is None:
-        return now
-    return Counter({k: n - before[k] if n >= before[k] else n for k, n in now.items()})
 
 
 def _uses(view: Mapping[str, Any], model: str) -> dict[int, str]:

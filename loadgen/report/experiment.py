@@ -23,6 +23,8 @@ Columns = Mapping[str, Callable[[R], object]]
 
 WIDTH = 220
 """Columns of a table where standard output is no terminal."""
+REPORT_WIDTH = 120
+"""And of the report of a run."""
 DPI = 120
 PANEL = (5.5, 3.5)
 """Inches, of a panel of the plots of a run."""

@@ -16,15 +16,13 @@ from loadgen.runner import RunResult
 _MAX_POINTS = 4000
 
 
-def write_plots(folder: Path, result: RunResult, title: str) -> list[Path]:
-    """Write `latency.png` (CDFs) and `timeline.png`; returns the paths."""
-    latency, timeline = folder / "latency.png", folder / "timeline.png"
-    with drawn(latency, 2, 2, size=PANEL, title=title) as axes:
+def write_plots(folder: Path, result: RunResult, title: str) -> None:
+    """Write `latency.png` (CDFs) and `timeline.png`."""
+    with drawn(folder / "latency.png", 2, 2, size=PANEL, title=title) as axes:
         _draw_latency(axes, result)
     heights = {"sharex": True, "height_ratios": (3, 3, 2)}
-    with drawn(timeline, 1, 3, size=(11, 2.8), title=title, **heights) as axes:
+    with drawn(folder / "timeline.png", 1, 3, size=(11, 2.8), title=title, **heights) as axes:
         draw_timeline(axes[:, 0], result)
-    return [latency, timeline]
 
 
 def _draw_latency(axes: Any, result: RunResult) -> None:
@@ -39,7 +37,8 @@ def _draw_latency(axes: Any, result: RunResult) -> None:
         draw_cdf(axis, values, "all gaps" if "stall" in name else None)
         if "stall" in name:
             draw_cdf(axis, [gap for r in good for gap in stalls_s(r)], "between arrivals")
-            axis.legend()
+            if axis.lines:
+                axis.legend()
             axis.set_xscale("symlog", linthresh=1.0)
         axis.set_xlabel(name)
         axis.set_ylabel("share at or below")

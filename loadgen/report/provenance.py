@@ -13,9 +13,13 @@ _GIT_TIMEOUT_S = 10.0
 
 
 def commit() -> str:
-    """Return the commit of the code that runs, with `+changes` where files differ from it."""
+    """Return the commit of the code that runs, with `+changes` where files differ from it.
+
+    An installed package has none, though it may lie in the checkout of something else.
+    """
     folder = Path(__file__).parent
     try:
+        _git(folder, "ls-files", "--error-unmatch", Path(__file__).name)
         head = _git(folder, "rev-parse", "HEAD")
         changes = _git(folder, "status", "--porcelain")
     except (OSError, subprocess.SubprocessError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,11 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from loadgen.report import provenance
+from loadgen.report.figures import several, shown
 from loadgen.report.metrics import Distribution, LoadSummary
 from loadgen.runner import Record, RunResult
 from loadgen.wire.capture import Capture
 
 RESULTS_FILE = "run.jsonl"
+_FILES_BESIDE = ("failed-*.txt", "latency.png", "timeline.png", "ramp.png")
 
 
 def header(
@@ -94,13 +97,13 @@ def write_results(
     summary: LoadSummary,
     further: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
-    """Write `run.jsonl` and the raw bytes of failed requests, in place of an earlier run's.
+    """Write `run.jsonl` and the raw bytes of failed requests; an earlier run's files go.
 
     Args:
         further: Lines between the requests and the summary.
     """
     path = folder / RESULTS_FILE
-    for earlier in folder.glob("failed-*.txt"):
+    for earlier in itertools.chain(*map(folder.glob, _FILES_BESIDE)):
         earlier.unlink()
     with path.open("w", encoding="utf-8") as stream:
         for line in (
@@ -163,7 +166,7 @@ def _latency_table(summary: LoadSummary, title: str) -> Table:
 
 def _cells(values: Distribution) -> list[str]:
     parts = (values.mean, values.p50, values.p90, values.p99, values.max)
-    return [*("–" if v is None else f"{v * 1e3:,.2f}" for v in parts), f"{values.count:,}"]
+    return [*(several(part, factor=1e3) for part in parts), f"{values.count:,}"]
 
 
 def _totals_table(summary: LoadSummary) -> Table:
@@ -207,13 +210,14 @@ def _turn_table(summary: LoadSummary) -> Table:
     for turn in summary.turns:
         first, last = turn.first + 1, turn.last + 1
         name = str(first) if first == last else f"{first} to {last}"
-        counts = (
-            "–" if v is None else f"{v:,.0f}" for v in (turn.prompt_tokens, turn.cached_tokens)
-        )
         times = (turn.ttft.p50, turn.ttft.p99, turn.tpot.p50)
-        shown = ("–" if v is None else f"{v * 1e3:,.2f} ms" for v in times)
         table.add_row(
-            name, f"{turn.ok:,} of {turn.requests:,}", *counts, f"{turn.shortened:,}", *shown
+            name,
+            f"{turn.ok:,} of {turn.requests:,}",
+            shown(turn.prompt_tokens, ",.0f"),
+            shown(turn.cached_tokens, ",.0f"),
+            f"{turn.shortened:,}",
+            *(several(time_s, unit="ms", factor=1e3) for time_s in times),
         )
     return table
 

@@ -14,6 +14,9 @@ from quadriga.sim.results import SimulatedRun, Slo, latencies
 MAX_DOUBLINGS = 12
 """From the rate as given, up or down, until one that keeps the SLO and one that does not are known.
 """
+MIN_REQUESTS = 10
+"""A load that is made anew at each rate has fewer of them the slower it is; with less than this it
+says nothing."""
 PRECISION = 1.05
 """The search ends when the two are no further apart than this factor."""
 
@@ -44,18 +47,23 @@ class SimCapacity:
         kept: The fastest load that was kept, below the slowest that was not; None: none was.
         broken: The slowest that was not; None: all were.
         probes: All simulations, in the order they were made.
+        is_at_limit: The search ended where the load could not be simulated any more.
     """
 
     kept: Probe | None
     broken: Probe | None
     probes: tuple[Probe, ...]
+    is_at_limit: bool = False
 
 
-def find_capacity(probe: Callable[[float], Probe]) -> SimCapacity:
+def find_capacity(
+    probe: Callable[[float], Probe], least: float = 0.0, most: float = math.inf
+) -> SimCapacity:
     """Double or halve the rate until the SLO is kept on one side only, then bisect.
 
     Args:
         probe: Simulates the load at a factor of its rate.
+        least, most: Factors beyond which it cannot.
     """
     probes: list[Probe] = []
     kept: Probe | None = None
@@ -70,13 +78,17 @@ def find_capacity(probe: Callable[[float], Probe]) -> SimCapacity:
             broken = probes[-1]
 
     look(1.0)
+    is_at_limit = False
     for power in range(1, MAX_DOUBLINGS + 1):
         if kept is not None and broken is not None:
             break
-        look(2.0**power if broken is None else 2.0**-power)
+        factor = 2.0**power if broken is None else 2.0**-power
+        if is_at_limit := not least <= factor <= most:
+            break
+        look(factor)
     while kept is not None and broken is not None and broken.factor > PRECISION * kept.factor:
         look(math.sqrt(kept.factor * broken.factor))
-    return SimCapacity(kept, broken, tuple(probes))
+    return SimCapacity(kept, broken, tuple(probes), is_at_limit)
 
 
 def is_hopeless(

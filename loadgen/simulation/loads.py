@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.load.arrivals import parse_arrivals
-from loadgen.load.lengths import find_workload
+from loadgen.load.arrivals import Arrivals, parse_arrivals
+from loadgen.load.lengths import WORKLOADS
 from loadgen.load.traces import MAX_ROWS, Trace
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.settings import AresSettings
@@ -81,8 +81,8 @@ def synthetic_load(name: str, *, rate: float, duration_s: float, seed: int) -> S
             param="duration-s",
         )
     num_requests = max(1, round(rate * duration_s))
-    arrivals = parse_arrivals(f"poisson:{rate!r}").times_s(num_requests, seed=seed)
-    inputs, outputs = find_workload(name).draw(num_requests, seed=seed)
+    arrivals = Arrivals("poisson", rate, cv=1.0).times_s(num_requests, seed=seed)
+    inputs, outputs = WORKLOADS[name].draw(num_requests, seed=seed)
     return SimLoad(name, arrivals, inputs, outputs)
 
 

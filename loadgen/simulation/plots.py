@@ -12,11 +12,10 @@ from loadgen.simulation.loads import SimLoad
 from quadriga.sim.results import SimulatedRun, Slo, latencies
 
 
-def write_run_plot(path: Path, run: SimulatedRun, load: SimLoad, slo: Slo, title: str) -> Path:
+def write_run_plot(path: Path, run: SimulatedRun, load: SimLoad, slo: Slo, title: str) -> None:
     """Draw one run: step times and their variance, memory, TPOT, migrations."""
     with drawn(path, 2, 2, size=PANEL, title=f"{title} (simulated)") as axes:
         _draw(axes, run, load, slo)
-    return path
 
 
 def _draw(axes: Any, run: SimulatedRun, load: SimLoad, slo: Slo) -> None:

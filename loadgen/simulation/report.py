@@ -223,13 +223,16 @@ def conclusion(policy: str, found: SimCapacity, share: float) -> str:
         assert found.broken is not None
         failures = ", ".join(f"{r} {n:,}" for r, n in sorted(found.broken.failures.items()))
         because = f"; failed: {failures}" if failures else ""
+        if found.is_at_limit:
+            because += "; slower ones hold too few requests, or last too long, to be simulated"
         return (
             f"{policy}: even at {found.broken.rate:.4g}/s ({_times(found.broken.factor)}) fewer "
             f"than {what}{because}"
         )
     kept = f"{found.kept.rate:.4g}/s ({_times(found.kept.factor)})"
     if found.broken is None:
-        return f"{policy}: {what} up to {kept}, as far as was tried"
+        tried = "can be simulated" if found.is_at_limit else "was tried"
+        return f"{policy}: {what} up to {kept}, as far as {tried}"
     return f"{policy}: {what} up to {kept}, and no longer at {found.broken.rate:.4g}/s"
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from quadriga.checkpoint.exits import NO_EXITS, ExitSpec
 from quadriga.checkpoint.families import read_facts
+from quadriga.checkpoint.json_files import GARBLED
 from quadriga.errors import ConfigError
 
 _GATED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _OPT = "OPTForCausalLM"
-COUNTED_ARCHITECTURES = (*_GATED, _OPT)
 _OPT_SPARE_POSITIONS = 2
 """Rows of OPT's position table that belong to padding."""
 
@@ -81,17 +81,19 @@ def sizes_of(config: dict[str, Any], exits: ExitSpec = NO_EXITS) -> ModelSizes:
     Raises:
         ConfigError: The family is not one whose layers are known here, or a field is missing.
     """
-    architecture = str((config.get("architectures") or ["unknown"])[0])
-    if architecture not in COUNTED_ARCHITECTURES:
-        raise ConfigError(
-            f"config.json: the layers of {architecture} are not known; parameters are counted for "
-            f"{', '.join(COUNTED_ARCHITECTURES)}",
-            param="architectures",
-        )
     try:
-        return _opt(config, exits) if architecture == _OPT else _gated(config, architecture, exits)
-    except (KeyError, TypeError, ValueError) as exc:
+        architecture = str((config.get("architectures") or ["unknown"])[0])
+        if architecture == _OPT:
+            return _opt(config, exits)
+        if architecture in _GATED:
+            return _gated(config, architecture, exits)
+    except GARBLED as exc:
         raise ConfigError(f"config.json lacks or garbles the field {exc}") from exc
+    raise ConfigError(
+        f"config.json: the layers of {architecture} are not known; parameters are counted for "
+        f"{', '.join((*_GATED, _OPT))}",
+        param="architectures",
+    )
 
 
 def _gated(config: dict[str, Any], architecture: str, exits: ExitSpec) -> ModelSizes:

@@ -60,9 +60,9 @@ def read_facts(config: dict[str, Any]) -> ModelFacts:
     num_layers = int(_first(text, _NUM_LAYERS))
     if not 1 <= num_layers <= MAX_LAYERS:
         raise ValueError(f"{_NUM_LAYERS[0]}: {num_layers} is not within 1 and {MAX_LAYERS}")
-    hidden_size = int(_first(text, _HIDDEN_SIZE))
+    hidden_size = _size("hidden_size", _first(text, _HIDDEN_SIZE))
     try:
-        num_heads = int(_first(text, _NUM_HEADS))
+        num_heads = _size("num_attention_heads", _first(text, _NUM_HEADS))
     except KeyError:
         raise KeyError(f"{_NUM_HEADS[0]} (without attention there is no K/V to serve)") from None
     is_qwen3 = "Qwen3ForCausalLM" in (config.get("architectures") or ())
@@ -70,11 +70,20 @@ def read_facts(config: dict[str, Any]) -> ModelFacts:
     return ModelFacts(
         num_layers=num_layers,
         hidden_size=hidden_size,
-        num_kv_heads=_num_kv_heads(text, num_heads),
-        head_dim=int(text.get("head_dim") or usual_head_dim),
-        vocab_size=int(text["vocab_size"]),
-        max_positions=int(_first(text, _MAX_POSITIONS, DEFAULT_MAX_POSITIONS)),
+        num_kv_heads=_size("num_key_value_heads", _num_kv_heads(text, num_heads)),
+        head_dim=_size("head_dim", text.get("head_dim") or usual_head_dim),
+        vocab_size=_size("vocab_size", text["vocab_size"]),
+        max_positions=_size(
+            "max_position_embeddings", _first(text, _MAX_POSITIONS, DEFAULT_MAX_POSITIONS)
+        ),
     )
+
+
+def _size(name: str, value: Any) -> int:
+    size = int(value)
+    if size < 1:
+        raise ValueError(f"{name}: {size} is below 1")
+    return size
 
 
 def _num_kv_heads(text: dict[str, Any], num_heads: int) -> int:

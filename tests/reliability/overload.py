@@ -20,7 +20,6 @@ import importlib.util
 import json
 import math
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ from loadgen.checker.judge import Judgement
 from loadgen.event_loop import run_event_loop
 from loadgen.load.workload import RequestSpec
 from loadgen.options import add_setting_argument, check_service, number, whole
-from loadgen.report.experiment import print_line
+from loadgen.report.experiment import print_line, wide_console
 from loadgen.report.output import add_out_argument
 from loadgen.runner import Live, LoadOptions, Record, RunResult, now_s, run_load
 from loadgen.target import Target, find_target
@@ -106,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run it; 0 when everything held."""
     check_service(args.model, args.set)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = wide_console(WIDTH)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="quadriga-overload-") as folder:
         settings = [f"model={args.model}", *SETTINGS, *args.set]

@@ -15,7 +15,6 @@ import asyncio
 import json
 import math
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from rich.table import Table
 from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
 from loadgen.comparison.pairs import LEAST_RATIO, PairedRatio
 from loadgen.options import add_setting_argument, check_service, number, whole
-from loadgen.report.experiment import drawn, print_line, table_of
+from loadgen.report.experiment import REPORT_WIDTH, drawn, print_line, table_of, wide_console
 from loadgen.report.output import add_out_argument
 from loadgen.runner import now_s
 from loadgen.target import find_target
@@ -42,7 +41,6 @@ from tests.reliability.load.mixed_load import MixedLoad, Tally
 from tests.reliability.load.random_faults import MOVES, WEIGHTS, RandomFaults
 from tests.reliability.load.streams import StreamClients, clients_of, make_streams
 
-WIDTH = 120
 SETTINGS = (
     "deterministic=true",
     "decode.rebatching=drex",
@@ -96,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         text = f"{args.model}: --all-on serves two models of its own; leave one of both out"
         raise ConfigError(f"--model: {text}", param="model")
     check_service(model := args.model or "quadriga-s", args.set)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = wide_console(REPORT_WIDTH)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="quadriga-soak-") as folder:
         if args.all_on:

@@ -20,7 +20,6 @@ import asyncio
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ from rich.console import Console
 from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
 from loadgen.load.workload import RequestSpec
 from loadgen.options import add_setting_argument, check_service, number, whole
-from loadgen.report.experiment import print_line
+from loadgen.report.experiment import REPORT_WIDTH, print_line, wide_console
 from loadgen.runner import now_s
 from loadgen.target import find_target
 from tests.reliability.cluster.agent_client import AgentError
@@ -41,7 +40,6 @@ from tests.reliability.load.mixed_load import MixedLoad, Tally
 from tests.reliability.load.streams import StreamAnswer, StreamClients, clients_of, make_streams
 from tests.reliability.upgrade_report import KINDS, NODE, Found, Round, figures, judge, table
 
-WIDTH = 120
 DRAIN_S = 30.0
 SUCCESSOR_S = 60.0
 """For new processes, on a machine that is busy with the load."""
@@ -101,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run it; 0 when no request failed."""
     check_service(args.model, args.set)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = wide_console(REPORT_WIDTH)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="quadriga-upgrade-") as folder:
         settings = [f"model={args.model}", *SETTINGS, *args.set]

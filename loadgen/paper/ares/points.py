@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from loadgen.load.lengths import find_workload
+from loadgen.load.lengths import WORKLOADS
 from loadgen.load.traces import read_trace
 from loadgen.simulation.loads import (
     SimLoad,
@@ -302,7 +302,7 @@ def _loaded(
 ) -> list[SimPoint]:
     """Points at so many times the rate that fills the memory of decode replicas that pause."""
     config = replace(_base(args), memory=PAUSE, num_decode=size, num_prefill=max(1, size // 3))
-    lengths = find_workload(workload).draw(20_000, seed=0)
+    lengths = WORKLOADS[workload].draw(20_000, seed=0)
     return [
         _point(
             args,

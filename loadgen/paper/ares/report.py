@@ -392,17 +392,15 @@ def _tpot_p99_s(summary: RunSummary) -> float:
     return summary.tpot.p99_s
 
 
-def write_plots(outcomes: Sequence[PointResult], folder: Path) -> list[Path]:
+def write_plots(outcomes: Sequence[PointResult], folder: Path) -> None:
     """Draw the rates of each workload, variance over time, bandwidths and sizes."""
     figures = FigureData(outcomes)
-    written = []
     for part in figures.parts():
         if part in ("settings", "traces"):
             continue
         kind, panels = part.split(",")[0], _panels(part)
         xs = [x for x in figures.xs(part) if not isinstance(x, str)]
-        written.append(folder / f"ares-{part.replace(', ', '-')}.png")
-        with drawn(written[-1], len(panels)) as axes:
+        with drawn(folder / f"ares-{part.replace(', ', '-')}.png", len(panels)) as axes:
             for axis, (name, of) in zip(axes[0], panels.items(), strict=True):
                 for policy in figures.policies(part):
                     values = [figures.mean(part, x, policy, of) for x in xs]
@@ -414,8 +412,7 @@ def write_plots(outcomes: Sequence[PointResult], folder: Path) -> list[Path]:
             axes[0][0].legend(fontsize=7)
             axes[0][0].set_title(f"{part} (simulated)")
     if "sharegpt" in figures.parts():
-        written.append(_variance_plot(figures, folder / "ares-variance.png"))
-    return written
+        _variance_plot(figures, folder / "ares-variance.png")
 
 
 _AXES = {"bandwidth": "Gbit/s", "sizes": "replicas, 3 of 4 decode"}
@@ -434,7 +431,7 @@ def _panels(part: str) -> dict[str, Figure]:
     } | p99
 
 
-def _variance_plot(figures: FigureData, path: Path) -> Path:
+def _variance_plot(figures: FigureData, path: Path) -> None:
     """Figures 3 and 13: variance over time at the paper's rate."""
     rates = [x for x in figures.xs("sharegpt") if isinstance(x, float)]
     rate = min(rates, key=lambda r: abs(r - PAPER_RATE))
@@ -447,4 +444,3 @@ def _variance_plot(figures: FigureData, path: Path) -> Path:
         axis.set_title(f"sharegpt at {rate:g}/s (simulated)")
         axis.legend(fontsize=7)
         axis.grid(alpha=0.3)
-    return path

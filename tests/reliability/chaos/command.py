@@ -7,7 +7,6 @@ import asyncio
 import difflib
 import logging
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from loadgen.options import add_setting_argument, check_service, number, whole
+from loadgen.report.experiment import wide_console
 from loadgen.report.output import file_to_write, folder_to_write
 from quadriga.errors import ConfigError
 from tests.reliability.chaos.cell_results import CellResult
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the cells; 0 when every stream of every cell survived."""
     cells = choose(args.only, args.filter, is_quick=args.quick)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = wide_console(WIDTH)
     began_s = time.monotonic()
     results = [CellResult(cell) for cell in cells if cell.why_not is None]
     if args.list:

@@ -74,3 +74,6 @@ def test_unknown_families_and_missing_fields_are_named() -> None:
     del config["intermediate_size"]
     with pytest.raises(ConfigError, match="intermediate_size"):
         sizes_of(config)
+    for field, value in (("num_attention_heads", 0), ("head_dim", -1), ("architectures", 5)):
+        with pytest.raises(ConfigError, match="lacks or garbles the field"):
+            sizes_of(PUBLISHED["llama-2-7b"].config | {field: value})

@@ -165,7 +165,7 @@ def test_without_a_load_a_model_that_knows_the_tasks_is_asked_them() -> None:
     add_arguments(parser)
     args = parser.parse_args([])
     choose_load(args, "quadriga-s")
-    assert (args.tasks, args.prompts) == (100, None)
+    assert (args.tasks, args.prompts, args.max_tokens) == (100, None, 1024)
     limited = parser.parse_args(["--limit", "5"])
     with pytest.raises(ConfigError, match="--limit: not for --tasks"):
         choose_load(limited, "quadriga-s")
@@ -261,19 +261,15 @@ def test_plots_are_written(service: Service, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--trace", "nowhere.csv"], "nowhere.csv: cannot be read"),
         (["--tasks", "3", "--arrivals", "banana"], "--arrivals: 'banana' is none of"),
         (["--tasks", "3", "--task-names", "sort,fly"], "--task-names: fly unknown"),
         (["--tasks", "3", "--extra", "[1]"], "--extra: must be a JSON object"),
-        (["--tasks", "3", "--extra", "{"], "--extra: not JSON"),
         (["--tasks", "3", "--model", "gpt"], "--model: 'gpt' is not served; there are fake"),
         (["--tasks", "3", "--arrivals", "trace"], "no arrival times of its own"),
-        (["--prompts", "x", "--fit-prompts", "--endpoint", "chat"], "token ids have no chat form"),
         (["--tasks", "3", "--transport", "grpc", "--extra", '{"nofield": 1}'], "--extra: Message"),
         (["--tasks", "1", "--api-key", "two\nlines"], "--api-key holds no key"),
         (["--tasks", "1", "--api-key", "schlüssel"], "--api-key holds no key"),
         # These would be ignored.
-        (["--tasks", "3", "--turns", "4"], "--turns: not for --tasks, but for --sessions N"),
         (["--tasks", "3", "--fit-prompts"], "--fit-prompts: not for --tasks, but for --prompts"),
         (["--tasks", "3", "--limit", "4"], "--limit: not for --tasks, but for --prompts and"),
         (["--sessions", "3", "--max-tokens", "9"], "--max-tokens: not for --sessions N, but"),

@@ -129,17 +129,17 @@ def test_the_spread_between_runs_says_what_is_noise() -> None:
     for pair in range(100):
         rng = np.random.default_rng([pair, 6])
         a, b = rng.normal(100, 5, 2 + pair % 3), rng.normal(100, 5, 3)
-        found = difference_of_runs(a, b, seed=pair, **options)
+        found = difference_of_runs(a, b, **options)
         wrong += found.finding is not Finding.NOISE
     assert 1 <= wrong <= 11
     # By hand: means 10 and 14, standard error 1, 4 degrees of freedom, t = 2.776.
     one, other = np.array([9.0, 10, 11]), np.array([13.0, 14, 15])
-    found = difference_of_runs(one * 1.5**0.5, other * 1.5**0.5, seed=0, **options)
+    found = difference_of_runs(one * 1.5**0.5, other * 1.5**0.5, **options)
     assert found.low is not None and found.high is not None
     assert (found.high - found.low) / 2 == pytest.approx(2.776, rel=0.02)
     assert found.finding is Finding.HIGHER and found.is_of_runs
     with pytest.raises(ValueError, match="1 and 3 runs"):
-        difference_of_runs(one[:1], other, seed=0, **options)
+        difference_of_runs(one[:1], other, **options)
 
 
 def make_records(
@@ -200,6 +200,13 @@ def test_results_come_back_as_they_were_written(tmp_path: Path) -> None:
         assert after.verdict.outcome is before.verdict.outcome
         assert ttft_s(after) == pytest.approx(ttft_s(before), abs=2e-6)
         assert tpot_s(after) == pytest.approx(tpot_s(before), abs=2e-6)
+
+
+def test_an_earlier_runs_pictures_and_failures_go_with_its_figures(tmp_path: Path) -> None:
+    for name in ("latency.png", "timeline.png", "ramp.png", "failed-3.txt", "mine.png"):
+        (tmp_path / name).touch()
+    write(tmp_path, make_records(3))
+    assert {path.name for path in tmp_path.iterdir()} == {"run.jsonl", "mine.png"}
 
 
 def test_alike_runs_do_not_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,24 +322,6 @@ def test_several_runs_a_side_show_the_noise_between_runs(
     assert "same options, other requests" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["a"], "give two runs, A B"),
-        (["a", "vs"], "give two runs, A B"),
-        (["vs", "a"], "give two runs, A B"),
-        (["a", "vs", "b", "vs", "c"], "give two runs, A B"),
-        (["a", "b", "c"], "3 runs: write `vs` between the sides"),
-        (["a", "vs", "b", "c"], "1 and 2 runs: one each, or 2..100 each"),
-    ],
-)
-def test_sides_are_told_apart(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_what_is_no_load_may_differ_and_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -424,9 +413,10 @@ def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_runs_of_the_command_are_compared(
     service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, step_s in (("fast", 0.001), ("slow", 0.02)):
+    spelled_out = ["--arrivals", "closed:8"]
+    for name, step_s, arrivals in (("fast", 0.001, []), ("slow", 0.02, spelled_out)):
         url, _ = service(step_s=step_s)
-        words = ["run", "--url", url, "--tasks", "40", "--max-tokens", "8", "--no-plots"]
+        words = ["run", "--url", url, "--tasks", "40", "--max-tokens", "8", "--no-plots", *arrivals]
         assert main([*words, "--output", str(tmp_path / name)]) == 0
     out = tmp_path / "out"
     words = ["compare", str(tmp_path / "fast"), str(tmp_path / "slow"), "--output", str(out)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.load.arrivals import parse_arrivals
-from loadgen.load.json_lines import read_objects
+from loadgen.load.json_lines import read_objects, read_texts
 from loadgen.load.workload import from_prompt_file
 from quadriga.errors import ConfigError
 
@@ -30,6 +30,12 @@ def test_what_follows_the_limit_is_not_looked_at(tmp_path: Path) -> None:
     assert len(list(read_objects(path, param="rows", limit=1))) == 1
     with pytest.raises(ConfigError, match="line 2: not JSON"):
         list(read_objects(path, param="rows", limit=2))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "questions.txt"
+    path.write_text("Why?\nHow?\n", encoding="utf-8-sig")
+    assert list(read_texts(path, param="prompts")) == ["Why?", "How?"]
 
 
 # Parameters name tests: without mtime=0 two workers would not agree on them.

@@ -45,12 +45,26 @@ def test_every_number_has_bounds(name: tuple[str, ...]) -> None:
         ("paper drex --max-tokens 1", "1 must be at least 2"),
         ("paper lossless --max-tokens 1", "1 must be at least 2"),
         ("bench migration --output 63", "63 must be at least 64"),
+        ("ramp --tasks 3", "one of the arguments --rate --concurrency is required"),
+        ("ramp --tasks 3 --rate 9-1", "9 is above 1"),
+        ("ramp --tasks 3 --rate 0-1", "must be a number above 0"),
+        ("ramp --tasks 3 --rate nan", "must be a number above 0"),
+        ("ramp --tasks 3 --rate 1-2 --concurrency 3-4", "not allowed with"),
+        ("ramp --tasks 3 --rate 1-2 --steps 201", "must be in 1..200"),
+        ("ramp --tasks 3 --rate 1-2 --slo-share 1.5", "at most 1"),
+        ("run --sessions 0", "must be in 1.."),
+        ("run --sessions 3 --turns 0", "must be in 1..1000"),
+        ("run --sessions 3 --turns 4-2", "4 is above 2"),
+        ("run --sessions 3 --turns 2-", "is not a whole number"),
+        ("run --sessions 3 --think-s -1", "must be a number in 0.."),
+        ("run --sessions 3 --think-s nan", "must be a number in 0.."),
+        ("run --sessions 3 --tasks 3", "not allowed with"),
     ],
 )
-def test_nothing_is_offered_that_cannot_be_measured(
+def test_what_an_option_cannot_be_is_named(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         main(words.split())
     assert message in capsys.readouterr().err
     (changed,) = (a for a in options(("paper", "helios")) if a.dest == "changed")
@@ -95,12 +109,35 @@ def test_what_a_service_is_started_with() -> None:
         (f"{RUN} --tasks 1 --extra {{", "--extra: not JSON"),
         (f"{RUN} --trace nowhere.csv", "nowhere.csv: cannot be read"),
         (f"{RUN} --sessions nowhere.jsonl", "nowhere.jsonl: cannot be read"),
-        (f"{RUN} --tasks 1 --turns 3", "--turns: not for --tasks"),
+        (f"{RUN} --tasks 1 --turns 3", "--turns: not for --tasks, but for --sessions N"),
+        (f"{RUN} --prompts x --fit-prompts --endpoint chat", "token ids have no chat form"),
+        (f"{RUN} --trace x --endpoint both", "--trace: token ids have no chat form"),
+        (f"{RUN} --trace x --arrivals poisson:5 --time-scale 2", "poisson:5 has times of its own"),
+        (f"{RUN} --sessions 3 --endpoint chat --vocab-size 9", "turns over chat are words"),
+        (f"{RUN} --sessions x --endpoint completions", "of a file are messages; use chat"),
         (f"{RUN} --stream false --slo-ttft-s 1", "--slo-tpot-s: not for --stream false"),
         (f"{RUN} --tasks 1 --url http://a..b", "--url: 'http://a..b'"),
         ("paper drex --fill copy linear", "--fill: give one"),
         ("paper baton --batch-mixed --batch-brief", "give one of them a size"),
         ("bench rescheduling-turns --pairs 3", "--pairs: 3: an even number"),
+        ("ramp --tasks 3 --rate 1-9 --settle-s 20", "20 leaves nothing of a step of 20 s"),
+        ("ramp --tasks 3 --rate 1-9 --stream both", "only streamed answers have a TTFT"),
+        ("ramp --tasks 3 --rate 1-9 --time-scale 2", "a ramp sets the times itself"),
+        ("ramp --tasks 3 --rate 1-9 --arrivals closed:3", "none of poisson, constant, gamma:CV"),
+        ("ramp --tasks 3 --rate 1-9 --arrivals gamma", "none of poisson, constant, gamma:CV"),
+        ("ramp --tasks 3 --rate 1-9 --arrivals gamma:-1", "must be above 0"),
+        ("ramp --tasks 3 --concurrency 1.5-3", "must be whole numbers"),
+        ("plan nobody", "no published model"),
+        ("plan llama-2-7b --context 5000", "4096 positions"),
+        ("plan llama-2-7b --depth 33", "1..32"),
+        ("paper ares --quick --duration-s 300", "600 must be less than --duration-s 300"),
+        ("paper ares --quick --part traces", "--trace"),
+        ("compare a", "give two runs, A B"),
+        ("compare a vs", "give two runs, A B"),
+        ("compare vs a", "give two runs, A B"),
+        ("compare a vs b vs c", "give two runs, A B"),
+        ("compare a b c", "3 runs: write `vs` between the sides"),
+        ("compare a vs b c", "1 and 2 runs: one each, or 2..100 each"),
     ],
 )
 def test_what_cannot_be_done_is_named_before_anything_is_asked_or_started(

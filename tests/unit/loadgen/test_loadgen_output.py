@@ -16,6 +16,7 @@ import pytest
 
 import loadgen
 from loadgen.__main__ import COMMANDS, EXIT_UNREAD, main
+from loadgen.report import provenance
 from loadgen.report.output import file_to_write, folder_to_write, output_folder
 from quadriga.errors import ConfigError
 
@@ -99,6 +100,13 @@ def unread_output(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with os.fdopen(writer, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         yield
+
+
+def test_the_commit_is_that_of_the_code_and_not_of_a_checkout_it_is_installed_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(provenance, "__file__", f"{__file__}.installed")
+    assert provenance.commit() == "unknown"
 
 
 def test_output_that_nobody_reads_ends_a_command_quietly(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 
-from loadgen.__main__ import main
 from loadgen.bench.fake_service.generation import FakeOptions
 from loadgen.bench.fake_service.model import END_ID, tokenize
 from loadgen.bench.fake_service.server import MODEL, FakeServer
@@ -189,13 +191,15 @@ def test_the_end_token_is_no_part_of_what_was_said() -> None:
 def test_made_up_conversations_follow_the_seed_and_the_ranges() -> None:
     shape = SessionShape(WholeRange(2, 4), WholeRange(3, 9), WholeRange(5, 6), 0.5)
 
-    def make(seed: int, endpoint: str = "both") -> list[Conversation]:
+    def make(
+        seed: int, endpoint: str = "both", ids: Sequence[int] = range(300, 400)
+    ) -> list[Conversation]:
         return make_sessions(
             40,
             parse_arrivals("poisson:10"),
             shape,
             forms=forms(endpoint, "both"),
-            token_ids=range(300, 400),
+            token_ids=ids,
             words=["red", "blue"],
             seed=seed,
         )
@@ -211,7 +215,11 @@ def test_made_up_conversations_follow_the_seed_and_the_ranges() -> None:
         for turn in session.turns:
             length = len(turn.content.split() if isinstance(turn.content, str) else turn.content)
             assert 3 <= length <= 9 and 5 <= turn.max_tokens <= 6
-    assert {session.is_chat for session in make(1, "completions")} == {False}
+    assert {session.is_chat for session in make(1, "chat", ids=[])} == {True}, "it draws words"
+    ids = [7, 8]
+    with patch.object(np, "asarray", wraps=np.asarray) as read:
+        assert {session.is_chat for session in make(1, "completions", ids)} == {False}
+    assert sum(call.args[0] is ids for call in read.call_args_list) == 1, "not for every turn"
     times = [session.arrival_s for session in first]
     assert times == sorted(times) and times[0] == 0.0 < times[-1]
 
@@ -330,35 +338,6 @@ def test_bad_conversations_are_named(
     path.write_text(row)
     assert run_command("run", service(), tmp_path, "--sessions", str(path))[0] == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--sessions", "0"], "must be in 1.."),
-        (["--sessions", "3", "--turns", "0"], "must be in 1..1000"),
-        (["--sessions", "3", "--turns", "4-2"], "4 is above 2"),
-        (["--sessions", "3", "--turns", "2-"], "is not a whole number"),
-        (["--sessions", "3", "--think-s", "-1"], "must be a number in 0.."),
-        (["--sessions", "3", "--think-s", "nan"], "must be a number in 0.."),
-        (["--sessions", "3", "--tasks", "3"], "not allowed with"),
-    ],
-)
-def test_bad_session_options_are_named(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["run", *words])
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_file_of_conversations_is_chat(
-    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--sessions", "chats.jsonl", "--endpoint", "completions"]
-    assert run_command("run", service(), tmp_path, *words)[0] == 2
-    assert "conversations of a file are messages; use chat" in capsys.readouterr().err
 
 
 def test_conversations_longer_than_the_context_are_named(

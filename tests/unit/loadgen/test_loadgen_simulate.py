@@ -17,7 +17,7 @@ from rich.console import Console
 from loadgen.__main__ import main
 from loadgen.bench.profile import fit
 from loadgen.bench.scheduler import random_snapshots
-from loadgen.load.lengths import ALPACA, SHAREGPT, find_workload
+from loadgen.load.lengths import ALPACA, SHAREGPT
 from loadgen.load.traces import read_trace
 from loadgen.paper.ares import experiment as ares
 from loadgen.paper.ares import points as ares_points
@@ -78,11 +78,6 @@ def test_made_up_lengths_have_the_published_figures(workload: Any, published: An
         for percent, value in ((50, p50), (90, p90), (95, p95)):
             assert np.percentile(drawn, percent) == pytest.approx(value, rel=0.03)
         assert drawn.min() >= 1
-
-
-def test_unknown_lengths_are_refused() -> None:
-    with pytest.raises(ConfigError, match="sharegpt"):
-        find_workload("tweets")
 
 
 def test_a_trace_is_scaled_and_needs_open_arrivals(trace: Path) -> None:
@@ -268,7 +263,28 @@ def test_the_largest_rate_that_keeps_the_slo_is_found(tmp_path: Path, capsys: An
     assert json.loads(path.read_text())["probes"] == found["probes"]
 
 
-def probes_at(limit: float) -> tuple[list[float], SimCapacity]:
+@pytest.mark.parametrize(
+    ("words", "rate", "least"),
+    [
+        (["--trace", "week.csv"], 2 / 604_800, 2.0**-10),
+        (["--lengths", "alpaca", "--arrivals", "poisson:0.05"], 0.05, 2.0**-3),
+    ],
+)
+def test_the_search_ends_where_a_slower_load_cannot_be_simulated(
+    words: list[str], rate: float, least: float, monkeypatch: Any, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("week.csv").write_text("arrival_s,input_tokens,output_tokens\n0,5,5\n604800,5,5\n")
+    assert main(["simulate", *words, "--slo-ttft-s", "1e-9", "--find-capacity"]) == 0
+    printed = capsys.readouterr().out
+    assert "to be simulated" in printed and "nan" not in printed
+    probes = last_line(printed)["capacity"]["probes"]
+    rates = [pytest.approx(rate * probe["factor"], rel=1e-5) for probe in probes]
+    assert [probe["rate"] for probe in probes] == rates
+    assert probes[-1]["factor"] == pytest.approx(least, rel=1e-5)
+
+
+def probes_at(limit: float, most: float = math.inf) -> tuple[list[float], SimCapacity]:
     """Search for a limit that is known."""
     looked: list[float] = []
 
@@ -276,7 +292,7 @@ def probes_at(limit: float) -> tuple[list[float], SimCapacity]:
         looked.append(factor)
         return Probe(factor, 3.0 * factor, None, factor <= limit)
 
-    return looked, find_capacity(probe)
+    return looked, find_capacity(probe, most=most)
 
 
 @pytest.mark.parametrize("limit", [0.001, 0.3, 0.99, 1.0, 1.5, 40.0])
@@ -295,6 +311,9 @@ def test_the_search_ends_where_there_is_no_limit_to_find() -> None:
     assert found.broken is None and found.kept is not None and len(looked) == 1 + MAX_DOUBLINGS
     assert "even at" in sim_report.conclusion("ares", probes_at(0.0)[1], 0.99)
     assert "as far as was tried" in sim_report.conclusion("ares", found, 0.99)
+    looked, found = probes_at(math.inf, most=5.0)
+    assert looked == [1.0, 2.0, 4.0]
+    assert "as far as can be simulated" in sim_report.conclusion("ares", found, 0.99)
 
 
 def test_a_run_that_cannot_reach_the_share_any_more_is_ended_early(trace: Path) -> None:
@@ -314,7 +333,7 @@ def test_a_run_that_cannot_reach_the_share_any_more_is_ended_early(trace: Path) 
     ("words", "says"),
     [
         (["--lengths", "alpaca", "--arrivals", "closed:3"], "poisson"),
-        (["--lengths", "alpaca", "--arrivals", "poisson:x"], "not a rate"),
+        (["--lengths", "alpaca", "--arrivals", "poisson:x"], "'x' in 'poisson:x' must be above 0"),
         (["--trace", "no-such-file.csv"], "cannot be read"),
         (["--lengths", "alpaca", "--limit", "5"], "--limit: not for --lengths, but for --trace"),
         (["--trace", "TRACE", "--duration-s", "5"], "--duration-s: not for --trace, but for --l"),
@@ -424,17 +443,6 @@ def test_as_many_loads_are_run_as_asked_for_whatever_the_size() -> None:
     assert runs == {(part, x, seed) for part, x, _ in runs for seed in (0, 1)}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [("--duration-s 300", "600 must be less than --duration-s 300"), ("--part traces", "--trace")],
-)
-def test_what_no_figure_could_come_of_is_refused_before_it_is_simulated(
-    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["paper", "ares", "--quick", "--out", str(tmp_path), *words.split()]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_point_without_a_request_to_count_has_none_of_the_figures(
     outcomes: list[ares_points.PointResult],
 ) -> None:
@@ -468,7 +476,8 @@ def test_tables_and_plots_are_made(outcomes: list[ares_points.PointResult], tmp_
     text = console.export_text()
     assert "current_load" in text
     assert "h800-7b" in text
-    names = {path.name for path in ares_report.write_plots(outcomes, tmp_path)}
+    ares_report.write_plots(outcomes, tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
     assert names == {"ares-sharegpt.png", "ares-variance.png"}
 
 

@@ -88,6 +88,7 @@ def test_an_empty_run_and_one_of_failures_alone_can_be_drawn() -> None:
     assert len(drawn(record(ended_s=10.0, outcome=Outcome.FAILED)).axes) == 3
 
 
-def test_both_pictures_are_written_without_warnings(tmp_path: Path) -> None:
-    paths = plots.write_plots(tmp_path, result(*rough_run()), "a run")
-    assert [path.name for path in paths] == ["latency.png", "timeline.png"]
+@pytest.mark.parametrize("records", [rough_run(), []])
+def test_both_pictures_are_written_without_warnings(records: list[Record], tmp_path: Path) -> None:
+    plots.write_plots(tmp_path, result(*records), "a run")
+    assert {path.name for path in tmp_path.iterdir()} == {"latency.png", "timeline.png"}

@@ -6,6 +6,7 @@ import argparse
 import io
 from dataclasses import asdict
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -139,6 +140,26 @@ def test_exits_are_those_of_the_last_seconds_where_there_were_any() -> None:
     assert "since the start" in shown(before, before=before), "no token came meanwhile"
     began_anew = with_exits(("0", "m@8", {"2": 1.0, "8": 3.0}, {}))
     assert line_of(shown(began_anew, before=before), "m") == "m 6.5 2: 25% 8: 75%"
+
+
+def test_recent_exits_are_those_of_the_replicas_seen_before_whichever_have_gone() -> None:
+    before = with_exits(("0", "m@8", {"8": 900.0}, {}), ("1", "m@8", {"8": 100.0}, {}))
+    now = with_exits(("0", "m@8", {"8": 910.0}, {}), ("2", "m@8", {"2": 500.0}, {}))
+    assert line_of(shown(now, before=before), "m") == "m 8.0 2: 0% 8: 100%"
+    assert line_of(shown(now), "m") == "m 5.9 2: 35% 8: 65%"
+
+
+def test_a_service_that_is_away_is_told_once_above_the_last_good_view(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = [view(), *[ConfigError("it is away")] * 3, KeyboardInterrupt]
+    monkeypatch.setattr(watch, "fetch", Mock(side_effect=looks))
+    parser = argparse.ArgumentParser()
+    watch.add_arguments(parser)
+    with pytest.raises(KeyboardInterrupt):
+        watch.run(parser.parse_args(["--interval-s", "0.001"]))
+    printed = capsys.readouterr().out
+    assert printed.count("it is away") == 1 and "rescheduling ares" in printed
 
 
 def test_without_exits_there_is_no_table_of_them() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from loadgen.load.lengths import find_workload
+from loadgen.load.lengths import WORKLOADS
 from loadgen.paper.ares.points import fitting_rate
 from loadgen.simulation.loads import make_simulation, standard_slo, summary_of, synthetic_load
 from quadriga.config.engine import PrefillConfig
@@ -204,7 +204,7 @@ def test_shedding_refuses_instead_of_letting_everybody_wait() -> None:
 def test_near_saturation_the_objective_keeps_what_a_static_placement_has(lengths: str) -> None:
     """At .95 times the rate that fills the memory it sets in now and then; of three loads."""
     config = SimConfig(RTX_4090D, num_decode=3, num_prefill=1, memory=PAUSE)
-    rate = 0.95 * fitting_rate(config, *find_workload(lengths).draw(20_000, seed=0), share=1.0)
+    rate = 0.95 * fitting_rate(config, *WORKLOADS[lengths].draw(20_000, seed=0), share=1.0)
     good: dict[str, list[float]] = {"ares": [], "least_requests": []}
     for seed in (1, 2, 3):
         requests = synthetic_load(lengths, rate=rate, duration_s=2000.0, seed=seed)
