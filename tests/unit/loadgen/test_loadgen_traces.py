@@ -83,7 +83,7 @@ def test_limit_stops_reading(tmp_path: Path) -> None:
         ("2,1,1,1", "4 fields"),
         ("", "line 3: empty, and rows follow in line 4"),
         ("  ", "line 3: empty, and rows follow"),
-        ("2,1," + "1" * 300, "over 200 characters"),
+        ("2,1," + "1" * 300, "over 200 bytes"),
     ],
 )
 def test_bad_row_is_named(row: str, message: str, tmp_path: Path) -> None:
