@@ -135,10 +135,10 @@ def check_load(args: argparse.Namespace) -> None:
     if _named_load(args) is None:
         return
     _refuse_unused(args)
-    if args.fit_prompts and endpoint_of(args) != "completions":
+    if (args.fit_prompts or args.trace) and endpoint_of(args) != "completions":
         raise ConfigError(
-            "--fit-prompts: token ids have no chat form; use --endpoint completions",
-            param="fit-prompts",
+            f"--endpoint: {args.endpoint}: token ids have no chat form; use completions",
+            param="endpoint",
         )
     if isinstance(args.sessions, Path) and endpoint_of(args) != "chat":
         raise ConfigError(
@@ -234,6 +234,15 @@ def _refuse_unused(args: argparse.Namespace) -> None:
             option = name.replace("_", "-")
             fitting = " and ".join(f"--{one}" for one in sorted(loads))
             raise ConfigError(f"--{option}: not for --{load}, but for {fitting}", param=option)
+    if args.vocab_size and endpoint_of(args) == "chat":
+        raise ConfigError(
+            "--vocab-size: not for --endpoint chat, which sends words", param="vocab-size"
+        )
+    if args.time_scale != 1.0 and args.arrivals not in (None, "trace"):
+        raise ConfigError(
+            f"--time-scale: not for --arrivals {args.arrivals}, which sets the times itself",
+            param="time-scale",
+        )
 
 
 async def _dialogues(

@@ -105,6 +105,7 @@ def make_sessions(
         words: What turns over chat are drawn from.
     """
     times_s = arrivals.times_s(count, seed=seed)
+    pools = {"completions": np.asarray(token_ids), "chat": np.asarray(words)}
     sessions = []
     for number in range(count):
         rng = np.random.default_rng([seed, 0x5E55, number])
@@ -112,9 +113,8 @@ def make_sessions(
         turns = []
         for turn in range(shape.turns.draw(rng)):
             length = shape.turn_tokens.draw(rng)
-            content: str | list[int] = rng.choice(np.asarray(token_ids), length).tolist()
-            if endpoint == "chat":
-                content = " ".join(rng.choice(np.asarray(words), length).tolist())
+            drawn = rng.choice(pools[endpoint], length).tolist()
+            content: str | list[int] = " ".join(drawn) if endpoint == "chat" else drawn
             think_s = float(rng.exponential(shape.think_s)) if turn and shape.think_s else 0.0
             turns.append(Turn(content, shape.answer_tokens.draw(rng), think_s))
         arrival_s = float(times_s[number])

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loadgen.__main__ import main
@@ -189,18 +190,28 @@ def test_the_end_token_is_no_part_of_what_was_said() -> None:
 def test_made_up_conversations_follow_the_seed_and_the_ranges() -> None:
     shape = SessionShape(WholeRange(2, 4), WholeRange(3, 9), WholeRange(5, 6), 0.5)
 
+    class Vocabulary:
+        num_read = 0
+
+        def __array__(self, *_: Any, **__: Any) -> Any:
+            self.num_read += 1
+            return np.arange(300, 400)
+
+    ids: Any = Vocabulary()
+
     def make(seed: int, endpoint: str = "both") -> list[Conversation]:
         return make_sessions(
             40,
             parse_arrivals("poisson:10"),
             shape,
             forms=forms(endpoint, "both"),
-            token_ids=range(300, 400),
+            token_ids=ids,
             words=["red", "blue"],
             seed=seed,
         )
 
     first = make(1)
+    assert ids.num_read == 1, "a large one takes long"
     assert first == make(1) != make(2)
     assert {len(session.turns) for session in first} == {2, 3, 4}
     assert {session.is_chat for session in first} == {True, False}
