@@ -298,11 +298,9 @@ def test_plots_are_written(service: Service, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--trace", "nowhere.csv"], "nowhere.csv: cannot be read"),
         (["--tasks", "3", "--arrivals", "banana"], "--arrivals: 'banana' is none of"),
         (["--tasks", "3", "--task-names", "sort,fly"], "--task-names: fly unknown"),
         (["--tasks", "3", "--extra", "[1]"], "--extra: must be a JSON object"),
-        (["--tasks", "3", "--extra", "{"], "--extra: not JSON"),
         (["--tasks", "3", "--model", "gpt"], "--model: 'gpt' is not served; there are fake"),
         (["--tasks", "3", "--arrivals", "trace"], "no arrival times of its own"),
         (["--prompts", "x", "--fit-prompts", "--endpoint", "chat"], "token ids have no chat form"),
@@ -310,7 +308,7 @@ def test_plots_are_written(service: Service, tmp_path: Path) -> None:
         (["--tasks", "1", "--api-key", "two\nlines"], "--api-key holds no key"),
         (["--tasks", "1", "--api-key", "schlüssel"], "--api-key holds no key"),
         # These would be ignored.
-        (["--tasks", "3", "--turns", "4"], "--turns: not for --tasks, but for --sessions N"),
+        (["--sessions", "x", "--endpoint", "completions"], "of a file are messages; use chat"),
         (["--trace", "x", "--endpoint", "chat"], "--endpoint: chat: token ids have no chat form"),
         (["--trace", "x", "--endpoint", "both"], "--endpoint: both: token ids have no chat form"),
         (

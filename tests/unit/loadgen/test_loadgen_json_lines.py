@@ -61,6 +61,7 @@ def corrupt() -> bytes:
         (b'{"a": 1}\n{"a": 1}\n{"a": 1}', "x.jsonl", "line 3: more than 2 rows"),
         (b'{"a": "' + b"x" * 2000 + b'"}', "x.jsonl", "line 1: over 1000 bytes"),
         (b"plain", "x.jsonl.gz", "line 1: not JSON"),
+        (b"\x1f\x8b no gzip", "x.jsonl", "cannot be read"),
         (PACKED[:-9], "x.jsonl.gz", "cannot be read|more than 2 rows"),
         (corrupt(), "x.jsonl.gz", "cannot be read|not JSON|over 1000 bytes"),
     ],

@@ -63,32 +63,24 @@ def test_refusals_are_counted_and_sent_once_by_default() -> None:
     assert server.num_requests == 3
 
 
-def test_retry_after_is_honoured_when_asked() -> None:
-    options = LoadOptions(concurrency=1, honour_refusals=1)
-    result, server = load(specs(1), options, FakeOptions(refuse_first=1))
-    (record,) = result.records
-    assert record.verdict.outcome is Outcome.OK
-    assert record.attempts == 2
-    assert record.lag_s < 0.9 and record.ended_s - record.sent_s >= 1.0  # the fake's Retry-After
-    assert server.num_requests == 2
-
-
-def test_answers_are_judged_once_and_after_the_load() -> None:
-    """What may be refused again is seen by its status: judging would cost the measurement."""
+def test_a_refused_request_is_sent_again_and_answers_are_judged_once_after_the_load() -> None:
+    """What was refused is seen by its status: judging the rest would cost the measurement."""
     live, seen = Live(), []
 
     def judge(capture: Capture, spec: RequestSpec, request_id: str) -> Verdict:
         seen.append((spec.index, live.ended))
         return Judgement(TARGET)(capture, spec, request_id)
 
-    async def run() -> None:
+    async def run() -> RunResult:
         async with FakeServer(FakeOptions(refuse_first=1)) as server:
             client = HttpClient(parse_url(server.url), now_s=now_s, timeout_s=20.0)
             options = LoadOptions(concurrency=1, honour_refusals=2)
-            await run_load(specs(2), client, MODEL, judge, options, live)
+            return await run_load(specs(2), client, MODEL, judge, options, live)
 
-    asyncio.run(run())
+    first, second = asyncio.run(run()).records
     assert seen == [(0, 0), (0, 2), (1, 2)]
+    assert first.verdict.outcome is Outcome.OK and (first.attempts, second.attempts) == (2, 1)
+    assert first.lag_s < 0.9 and first.ended_s - first.sent_s >= 1.0  # the fake's Retry-After
     refused = Capture(Transport.GRPC, sent_s=0.0, status="RESOURCE_EXHAUSTED")
     assert refused.is_refusal and not Capture(Transport.HTTP, sent_s=0.0).is_refusal
 

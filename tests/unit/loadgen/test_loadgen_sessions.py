@@ -364,14 +364,6 @@ def test_bad_session_options_are_named(
     assert message in capsys.readouterr().err
 
 
-def test_a_file_of_conversations_is_chat(
-    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--sessions", "chats.jsonl", "--endpoint", "completions"]
-    assert run_command("run", service(), tmp_path, *words)[0] == 2
-    assert "conversations of a file are messages; use chat" in capsys.readouterr().err
-
-
 def test_conversations_longer_than_the_context_are_named(
     service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
