@@ -198,7 +198,7 @@ async def drive(
         if ramp.unit == "rate":
             specs = list(_at_times(stage.load.cycled(), ramp, process, args.seed))
             live.num_requests = len(specs) if stage.load.dialogues is None else 0
-        async with progress_bar(console, live, enabled=not args.no_progress):
+        with progress_bar(console, live, enabled=not args.no_progress):
             result = await driver.run(specs, live)
         try:
             await stage.finish(result)

@@ -58,7 +58,7 @@ async def _run(
             earlier.check(load.fingerprint(), stage.target.model)
         live.num_requests = load.num_requests
         options = LoadOptions(arrivals.concurrency, args.honour_retry_after)
-        async with progress_bar(console, live, enabled=not args.no_progress):
+        with progress_bar(console, live, enabled=not args.no_progress):
             result = await run_load(
                 load.specs,
                 stage.client,

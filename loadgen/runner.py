@@ -88,12 +88,10 @@ class Live:
     sent: int = 0
     ended: int = 0
     broken: int = 0
-    num_bytes: int = 0
     num_events: int = 0
     note: str = ""
 
     def on_data(self, data: bytes) -> None:
-        self.num_bytes += len(data)
         self.num_events += data.count(b"data: ") or 1
 
 
@@ -289,27 +287,17 @@ class _LoadRun:
         self.live.sent += 1
         if self.observer is not None:
             self.observer.sent(spec, scheduled_s)
-        attempts, first_sent_s = 0, 0.0
-        while True:
-            attempts += 1
+        capture = await call()
+        attempts, sent_s = 1, capture.sent_s
+        while capture.is_refusal and attempts <= self.options.honour_refusals:
+            verdict = self.judge(capture, spec, request_id)
+            if verdict.outcome is not Outcome.REFUSED:
+                break
+            await asyncio.sleep(min(verdict.retry_after_s or 1.0, MAX_REFUSAL_WAIT_S))
             capture = await call()
-            first_sent_s = capture.sent_s if attempts == 1 else first_sent_s
-            record = Record(
-                spec,
-                request_id,
-                scheduled_s,
-                first_sent_s,
-                capture.ended_s,
-                attempts,
-                capture.num_bytes,
-                Verdict(),
-            )
-            if attempts > self.options.honour_refusals:
-                break
-            record.verdict = self.judge(capture, spec, request_id)
-            if record.verdict.outcome is not Outcome.REFUSED:
-                break
-            await asyncio.sleep(min(record.verdict.retry_after_s or 1.0, MAX_REFUSAL_WAIT_S))
+            attempts += 1
+        times_s = scheduled_s, sent_s, capture.ended_s
+        record = Record(spec, request_id, *times_s, attempts, capture.num_bytes, Verdict())
         self.result.records.append(record)
         self.live.ended += 1
         self.live.broken += capture.fault is not None

@@ -57,7 +57,7 @@ class Stage:
         """After the load: compare texts with their token ids, score answers."""
         if self.args.verify_text and not result.was_interrupted:
             try:
-                await verify_texts(self.http, self.target.model, result.records)
+                await verify_texts(self.http, self.target, result.records)
             except ConfigError as exc:  # what was measured is not lost for it
                 result.texts_not_verified = exc.message
             except asyncio.CancelledError:  # Ctrl-C: nor for that

@@ -107,12 +107,13 @@ async def count_chat(client: HttpClient, model: str, messages: Sequence[tuple[st
 
 
 async def detokenize(client: HttpClient, model: str, token_ids: list[int]) -> str:
-    """Return the service's text of token ids.
+    """Return the service's text of token ids; special ones have none where it knows the field.
 
     Raises:
         ConfigError: The service has no usable `/detokenize`.
     """
-    document = await _ask(client, "POST", "/detokenize", {"model": model, "tokens": token_ids})
+    body = {"model": model, "tokens": token_ids, "skip_special_tokens": True}
+    document = await _ask(client, "POST", "/detokenize", body)
     text = document.get("prompt") if isinstance(document, dict) else None
     if not isinstance(text, str):
         raise ConfigError(f"/detokenize returned {document!r:.200}", param="url")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, TypeGuard
 
-from loadgen.checker.verdict import FaultKind, Verdict
-
-FINISH_REASONS = ("stop", "length")
+from loadgen.checker.verdict import AnswerChoice, FaultKind, Verdict
 
 
 def _refuse_constant(name: str) -> float:
@@ -42,6 +40,26 @@ def check_text(text: str, where: str, verdict: Verdict) -> None:
             text.encode("utf-8")
         except UnicodeEncodeError:
             verdict.add(FaultKind.UTF8, f"{where}: lone surrogate in {text!r:.80}")
+
+
+def read_calls(message: dict[str, Any], where: str, verdict: Verdict) -> str:
+    """Return names and arguments of the calls in a message, or of news of them in a delta."""
+    calls = message.get("tool_calls")
+    try:
+        functions = [call["function"] for call in calls or ()]
+        parts = [one.get(key) or "" for one in functions for key in ("name", "arguments")]
+        text = "".join(parts)
+    except (AttributeError, KeyError, TypeError):
+        verdict.add(FaultKind.OBJECT, f"{where}: tool_calls is {calls!r:.100}")
+        return ""
+    check_text(text, where, verdict)
+    return text
+
+
+def check_finish(choice: AnswerChoice, reason: Any, where: str, verdict: Verdict) -> None:
+    """An answer ends in `tool_calls` where it has some, and nowhere else."""
+    if reason not in ("stop", "length") and not (reason == "tool_calls" and choice.calls):
+        verdict.add(FaultKind.FINISH_REASON, f"{where}: {reason!r:.80}")
 
 
 def check_error(error: Any, where: str, verdict: Verdict) -> str:
@@ -81,6 +99,17 @@ def read_usage(usage: Any, where: str, verdict: Verdict) -> tuple[int, int] | No
         else:
             verdict.add(FaultKind.USAGE, f"{where}: {cached!r:.50} of {prompt} tokens cached")
     return prompt, completion
+
+
+def read_totals(document: dict[str, Any], where: str, verdict: Verdict) -> bool:
+    """Keep the final usage of a document; False where it has no usable one."""
+    usage = read_usage(document.get("usage"), where, verdict)
+    if usage is None:
+        return False
+    verdict.prompt_tokens, verdict.completion_tokens = usage
+    extension = document["usage"].get("quadriga", document.get("quadriga"))
+    verdict.extension = extension if isinstance(extension, dict) else None
+    return True
 
 
 def read_token_ids(value: Any, where: str, verdict: Verdict) -> list[int]:

@@ -8,12 +8,17 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from loadgen.checker.conclude import conclude
+from loadgen.checker.fields import check_finish
 from loadgen.checker.http import TIMEOUT
 from loadgen.checker.verdict import AnswerChoice, Expectation, FaultKind, Outcome, Verdict, Write
 from loadgen.wire.capture import Capture
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 
-_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_REASONS = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
@@ -127,11 +132,10 @@ def _judge_delta(delta: pb.ChoiceDelta, time_s: float, where: str, verdict: Verd
         choice.writes.append(Write(time_s, num))
     if delta.text:
         choice.texts.append(delta.text)
+    choice.calls += _calls(delta)
     if delta.finish_reason:
-        choice.finish_reason = _REASONS.get(delta.finish_reason, "")
-        if not choice.finish_reason:
-            verdict.add(FaultKind.FINISH_REASON, f"{where}: {delta.finish_reason}")
-    elif not num and not delta.text:
+        _finish(choice, delta, where, verdict)
+    elif not num and not delta.text and not delta.tool_calls:
         verdict.add(FaultKind.ORDER, f"{where}: brings neither text, tokens nor an end")
 
 
@@ -156,10 +160,20 @@ def _judge_once(capture: Capture, expect: Expectation, verdict: Verdict) -> None
         choice.num_tokens = len(choice.token_ids)
         choice.texts.append(found.text)
         choice.writes.append(Write(time_s, choice.num_tokens))
-        choice.finish_reason = _REASONS.get(found.finish_reason)
-        if choice.finish_reason is None:
-            verdict.add(FaultKind.FINISH_REASON, f"choice {found.index}: {found.finish_reason}")
+        choice.calls = _calls(found)
+        _finish(choice, found, f"choice {found.index}", verdict)
     conclude(expect, verdict)
+
+
+def _calls(found: pb.ChoiceDelta | pb.Choice) -> str:
+    return "".join(call.name + call.arguments for call in found.tool_calls)
+
+
+def _finish(
+    choice: AnswerChoice, found: pb.ChoiceDelta | pb.Choice, where: str, verdict: Verdict
+) -> None:
+    choice.finish_reason = _REASONS.get(found.finish_reason, str(found.finish_reason))
+    check_finish(choice, choice.finish_reason, where, verdict)
 
 
 def _indices_match(choices: Sequence[pb.Choice], expect: Expectation, verdict: Verdict) -> bool:

@@ -7,12 +7,13 @@ from typing import Any
 
 from loadgen.checker.conclude import conclude
 from loadgen.checker.fields import (
-    FINISH_REASONS,
     check_error,
+    check_finish,
     check_text,
     load_object,
+    read_calls,
     read_token_ids,
-    read_usage,
+    read_totals,
 )
 from loadgen.checker.identity import read_identity
 from loadgen.checker.stream import StreamCheck
@@ -104,11 +105,7 @@ def _judge_single(response: Response, expect: Expectation, verdict: Verdict) -> 
     if document.get("object") != wanted:
         verdict.add(FaultKind.OBJECT, f"object is {document.get('object')!r}, not {wanted!r}")
     read_identity(document, expect, verdict, "body")
-    usage = read_usage(document.get("usage"), "body", verdict)
-    if usage is not None:
-        verdict.prompt_tokens, verdict.completion_tokens = usage
-        extension = document["usage"].get("quadriga", document.get("quadriga"))
-        verdict.extension = extension if isinstance(extension, dict) else None
+    read_totals(document, "body", verdict)
     choices = document.get("choices")
     if not isinstance(choices, list) or [
         c.get("index") if isinstance(c, dict) else None for c in choices
@@ -137,9 +134,13 @@ def _read_single_choice(
     where = f"choice {found['index']}"
     if expect.endpoint == "chat":
         message = found.get("message")
-        text = message.get("content") if isinstance(message, dict) else None
         if not isinstance(message, dict) or message.get("role") != "assistant":
             verdict.add(FaultKind.OBJECT, f"{where}: message is {message!r:.100}")
+        message = message if isinstance(message, dict) else {}
+        choice.calls = read_calls(message, where, verdict)
+        text = message.get("content")
+        if text is None and choice.calls:
+            text = ""
     else:
         text = found.get("text")
     if isinstance(text, str):
@@ -148,8 +149,7 @@ def _read_single_choice(
     else:
         verdict.add(FaultKind.OBJECT, f"{where}: text is {text!r:.100}")
     choice.finish_reason = found.get("finish_reason")
-    if choice.finish_reason not in FINISH_REASONS:
-        verdict.add(FaultKind.FINISH_REASON, f"{where}: {choice.finish_reason!r:.80}")
+    check_finish(choice, choice.finish_reason, where, verdict)
     if found.get("token_ids") is not None:
         choice.token_ids = read_token_ids(found["token_ids"], where, verdict)
         choice.num_tokens = len(choice.token_ids)

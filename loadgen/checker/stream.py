@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from loadgen.checker.fields import (
-    FINISH_REASONS,
     check_error,
+    check_finish,
     check_text,
     load_object,
+    read_calls,
     read_token_ids,
+    read_totals,
     read_usage,
 )
 from loadgen.checker.identity import read_identity
@@ -30,7 +32,7 @@ class StreamCheck:
         self.identity: tuple[Any, Any, Any] | None = None
         self.done = False
         self.failed = False
-        self.final_usage: dict[str, Any] | None = None
+        self.has_ended = False  # the usage of all came
         self.counted = 0  # output tokens so far, of all choices
 
     def frame(self, frame: Frame) -> None:
@@ -66,12 +68,12 @@ class StreamCheck:
         for index, choice in enumerate(verdict.choices):
             if choice.finish_reason is None:
                 verdict.add(FaultKind.FINISH_REASON, f"choice {index}: none")
-        if self.final_usage is None:
+        if not self.has_ended:
             verdict.add(FaultKind.USAGE, "no final usage frame")
 
     def _chunk(self, document: dict[str, Any], time_s: float, where: str) -> None:
         verdict = self.verdict
-        if self.final_usage is not None:
+        if self.has_ended:
             verdict.add(FaultKind.ORDER, f"{where} comes after the usage frame")
         if document.get("object") != self.object:
             found = document.get("object")
@@ -88,20 +90,10 @@ class StreamCheck:
         elif choices:
             for found in choices:
                 self._choice(found, document.get("usage"), time_s, where)
-        else:
-            self._final_usage(document, where)
-
-    def _final_usage(self, document: dict[str, Any], where: str) -> None:
-        verdict = self.verdict
-        usage = read_usage(document.get("usage"), where, verdict)
-        if usage is None:
-            return
-        verdict.prompt_tokens, verdict.completion_tokens = usage
-        self.final_usage = document["usage"]
-        extension = document["usage"].get("quadriga", document.get("quadriga"))
-        verdict.extension = extension if isinstance(extension, dict) else None
-        if any(choice.finish_reason is None for choice in verdict.choices):
-            verdict.add(FaultKind.ORDER, f"{where}: usage before the last finish_reason")
+        elif read_totals(document, where, verdict):
+            self.has_ended = True
+            if any(choice.finish_reason is None for choice in verdict.choices):
+                verdict.add(FaultKind.ORDER, f"{where}: usage before the last finish_reason")
 
     def _choice(self, found: Any, usage: Any, time_s: float, where: str) -> None:
         verdict = self.verdict
@@ -111,6 +103,7 @@ class StreamCheck:
             return
         choice = verdict.choices[index]
         is_ours, had_role = self.expect.request_id is not None, choice.has_role
+        had_calls = choice.calls
         text = self._text(found, choice, where)
         check_text(text, where, verdict)
         num_tokens = self._count(found, usage, choice, text, where)
@@ -125,10 +118,11 @@ class StreamCheck:
             choice.writes.append(Write(time_s, num_tokens))
         reason = found.get("finish_reason")
         if reason is not None:
-            if reason not in FINISH_REASONS:
-                verdict.add(FaultKind.FINISH_REASON, f"{where}: {reason!r:.80}")
+            check_finish(choice, reason, where, verdict)
             choice.finish_reason = str(reason)
-        elif not text and num_tokens == 0 and (is_ours or choice.has_role is had_role):
+        elif text or num_tokens != 0 or choice.calls != had_calls:
+            return
+        elif is_ours or choice.has_role is had_role:
             verdict.add(FaultKind.ORDER, f"{where}: brings neither text, tokens nor an end")
 
     def _text(self, found: dict[str, Any], choice: AnswerChoice, where: str) -> str:
@@ -148,6 +142,7 @@ class StreamCheck:
         elif choice.has_role and role not in (None, "assistant"):
             self.verdict.add(FaultKind.ORDER, f"{where}: role became {role!r:.40}")
         choice.has_role = True
+        choice.calls += read_calls(delta, where, self.verdict)
         text = delta.get("content")
         if text is None:
             return ""

@@ -100,6 +100,7 @@ class AnswerChoice:
     Attributes:
         token_ids: As far as the service reports them.
         num_tokens: Counted: from token ids, else from the continuous usage.
+        calls: Names and arguments of the functions it calls, one after the other.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -108,6 +109,7 @@ class AnswerChoice:
     num_tokens: int = 0
     finish_reason: str | None = None
     has_role: bool = False
+    calls: str = ""
 
     @property
     def text(self) -> str:
@@ -116,8 +118,8 @@ class AnswerChoice:
     @property
     def digest(self) -> str:
         """What stands for the answer in a results file: of its text, and of how it ended."""
-        content = f"{self.finish_reason}\n{self.text}"
-        return hashlib.sha256(content.encode()).hexdigest()[:DIGEST_CHARS]
+        content = f"{self.finish_reason}\n{self.text}{self.calls}"
+        return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()[:DIGEST_CHARS]
 
 
 @dataclass(slots=True)
@@ -151,4 +153,6 @@ class Verdict:
         self.outcome = Outcome.FAILED
         self.num_faults += 1
         if len(self.faults) < MAX_FAULTS:
-            self.faults.append(Fault(kind, detail[:MAX_DETAIL_CHARS]))
+            # A lone surrogate of what the service said could be neither printed nor written.
+            shown = detail[:MAX_DETAIL_CHARS].encode(errors="backslashreplace").decode()
+            self.faults.append(Fault(kind, shown))

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from loadgen.checker import Outcome
 from loadgen.load.sessions import Conversation, Turn
@@ -126,12 +126,12 @@ class Dialogues:
         said = session.turns[turn]
         context = self.target.max_model_len
         while True:
-            written = await self._write(session, told, said)
-            if context is None or written.num_tokens + said.max_tokens <= context:
+            prompt, history, num_tokens = await self._write(session, told, said)
+            if context is None or num_tokens + said.max_tokens <= context:
                 break
             if not told:
                 raise ConfigError(
-                    f"turn {turn} of conversation {number}: {written.num_tokens} tokens and an "
+                    f"turn {turn} of conversation {number}: {num_tokens} tokens and an "
                     f"answer of {said.max_tokens} exceed the context of {context} even alone; "
                     "lower --turn-tokens, --answer-tokens or --max-tokens",
                     param=_CONTEXT,
@@ -142,10 +142,10 @@ class Dialogues:
             self.template,
             index=index,
             arrival_s=session.arrival_s,
-            prompt=written.prompt,
-            history=written.history,
+            prompt=prompt,
+            history=history,
             # An alias leaves the model open, and with it the tokens.
-            prompt_tokens=written.num_tokens if self.target.expected_model else None,
+            prompt_tokens=num_tokens if self.target.expected_model else None,
             max_tokens=said.max_tokens,
             endpoint="chat" if session.is_chat else "completions",
             stream=session.stream,
@@ -159,7 +159,8 @@ class Dialogues:
 
     async def _write(
         self, session: Conversation, told: list[tuple[Turn, str | list[int]]], said: Turn
-    ) -> _Written:
+    ) -> tuple[str | list[int], tuple[Message, ...], int]:
+        """Return a conversation as a prompt, what goes ahead of it, and how many tokens it is."""
         if isinstance(said.content, str):
             history: list[Message] = []
             if session.system is not None:
@@ -168,18 +169,9 @@ class Dialogues:
                 history += [("user", str(turn.content)), ("assistant", str(answer))]
             messages = [*history, ("user", said.content)]
             num_tokens = await count_chat(self.http, self.target.model, messages)
-            return _Written(said.content, tuple(history), num_tokens)
+            return said.content, tuple(history), num_tokens
         ids: list[int] = []
         for turn, answer in told:
             ids += [*map(int, turn.content), *map(int, answer)]
         ids += said.content
-        return _Written(ids, (), len(ids))
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """A conversation as a prompt."""
-
-    prompt: str | list[int]
-    history: tuple[Message, ...]
-    num_tokens: int
+        return ids, (), len(ids)

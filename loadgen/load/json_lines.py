@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from loadgen.load.packed import open_packed
+from loadgen.load.packed import read_lines
 from quadriga.errors import ConfigError
 
 MAX_ROWS = 1_000_000
@@ -30,10 +29,16 @@ def read_objects(
         limit: Stop after this many; what follows is not looked at.
 
     Raises:
-        ConfigError: The file cannot be read, is empty, or a line is too long or no object.
+        ConfigError: The file cannot be read, is empty, or a line is too long or no object in UTF-8.
     """
     for where, line in _lines(path, param, limit, max_rows, max_line_bytes):
-        yield where, _parse(line, where, param)
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as exc:
+            raise ConfigError(f"{where}: not JSON: {exc}", param=param) from exc
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where}: must be a JSON object", param=param)
+        yield where, row
 
 
 def read_texts(path: Path, *, param: str, limit: int | None = None) -> Iterator[str]:
@@ -45,41 +50,23 @@ def read_texts(path: Path, *, param: str, limit: int | None = None) -> Iterator[
     Raises:
         ConfigError: The file cannot be read, is empty, or a line is too long or not UTF-8.
     """
-    for where, line in _lines(path, param, limit, MAX_ROWS, MAX_LINE_BYTES):
-        try:
-            yield line.decode("utf-8-sig").strip()  # a byte-order mark is no part of a text
-        except UnicodeDecodeError as exc:
-            raise ConfigError(f"{where}: not UTF-8: {exc}", param=param) from exc
+    for _, line in _lines(path, param, limit, MAX_ROWS, MAX_LINE_BYTES):
+        yield line.strip()
 
 
 def _lines(
     path: Path, param: str, limit: int | None, max_rows: int, max_line_bytes: int
-) -> Iterator[tuple[str, bytes]]:
-    count = number = 0
-    try:
-        with open_packed(path) as stream:
-            while count != limit and (line := stream.readline(max_line_bytes + 1)):
-                number += 1
-                where = f"{path}, line {number}"
-                if len(line) > max_line_bytes:
-                    raise ConfigError(f"{where}: over {max_line_bytes} bytes", param=param)
-                if not line.strip():
-                    continue
-                if count == max_rows:
-                    raise ConfigError(f"{where}: more than {max_rows} rows", param=param)
-                count += 1
-                yield where, line
-    except (OSError, EOFError, zlib.error) as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc}", param=param) from exc
+) -> Iterator[tuple[str, str]]:
+    count = 0
+    for number, line in read_lines(path, param=param, max_bytes=max_line_bytes):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        if count == max_rows:
+            raise ConfigError(f"{where}: more than {max_rows} rows", param=param)
+        count += 1
+        yield where, line
+        if count == limit:
+            break
     if not count:
         raise ConfigError(f"{path}: no rows in it", param=param)
-
-
-def _parse(line: bytes, where: str, param: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as exc:
-        raise ConfigError(f"{where}: not JSON: {exc}", param=param) from exc
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where}: must be a JSON object", param=param)
-    return row

@@ -1,26 +1,37 @@
-"""Open files that may be gzip, whatever their name says."""
+"""Read files that may be gzip, whatever their name says, with a bound on their lines."""
 
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+
+from quadriga.errors import ConfigError
 
 GZIP_MAGIC = b"\x1f\x8b"
 
 
-@contextmanager
-def open_packed(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading, unpacked if its first bytes are those of gzip.
+def read_lines(path: Path, *, param: str, max_bytes: int) -> Iterator[tuple[int, str]]:
+    """Yield (line number, text without its end); a byte-order mark is no part of the first.
+
+    Args:
+        param: The option that names the file, for errors.
 
     Raises:
-        OSError, EOFError, zlib.error: While it is read: it is not there, damaged, or cut off.
+        ConfigError: The file cannot be read, or a line is too long or not UTF-8.
     """
-    with path.open("rb") as stream:
-        if stream.peek(len(GZIP_MAGIC)).startswith(GZIP_MAGIC):
-            with gzip.GzipFile(fileobj=stream) as unpacked:
-                yield cast(BinaryIO, unpacked)
-        else:
-            yield stream
+    number = 0
+    try:
+        with path.open("rb") as file:
+            is_packed = file.peek(len(GZIP_MAGIC)).startswith(GZIP_MAGIC)
+            stream = gzip.GzipFile(fileobj=file) if is_packed else file
+            while line := stream.readline(max_bytes + 1):
+                number += 1
+                if len(line) > max_bytes:
+                    raise ConfigError(f"{path}, line {number}: over {max_bytes} bytes", param=param)
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path}, line {number}: not UTF-8: {exc}", param=param) from exc
+    except (OSError, EOFError, zlib.error) as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc}", param=param) from exc

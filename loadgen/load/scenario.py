@@ -250,6 +250,15 @@ def _refuse_unused(args: argparse.Namespace) -> None:
             option = name.replace("_", "-")
             fitting = " and ".join(f"--{one}" for one in sorted(loads))
             raise ConfigError(f"--{option}: not for --{load}, but for {fitting}", param=option)
+    if args.vocab_size and endpoint_of(args) == "chat":
+        raise ConfigError(
+            "--vocab-size: not for --endpoint chat, which sends words", param="vocab-size"
+        )
+    if args.time_scale != 1.0 and args.arrivals not in (None, "trace"):
+        raise ConfigError(
+            f"--time-scale: not for --arrivals {args.arrivals}, which sets the times itself",
+            param="time-scale",
+        )
 
 
 async def _dialogues(

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.load.packed import open_packed
+from loadgen.load.packed import read_lines
 from quadriga.errors import ConfigError
 
 TRACE_HEADER = ("arrival_s", "input_tokens", "output_tokens")
@@ -25,7 +23,7 @@ LENGTHS_HEADER = ("input_tokens", "output_tokens")
 MAX_ARRIVAL_S = 1e8  # three years
 MAX_TOKENS = 10_000_000
 MAX_ROWS = 20_000_000
-MAX_LINE_CHARS = 200
+MAX_LINE_BYTES = 200
 
 _COUNT = re.compile(r"[0-9]{1,15}")
 _SECONDS = re.compile(r"[0-9]{1,15}(\.[0-9]*)?([eE][+-]?[0-9]{1,3})?")
@@ -63,7 +61,7 @@ def read_trace(path: Path, *, limit: int | None = None) -> Trace:
     arrivals: list[float] = []
     inputs: list[int] = []
     outputs: list[int] = []
-    lines = _lines(path)
+    lines = read_lines(path, param="trace", max_bytes=MAX_LINE_BYTES)
     header = tuple(next(lines, (1, ""))[1].split(","))
     if header not in (TRACE_HEADER, LENGTHS_HEADER):
         raise ConfigError(
@@ -166,24 +164,6 @@ def fit_context(trace: Trace, max_model_len: int) -> Trace:
     )
     inputs = np.minimum(trace.input_tokens, max_model_len - outputs)
     return replace(trace, input_tokens=inputs, output_tokens=outputs)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number, text) with bounded line length, whatever the file holds."""
-    try:
-        with open_packed(path) as stream:
-            number = 0
-            while raw := stream.readline(MAX_LINE_CHARS + 1):
-                number += 1
-                if len(raw) > MAX_LINE_CHARS:
-                    raise ConfigError(
-                        f"{path}, line {number}: over {MAX_LINE_CHARS} characters", param="trace"
-                    )
-                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"{path}, line {number}: not UTF-8 ({exc})", param="trace") from exc
-    except (OSError, EOFError, zlib.error) as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc}", param="trace") from exc
 
 
 def _seconds(text: str, where: str) -> float:

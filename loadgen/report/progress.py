@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import (
@@ -81,9 +81,13 @@ class Steps:
         self._console.print(f"{self._what}: {self._done} of {self._total}, {took}", highlight=False)
 
 
-@asynccontextmanager
-async def progress_bar(console: Console, live: Live, *, enabled: bool) -> AsyncIterator[None]:
-    """Show the counters while the body runs; on a console that is no terminal show nothing."""
+@contextmanager
+def progress_bar(console: Console, live: Live, *, enabled: bool) -> Iterator[None]:
+    """Show the counters while the body runs; on a console that is no terminal show nothing.
+
+    Nothing is awaited at its end: a Ctrl-C that came while the body computed would be raised there,
+    and what the body computed would be lost.
+    """
     if not enabled or not console.is_terminal:
         yield
         return
@@ -96,25 +100,24 @@ async def progress_bar(console: Console, live: Live, *, enabled: bool) -> AsyncI
         console=console,
         auto_refresh=False,
     )
+    progress.add_task("requests", total=None, detail="")
+    loop, events, at_s = asyncio.get_running_loop(), live.num_events, time.monotonic()
+    timer: asyncio.TimerHandle
+
+    def tick() -> None:
+        nonlocal timer, events, at_s
+        now_s = time.monotonic()
+        _update(progress, live, (live.num_events - events) / (now_s - at_s))
+        events, at_s = live.num_events, now_s
+        timer = loop.call_later(REFRESH_S, tick)
+
+    timer = loop.call_later(REFRESH_S, tick)
     with progress:
-        ticker = asyncio.create_task(_tick(progress, live))
         try:
             yield
         finally:
-            ticker.cancel()
-            await asyncio.gather(ticker, return_exceptions=True)
+            timer.cancel()
             _update(progress, live, 0.0)
-
-
-async def _tick(progress: Progress, live: Live) -> None:
-    progress.add_task("requests", total=None, detail="")
-    events, at_s = live.num_events, time.monotonic()
-    while True:
-        await asyncio.sleep(REFRESH_S)
-        now_s = time.monotonic()
-        rate = (live.num_events - events) / (now_s - at_s)
-        events, at_s = live.num_events, now_s
-        _update(progress, live, rate)
 
 
 def _update(progress: Progress, live: Live, rate: float) -> None:

@@ -36,49 +36,24 @@ class Header(_Line):
     config: dict[str, Any]
     seed: int
     load_sha256: str | None = None
-    started_unix_s: FiniteFloat = 0.0
     commit: str = "unknown"
     machine: dict[str, Any] = Field(default_factory=dict)
 
 
 class _RequestLine(_Line):
     index: NonNegativeInt
-    endpoint: Literal["completions", "chat"]
     stream: bool
-    task: str | None = None
-    session: NonNegativeInt | None = None
-    turn: NonNegativeInt = 0
-    dropped_turns: NonNegativeInt = 0
-    max_tokens: int = Field(ge=1)
-    request_id: str
     scheduled_s: FiniteFloat
     sent_s: FiniteFloat
     ended_s: FiniteFloat
-    attempts: int = Field(ge=1)
     outcome: Outcome
-    prompt_tokens: NonNegativeInt | None = None
-    cached_tokens: NonNegativeInt = 0
-    completion_tokens: NonNegativeInt | None = None
     writes: list[list[tuple[FiniteFloat, NonNegativeInt]]]
     answers: list[str] = Field(default_factory=list)
     score: bool | None = None
-    bytes: NonNegativeInt = 0
 
     def record(self) -> Record:
-        """Return the request as the runner kept it, as far as the file tells."""
-        spec = RequestSpec(
-            index=self.index,
-            arrival_s=0.0,
-            prompt="",
-            max_tokens=self.max_tokens,
-            endpoint=self.endpoint,
-            stream=self.stream,
-            num_choices=max(1, len(self.writes)),
-            task=self.task,
-            session=self.session,
-            turn=self.turn,
-            dropped_turns=self.dropped_turns,
-        )
+        """Return the request as the runner kept it, as far as comparisons ask."""
+        spec = RequestSpec(self.index, arrival_s=0.0, prompt="", max_tokens=1, stream=self.stream)
         choices = [
             AnswerChoice(
                 writes=[Write(time_s, num) for time_s, num in writes],
@@ -86,24 +61,9 @@ class _RequestLine(_Line):
             )
             for writes in self.writes
         ]
-        verdict = Verdict(
-            outcome=self.outcome,
-            choices=choices,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            completion_tokens=self.completion_tokens,
-        )
-        return Record(
-            spec,
-            self.request_id,
-            self.scheduled_s,
-            self.sent_s,
-            self.ended_s,
-            self.attempts,
-            self.bytes,
-            verdict,
-            self.score,
-        )
+        verdict = Verdict(outcome=self.outcome, choices=choices)
+        times = self.scheduled_s, self.sent_s, self.ended_s
+        return Record(spec, "", *times, attempts=1, num_bytes=0, verdict=verdict, score=self.score)
 
 
 class _SloLine(_Line):

@@ -103,9 +103,9 @@ def write_results(
         further: Lines between the requests and the summary.
     """
     path = folder / RESULTS_FILE
-    for earlier in itertools.chain(*map(folder.glob, _FILES_BESIDE)):
-        earlier.unlink()
-    with path.open("w", encoding="utf-8") as stream:
+    unfinished = path.with_suffix(".unfinished")
+    # A lone surrogate of an answer is written as JSON's escape for it.
+    with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as stream:
         for line in (
             head,
             *(request_line(record, result.start_s) for record in result.records),
@@ -113,6 +113,9 @@ def write_results(
             {"kind": "summary", **summary.as_dict()},
         ):
             stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+    unfinished.replace(path)
+    for earlier in itertools.chain(*map(folder.glob, _FILES_BESIDE)):
+        earlier.unlink()
     for index, capture in result.failed_captures:
         _write_capture(folder / f"failed-{index}.txt", capture, result.start_s)
     return path

@@ -50,6 +50,14 @@ class Capture:
     def num_bytes(self) -> int:
         return sum(len(data) for _, data in self.reads)
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether its status is that of a refusal; cheap, for it is asked while the load runs."""
+        if self.transport is Transport.GRPC:
+            return self.status == "RESOURCE_EXHAUSTED"
+        start = b"".join(data for _, data in self.reads[:16])
+        return start[9:12] == b"429"
+
 
 Call = Callable[[], Awaitable[Capture]]
 """An encoded request: every call of it makes one attempt. It never raises for what a service

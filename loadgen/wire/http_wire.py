@@ -5,7 +5,6 @@ Strict: a response that is cut short, or framed wrongly, is reported, never repa
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -24,10 +23,6 @@ class ParsedBody:
     data: bytes
     ends: list[int]
     times_s: list[float]
-
-    def time_at(self, offset: int) -> float:
-        """When the byte before `offset` had arrived."""
-        return self.times_s[min(bisect_left(self.ends, offset), len(self.ends) - 1)]
 
 
 @dataclass(slots=True)

@@ -169,7 +169,9 @@ class HttpServer:
         model = self._engine_client.models.find(body.model)
         await check_token_ids(body.tokens, "tokens", model)
         async with in_time(self._limits.default_deadline_s):
-            text = await self._engine_client.models.detokenize(model, body.tokens)
+            text = await self._engine_client.models.detokenize(
+                model, body.tokens, skip_special_tokens=bool(body.skip_special_tokens)
+            )
         await call.answer_json({"prompt": text})
 
     def _check_caller(self, call: Call, *, admin: bool = False) -> None:

@@ -190,10 +190,13 @@ class ModelDirectory:
 
         return await self.off_loop(len(text), work)
 
-    async def detokenize(self, model: ServedModel, token_ids: list[int]) -> str:
-        """Token ids to text, special tokens shown; many of them in a thread."""
+    async def detokenize(
+        self, model: ServedModel, token_ids: list[int], *, skip_special_tokens: bool
+    ) -> str:
+        """Token ids to text; many of them in a thread."""
         return await self.off_loop(
-            len(token_ids), lambda: model.tokenizer.decode(token_ids, skip_special_tokens=False)
+            len(token_ids),
+            lambda: model.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
         )
 
     async def check_grammar(

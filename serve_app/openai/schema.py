@@ -425,6 +425,9 @@ class DetokenizeBody(RequestBody):
         description="Each inside the model's vocabulary.",
         json_schema_extra={"items": _TOKENS["items"]},
     )
+    skip_special_tokens: bool | None = Field(
+        None, description="Leave out special tokens, which the text of answers does not show."
+    )
 
 
 class ErrorDetail(BaseModel):

@@ -150,15 +150,13 @@ class Overload:
 
     async def run(self) -> Found:
         """All phases, one after the other."""
-        args = self._args
-        seconds = args.seconds
-        calm_s = args.calm_s or min(60.0, seconds / 3)
+        seconds = self._args.seconds
+        calm_s = self._args.calm_s or min(60.0, seconds / 3)
         self._target = await find_target(self._client, self._args.model)
         self._judge = Judgement(self._target)
         found = Found()
         await self._closed("warm-up", 4.0)
-        capacity = await self._closed("capacity", calm_s)
-        found.phases["capacity"] = capacity
+        capacity = found.phases["capacity"] = await self._closed("capacity", calm_s)
         if not capacity.goodput:
             raise ConfigError(f"nothing was served in {calm_s:g} s of full load; raise --calm-s")
         found.capacity_rps = capacity.goodput / mean_tokens(capacity)
@@ -240,16 +238,8 @@ class Overload:
             request_id = f"patient-{spec.index}-{attempt}"
             capture = await self._client.prepare(spec, self._target.model, request_id)()
             verdict = self._judge(capture, spec, request_id)
-            record = Record(
-                spec,
-                request_id,
-                at_s,
-                capture.sent_s,
-                capture.ended_s,
-                attempt + 1,
-                capture.num_bytes,
-                verdict,
-            )
+            times_s = at_s, capture.sent_s, capture.ended_s
+            record = Record(spec, request_id, *times_s, attempt + 1, capture.num_bytes, verdict)
             if verdict.outcome is not Outcome.REFUSED:
                 returns.failed += verdict.outcome is Outcome.FAILED
                 if attempt:

@@ -143,6 +143,7 @@ class Soak:
         specs = make(NUM_SPECS, max_tokens=args.max_tokens, seed=args.seed)
         model = all_on.EXACT_MODEL if args.all_on else None
         num_free = round(all_on.FREE_SHARE * args.places) if args.all_on else 0
+        num_exact = args.places - num_free
         async with (
             clients_of(self._service, model) as clients,
             clients_of(self._service, all_on.FREE_MODEL if num_free else None) as free_clients,
@@ -150,8 +151,6 @@ class Soak:
         ):
             target = await find_target(clients.http, model)
             reference = await clients.reference(specs)
-
-            num_exact = args.places - num_free
 
             def load(seed: int, places: int, max_tokens: int) -> MixedLoad:
                 asked = [replace(spec, max_tokens=max_tokens) for spec in specs]
@@ -177,27 +176,22 @@ class Soak:
             self._say(f"base line: {before}")
             counted = await all_on.counted(clients.http)
             self._load = load(args.seed + 1, num_exact, args.max_tokens)
-            weights = all_on.WEIGHTS if args.all_on else WEIGHTS
             self._harm = RandomFaults(
                 control,
                 self._load,
                 random.Random(args.seed),
                 every_s=args.every_s,
                 note=self._note,
-                weights=weights,
+                weights=all_on.WEIGHTS if args.all_on else WEIGHTS,
             )
             sampling = asyncio.create_task(self._sample(control))
             harming = asyncio.create_task(self._harm.run())
             try:
                 await self._drive_all(control, self._load, 60.0 * args.minutes)
             finally:
-                harming.cancel()
-                (end,) = await asyncio.gather(harming, return_exceptions=True)
-                if not isinstance(end, asyncio.CancelledError):
-                    self._troubles.append(f"the harm ended by itself: {end!r}")
+                await self._end("harm", harming)
                 await self._harm.settle()
-                sampling.cancel()
-                await asyncio.gather(sampling, return_exceptions=True)
+                await self._end("sampling of memory", sampling)
             await self._compare(control, before, clients.http)
             after = await all_on.counted(clients.http)
             self._counted = {name: count - counted[name] for name, count in after.items()}
@@ -235,9 +229,8 @@ class Soak:
         try:
             await asyncio.gather(*(self._drive(one, seconds) for one in loads))
         finally:
-            turns.cancel()
-            asking.cancel()
-            await asyncio.gather(turns, asking, return_exceptions=True)
+            await self._end("rescheduling in turns", turns)
+            await self._end("asking in turns", asking)
         tallies = [one.tally for one in loads]
         self._ratio = self._turns.ratio(lambda a, b: sum(t.tokens_between(a, b) for t in tallies))
 
@@ -250,8 +243,14 @@ class Soak:
         try:
             await asyncio.gather(*(self._drive(load, self._args.warm_up_s) for load in loads))
         finally:
-            moving.cancel()
-            await asyncio.gather(moving, return_exceptions=True)
+            await self._end("moving", moving)
+
+    async def _end(self, what: str, task: asyncio.Task[None]) -> None:
+        """End what goes on for ever; whatever has ended by itself did not do its work."""
+        task.cancel()
+        (end,) = await asyncio.gather(task, return_exceptions=True)
+        if not isinstance(end, asyncio.CancelledError):
+            self._troubles.append(f"the {what} ended by itself: {end!r}")
 
     async def _drive(self, load: MixedLoad, seconds: float) -> None:
         running = asyncio.create_task(load.run())
@@ -298,6 +297,8 @@ class Soak:
                 self._troubles.append(
                     f"{series.kind} {pid} grows by {fitted.per_h / MIB:.0f} MiB an hour"
                 )
+        if self._args.minutes >= 1 and not self._slopes:  # which is time for a hundred samples
+            self._troubles.append("no process's memory was judged")
 
     def failures(self) -> list[str]:
         """All that went wrong; empty: the run passed."""
@@ -363,8 +364,15 @@ class Soak:
     def summary(self) -> dict[str, Any]:
         """The last line."""
         tally, of = (self._load.tally if self._load is not None else Tally()), self._series
+        tallies = [tally] + ([self._free.tally] if self._free is not None else [])
         judged = [(f"{of[pid].kind} {pid}", of[pid], f) for pid, f in self._slopes.items()]
-        return self._summary_of_all(tally) | {
+        return {
+            "failed": sum(one.failed for one in tallies),
+            "differing": tally.differing,
+            "duplicated": sum(one.duplicated for one in tallies),
+            "leaked": len(self._troubles),
+            **{name: int(self._counted.get(name, 0)) for name in all_on.COUNTED},
+            "rescheduling_on_over_off": self._ratio and self._ratio.as_dict(),
             "failures": self.failures(),
             "sent": dict(tally.sent),
             "ok": tally.ok,
@@ -373,7 +381,7 @@ class Soak:
             "rebuilt": tally.rebuilt,
             "tokens": tally.came.total(),
             "worst_silence_s": round(tally.worst_silence_s, 2),
-            "faults": tally.faults[:5] + (self._free.tally.faults[:5] if self._free else []),
+            "faults": [fault for one in tallies for fault in one.faults[:5]],
             "harms": dict(self._harm.done) if self._harm else {},
             "slopes_mib_per_h": {
                 name: [round(fitted.per_h / MIB, 1), round(fitted.error / MIB, 1)]
@@ -382,19 +390,6 @@ class Soak:
             "files": {name: [of.num_fds[0], of.num_fds[-1]] for name, of, _ in judged},
             "minutes": self._args.minutes,
             "seed": self._args.seed,
-        }
-
-    def _summary_of_all(self, exact: Tally) -> dict[str, Any]:
-        """What is asked of every soak first."""
-        tallies = [exact] + ([self._free.tally] if self._free is not None else [])
-        counted, ratio = self._counted, self._ratio
-        return {
-            "failed": sum(tally.failed for tally in tallies),
-            "differing": exact.differing,
-            "duplicated": sum(tally.duplicated for tally in tallies),
-            "leaked": len(self._troubles),
-            **{name: int(counted.get(name, 0)) for name in all_on.COUNTED},
-            "rescheduling_on_over_off": None if ratio is None else ratio.as_dict(),
         }
 
     def _note(self, what: str) -> None:

@@ -25,7 +25,7 @@ from loadgen.bench.fake_service.faults import (
     encode,
 )
 from loadgen.bench.fake_service.generation import FakeGeneration, FakeOptions
-from loadgen.bench.fake_service.model import chat_text, detokenize, tokenize
+from loadgen.bench.fake_service.model import END_ID, chat_text, detokenize, tokenize
 from loadgen.event_loop import run_event_loop
 
 MODEL = "fake"
@@ -112,7 +112,8 @@ class FakeServer:
                 text = chat_text(body["messages"]) if "messages" in body else body["prompt"]
                 self._respond(writer, request, 200, {"tokens": tokenize(text)})
             case "/detokenize":
-                self._respond(writer, request, 200, {"prompt": detokenize(request.body["tokens"])})
+                ids = [token for token in request.body["tokens"] if token != END_ID]
+                self._respond(writer, request, 200, {"prompt": detokenize(ids)})
             case "/v1/completions" | "/v1/chat/completions":
                 self.in_flight += 1
                 self.max_in_flight = max(self.max_in_flight, self.in_flight)

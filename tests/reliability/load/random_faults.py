@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
 import os
 import random
 import signal
@@ -57,7 +57,7 @@ class RandomFaults:
         self._every_s = every_s
         self._note = note
         self._weights = weights
-        self._restore: tuple[str, int] | None = None
+        self._full: dict[str, int] = {}  # layers of replicas that may lack some now
         self._spared: set[int] = set()
         self.done: Counter[str] = Counter()
         self.tried: Counter[str] = Counter()
@@ -65,14 +65,14 @@ class RandomFaults:
 
     async def run(self) -> None:
         """Harm, for ever."""
-        for kind in REPLICAS:
-            self._spared.add(min(self._control.pids(kind)))
+        self._spared = {min(self._control.pids(kind)) for kind in REPLICAS}
         while True:
             await asyncio.sleep(self._rng.expovariate(1.0 / self._every_s))
             todo = [w for w in self._weights if not self.done[w] and self.tried[w] <= FAIR_TRIES]
             what = (todo or self._rng.choices([*self._weights], [*self._weights.values()]))[0]
             self.tried[what] += 1
             try:
+                await self._restore()
                 if await getattr(self, f"_{what}")():
                     self.done[what] += 1
                     self._note(what)
@@ -80,14 +80,14 @@ class RandomFaults:
                 pass  # whom it was about died meanwhile; the next is another's
 
     async def settle(self) -> None:
-        """Give the last replica its layers back, and wait until all desired ones are ready."""
+        """Wait until all desired replicas are ready, and give them their layers back."""
         trouble = await self._control.until_ready(READY_TIMEOUT_S)
         if trouble:
             self.failures.append(f"the service is not whole again: {trouble}")
-        if self._restore is not None:
-            with contextlib.suppress(AgentError):  # it died: its successor has all layers
-                await self._control.agent.call("resize", *self._restore)
-            self._restore = None
+        try:
+            await self._restore()
+        except AgentError as exc:
+            self.failures.append(f"{', '.join(self._full)} did not get layers back: {exc}")
 
     def never_done(self) -> list[str]:
         """What was tried several times, and never succeeded."""
@@ -110,25 +110,32 @@ class RandomFaults:
         return False
 
     async def _resize(self) -> bool:
-        """Take layers from a decode replica, and give them back a little later."""
+        """Take layers from a decode replica, and give them back: now, or before the next harm."""
         replicas = await self._control.replicas("decode")
         if not replicas:
             return False
         replica = self._rng.choice(replicas)
-        full = await self._depth(replica)
-        self._load.excuse(READY_TIMEOUT_S)
-        self._restore = (replica, full)
-        try:
-            await self._control.agent.call("resize", replica, max(1, full // 2))
-            dropped = await self._depth(replica)
-            await asyncio.sleep(self._rng.uniform(0.0, RESIZE_KEEPS_S))
-            said = await self._control.agent.call("resize", replica, full)
-            if await self._depth(replica) != full:
-                self.failures.append(f"a replica did not get its layers back: {said}")
-            return dropped != full
-        finally:
-            self._restore = None
-            self._load.excuse_until_now()
+        full = self._full[replica] = await self._depth(replica)
+        self._load.excuse(math.inf)
+        await self._control.agent.call("resize", replica, max(1, full // 2))
+        dropped = await self._depth(replica)
+        await asyncio.sleep(self._rng.uniform(0.0, RESIZE_KEEPS_S))
+        await self._restore()
+        return dropped != full
+
+    async def _restore(self) -> None:
+        """Give replicas that live the layers back that they lack. Raises: AgentError."""
+        if not self._full:
+            return
+        status = await self._control.agent.call("status")
+        for replica, full in list(self._full.items()):
+            if any(one["name"] == replica for one in status["replicas"]):
+                said = await self._control.agent.call("resize", replica, full)
+                if await self._depth(replica) != full:
+                    self.failures.append(f"{replica} did not get its layers back: {said}")
+                    continue
+            del self._full[replica]  # a successor has all layers
+        self._load.excuse_until_now()
 
     async def _depth(self, replica: str) -> int:
         _, depth = await self._control.agent.call("depth_class", replica)

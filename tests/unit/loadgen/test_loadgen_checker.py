@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -180,14 +182,39 @@ def test_duplicate_is_seen_without_token_ids(exchange: Exchange) -> None:
     assert verdict.faults[0].kind is FaultKind.DUPLICATE
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_calls_functions_needs_no_text(stream: bool, exchange: Exchange) -> None:
+    spec = make_spec(stream=stream, ignore_eos=False, **CHAT)
+    capture = exchange.capture(spec, tokens_per_write=9, answer=lambda _: "pong")
+    function = {"name": "look", "arguments": '{"at": 1}'}
+    called = {"content": None, "tool_calls": [{"index": 0, "id": "a", "function": function}]}
+    calls = (b'"content": "pong"', json.dumps(called).encode()[1:-1])
+    ends = (b'"finish_reason": "stop"', b'"finish_reason": "tool_calls"')
+    verdict = exchange.judge(_edited(capture, calls, ends), spec)
+    assert verdict.faults == []
+    assert verdict.choices[0].calls == 'look{"at": 1}'
+    assert verdict.choices[0].digest != exchange.judge(capture, spec).choices[0].digest
+    wrong = {FaultKind.FINISH_REASON: [ends], FaultKind.OBJECT: [(calls[0], b'"tool_calls": [7]')]}
+    for kind, pairs in wrong.items():
+        assert exchange.judge(_edited(capture, *pairs), spec).faults[0].kind is kind
+
+
 def _without_ids(capture: Capture) -> Capture:
     """The same response as a service without `return_token_ids` sends it."""
+    return _edited(capture, (b'"token_ids"', b'"ignored"'))
+
+
+def _edited(capture: Capture, *pairs: tuple[bytes, bytes]) -> Capture:
+    """The same response with something else in its body."""
     raw = b"".join(part for _, part in capture.reads)
     head, body = raw.split(b"\r\n\r\n", 1)
-    payload = b"".join(line for line in body.split(b"\r\n") if line.startswith(b"data"))
-    payload = payload.replace(b'"token_ids"', b'"ignored"')
-    head = head.replace(b"transfer-encoding: chunked", b"content-length: %d" % len(payload))
-    return Capture(Transport.HTTP, sent_s=0.0, reads=[(1.0, head + b"\r\n\r\n" + payload)])
+    if b"chunked" in head:
+        body = b"".join(line for line in body.split(b"\r\n") if line.startswith(b"data"))
+    for old, new in pairs:
+        body = body.replace(old, new)
+    length = b"content-length: %d" % len(body)
+    head = re.sub(rb"(transfer-encoding|content-length): \w+", length, head)
+    return Capture(Transport.HTTP, sent_s=0.0, reads=[(1.0, head + b"\r\n\r\n" + body)])
 
 
 @pytest.mark.parametrize(

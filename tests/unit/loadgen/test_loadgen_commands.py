@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gzip
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +16,16 @@ import pytest
 
 from loadgen.__main__ import COMMANDS, main
 from loadgen.bench.fake_service.server import FakeServer
+from loadgen.checker import AnswerChoice, FaultKind, Verdict
+from loadgen.checker.judge import Judgement
 from loadgen.load.scenario import QUESTIONS, choose_load
 from loadgen.load_options import add_arguments
+from loadgen.report.metrics import LoadSummary
+from loadgen.report.run_report import write_results
+from loadgen.runner import Record, RunResult
 from quadriga.errors import ConfigError
 from quadriga.tasks import TASKS, make_example, sample_examples
-from tests.unit.loadgen.conftest import Service, run_command
+from tests.unit.loadgen.conftest import Service, make_spec, run_command
 
 HEADER = "arrival_s,input_tokens,output_tokens\n"
 
@@ -124,6 +130,37 @@ def test_ctrl_c_while_texts_are_verified_keeps_the_load(
     status, (_, *requests, summary) = run_command(command, service(), tmp_path, *words)
     assert status == 130 and any(line["kind"] == "request" for line in requests)
     assert summary["was_interrupted"] and summary["texts_not_verified"] == "interrupted"
+
+
+def test_ctrl_c_while_answers_are_judged_keeps_the_load(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge, judged = Judgement.__call__, []
+
+    def interrupted(self: Judgement, *args: Any) -> Verdict:
+        judged.append(args)
+        if len(judged) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return judge(self, *args)
+
+    monkeypatch.setattr(Judgement, "__call__", interrupted)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, which shows progress
+    assert run(service(), tmp_path, "--tasks", "4", "--max-tokens", "3", "--warmup", "0") == 130
+    _, *requests, summary = lines(tmp_path)
+    assert len(requests) == len(judged) == 4 and summary["was_interrupted"]
+
+
+def test_results_hold_half_a_character_and_are_replaced_as_a_whole(tmp_path: Path) -> None:
+    verdict = Verdict(model="fake\ud83d", choices=[AnswerChoice(texts=["hi \ud83d"])])
+    verdict.add(FaultKind.ERROR_FRAME, "dead \ud83d")
+    assert str(verdict.faults[0]) == "error_frame: dead \\ud83d", "it can be printed"
+    record = Record(make_spec(), "id", 0.0, 0.0, 1.0, 1, 10, verdict)
+    result, summary = RunResult(0.0, 0.0, records=[record]), LoadSummary()
+    path = write_results(tmp_path, {"kind": "run"}, result, summary)
+    with pytest.raises(TypeError):
+        write_results(tmp_path, {"kind": object()}, result, summary)
+    _, request, last = map(json.loads, path.read_text().splitlines())
+    assert (request["model"], last["kind"]) == ("fake\ud83d", "summary")
 
 
 def test_a_fault_of_the_checks_keeps_the_load(

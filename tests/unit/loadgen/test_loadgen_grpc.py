@@ -18,9 +18,10 @@ from loadgen.checker.judge import Judgement
 from loadgen.load.workload import RequestSpec
 from loadgen.runner import now_s
 from loadgen.target import Target
-from loadgen.wire.capture import Capture
+from loadgen.wire.capture import Capture, Transport
 from loadgen.wire.client_grpc import GrpcClient, encode_request
 from quadriga.errors import ConfigError
+from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from tests.unit.loadgen.conftest import make_spec
 
 EXPECTED: dict[str, FaultKind] = {
@@ -85,6 +86,18 @@ def test_answer_that_ends_by_itself_passes() -> None:
     verdict = exchange(spec, answer=lambda prompt: f"{prompt} pong 🙂")
     assert verdict.faults == []
     assert verdict.choices[0].text == "ping pong 🙂"
+
+
+@pytest.mark.parametrize("kind", [pb.GenerateResponse, pb.GenerateOnceResponse])
+def test_an_answer_that_calls_functions_needs_no_text(kind: Any) -> None:
+    calls = [{"name": "look", "arguments": "{}"}]
+    choice = {"token_ids": [7], "tool_calls": calls, "finish_reason": pb.FINISH_REASON_TOOL_CALLS}
+    usage = pb.Usage(prompt_tokens=3, completion_tokens=1, total_tokens=4)
+    message = kind(request_id="a", model="fake", choices=[choice], usage=usage)
+    capture = Capture(Transport.GRPC, 0.0, [(1.0, message.SerializeToString())], status="OK")
+    spec = make_spec(stream=kind is pb.GenerateResponse, ignore_eos=False)
+    verdict = Judgement(Target("fake", 4096))(capture, spec, "unused")
+    assert verdict.faults == [] and verdict.choices[0].calls == "look{}"
 
 
 def test_refusal_is_neither_success_nor_failure() -> None:

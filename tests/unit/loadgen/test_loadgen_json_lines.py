@@ -24,6 +24,14 @@ def test_rows_come_with_their_places(tmp_path: Path) -> None:
     assert [row for _, row in read_objects(packed, param="rows")] == [{"a": 1}, {"a": 2}]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "questions.txt"
+    path.write_text("Why?\nWhere?\n", encoding="utf-8-sig")
+    assert list(read_texts(path, param="prompts")) == ["Why?", "Where?"]
+    path.write_text('{"a": 1}', encoding="utf-8-sig")
+    assert [row for _, row in read_objects(path, param="rows")] == [{"a": 1}]
+
+
 def test_what_follows_the_limit_is_not_looked_at(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\nbroken\n')
@@ -54,11 +62,12 @@ def corrupt() -> bytes:
         (b"", "x.jsonl", "no rows in it"),
         (b"\n\n", "x.jsonl", "no rows in it"),
         (b"[1]", "x.jsonl", "line 1: must be a JSON object"),
-        (b'{"a": "\xff"}', "x.jsonl", "line 1: not JSON"),
+        (b'{"a": "\xff"}', "x.jsonl", "line 1: not UTF-8"),
         (b"[" * 100_000, "x.jsonl", "line 1: not JSON"),
         (b'{"a": 1}\n{"a": 1}\n{"a": 1}', "x.jsonl", "line 3: more than 2 rows"),
         (b'{"a": "' + b"x" * 2000 + b'"}', "x.jsonl", "line 1: over 1000 bytes"),
         (b"plain", "x.jsonl.gz", "line 1: not JSON"),
+        (b"\x1f\x8b no gzip", "x.jsonl", "cannot be read"),
         (PACKED[:-9], "x.jsonl.gz", "cannot be read|more than 2 rows"),
         (corrupt(), "x.jsonl.gz", "cannot be read|not JSON|over 1000 bytes"),
     ],

@@ -18,7 +18,7 @@ def show(*, terminal: bool, enabled: bool = True) -> str:
 
     async def run() -> None:
         live = Live(num_requests=4)
-        async with progress_bar(console, live, enabled=enabled):
+        with progress_bar(console, live, enabled=enabled):
             live.sent, live.ended, live.broken, live.note = 4, 3, 1, "step 2/8"
             await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}

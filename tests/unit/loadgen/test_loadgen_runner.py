@@ -34,7 +34,7 @@ def load(
         async with FakeServer(fake or FakeOptions()) as server:
             client = HttpClient(parse_url(server.url), now_s=now_s, timeout_s=20.0)
             result = await run_load(requests, client, MODEL, Judgement(TARGET), options, Live())
-            await verify_texts(client, MODEL, result.records)
+            await verify_texts(client, TARGET, result.records)
             return result, server
 
     return asyncio.run(run())
@@ -63,14 +63,26 @@ def test_refusals_are_counted_and_sent_once_by_default() -> None:
     assert server.num_requests == 3
 
 
-def test_retry_after_is_honoured_when_asked() -> None:
-    options = LoadOptions(concurrency=1, honour_refusals=1)
-    result, server = load(specs(1), options, FakeOptions(refuse_first=1))
-    (record,) = result.records
-    assert record.verdict.outcome is Outcome.OK
-    assert record.attempts == 2
-    assert record.lag_s < 0.9 and record.ended_s - record.sent_s >= 1.0  # the fake's Retry-After
-    assert server.num_requests == 2
+def test_a_refused_request_is_sent_again_and_answers_are_judged_once_after_the_load() -> None:
+    """What was refused is seen by its status: judging the rest would cost the measurement."""
+    live, seen = Live(), []
+
+    def judge(capture: Capture, spec: RequestSpec, request_id: str) -> Verdict:
+        seen.append((spec.index, live.ended))
+        return Judgement(TARGET)(capture, spec, request_id)
+
+    async def run() -> RunResult:
+        async with FakeServer(FakeOptions(refuse_first=1)) as server:
+            client = HttpClient(parse_url(server.url), now_s=now_s, timeout_s=20.0)
+            options = LoadOptions(concurrency=1, honour_refusals=2)
+            return await run_load(specs(2), client, MODEL, judge, options, live)
+
+    first, second = asyncio.run(run()).records
+    assert seen == [(0, 0), (0, 2), (1, 2)]
+    assert first.verdict.outcome is Outcome.OK and (first.attempts, second.attempts) == (2, 1)
+    assert first.lag_s < 0.9 and first.ended_s - first.sent_s >= 1.0  # the fake's Retry-After
+    refused = Capture(Transport.GRPC, sent_s=0.0, status="RESOURCE_EXHAUSTED")
+    assert refused.is_refusal and not Capture(Transport.HTTP, sent_s=0.0).is_refusal
 
 
 def test_text_that_is_not_its_tokens_fails() -> None:
@@ -143,37 +155,56 @@ def test_request_ids_differ_between_requests() -> None:
     assert len({record.request_id for record in result.records}) == 3
 
 
-def test_special_tokens_are_not_expected_in_the_text() -> None:
-    texts = {(7,): " seven", (1,): "<|pad|>", (1, 7): "<|pad|> seven"}
+def verdicts(
+    text: str, ids: list[int], finish: str = "length", target: Target = TARGET, **extra: Any
+) -> Outcome:
+    """What becomes of an answer of such tokens; the first is special."""
+    texts = ["</s>", "Hello", ".\n", "<div>"]
 
     class Client(HttpClient):
         async def fetch(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-            return 200, {"prompt": texts[tuple(body["tokens"])]}
+            hides = target.is_ours and body["skip_special_tokens"]
+            return 200, {"prompt": "".join(texts[t] for t in body["tokens"] if t or not hides)}
 
-    def record(text: str) -> Record:
-        choice = AnswerChoice(texts=[text], token_ids=[1, 7], num_tokens=2, finish_reason="length")
-        verdict = Verdict(choices=[choice])
-        return Record(make_spec(), "id", 0.0, 0.0, 1.0, 1, 10, verdict)
-
-    good, bad = record(" seven"), record(" eight")
+    choice = AnswerChoice(texts=[text], token_ids=ids, finish_reason=finish)
+    verdict = Verdict(choices=[choice])
+    record = Record(make_spec(extra=extra), "id", 0.0, 0.0, 1.0, 1, 10, verdict)
     client = Client(parse_url("http://nowhere"), now_s=now_s, timeout_s=1.0)
-    assert asyncio.run(verify_texts(client, MODEL, [good, bad])) == 2
-    assert good.verdict.outcome is Outcome.OK
-    assert bad.verdict.outcome is Outcome.FAILED
+    asyncio.run(verify_texts(client, target, [record]))
+    return verdict.outcome
 
 
-def test_stop_string_may_cut_the_text() -> None:
-    class Client(HttpClient):
-        async def fetch(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-            return 200, {"prompt": "one two thr"}
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_special_tokens_are_not_expected_in_the_text(is_ours: bool) -> None:
+    target = Target(MODEL, 4096, is_ours=is_ours)
+    assert verdicts("Hello", [0, 1], target=target) is Outcome.OK
+    assert verdicts("hello", [0, 1], target=target) is Outcome.FAILED
+    assert verdicts("<div>Hello", [3, 1], target=target) is Outcome.OK
 
-    def record(text: str, **extra: Any) -> Record:
-        choice = AnswerChoice(texts=[text], token_ids=[1, 2], num_tokens=2, finish_reason="stop")
-        verdict = Verdict(choices=[choice])
-        return Record(make_spec(extra=extra), "id", 0.0, 0.0, 1.0, 1, 10, verdict)
 
-    good, bad, echoed = record("one t", stop="wo"), record("one t"), record("prompt one", echo=True)
-    client = Client(parse_url("http://nowhere"), now_s=now_s, timeout_s=1.0)
-    assert asyncio.run(verify_texts(client, MODEL, [good, bad, echoed])) == 2
-    outcomes = [one.verdict.outcome for one in (good, bad, echoed)]
-    assert outcomes == [Outcome.OK, Outcome.FAILED, Outcome.OK]
+def test_which_tokens_are_special_says_the_service_and_not_their_shape() -> None:
+    assert verdicts("<div>Hello", [3, 0, 1]) is Outcome.OK
+    assert verdicts("Hello", [3, 1]) is Outcome.FAILED
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "outcome"),
+    [
+        ("Hello.", "\n", Outcome.OK),  # inside of a token
+        ("He", ["zzz", "llo"], Outcome.OK),
+        ("Hello", None, Outcome.OK),  # by the token that ends a sequence
+        ("Hello", "zzz", Outcome.OK),
+        ("He", None, Outcome.FAILED),
+        ("He", "zzz", Outcome.FAILED),
+        ("", ["zzz"], Outcome.FAILED),
+        ("Hello.", "zzz", Outcome.FAILED),
+    ],
+)
+def test_a_text_ends_before_a_stop_string_or_before_the_token_that_ends_it(
+    text: str, stop: Any, outcome: Outcome
+) -> None:
+    assert verdicts(text, [1, 2], "stop", stop=stop) is outcome
+
+
+def test_a_text_that_lacks_calls_or_begins_with_its_prompt_is_not_compared() -> None:
+    assert verdicts("", [1], tools=[{}]) is verdicts("prompt Hello", [1], echo=True) is Outcome.OK

@@ -83,7 +83,7 @@ def test_limit_stops_reading(tmp_path: Path) -> None:
         ("2,1,1,1", "4 fields"),
         ("", "line 3: empty, and rows follow in line 4"),
         ("  ", "line 3: empty, and rows follow"),
-        ("2,1," + "1" * 300, "over 200 characters"),
+        ("2,1," + "1" * 300, "over 200 bytes"),
     ],
 )
 def test_bad_row_is_named(row: str, message: str, tmp_path: Path) -> None:
@@ -99,12 +99,6 @@ def test_bad_row_is_named(row: str, message: str, tmp_path: Path) -> None:
         (HEADER.encode(), "trace.csv", "no rows"),
         (HEADER.encode() + b"1,1,\xff\n", "trace.csv", "line 2: not UTF-8"),
         (b"no gzip", "trace.csv.gz", "line 1: the header must be"),
-        (b"\x1f\x8b no gzip", "trace.csv", "cannot be read"),
-        (
-            gzip.compress((HEADER + "0,1,1\n" * 999).encode(), mtime=0)[:-20],
-            "t.csv.gz",
-            "cannot be read",
-        ),
     ],
 )
 def test_bad_file_is_named(data: bytes, name: str, message: str, tmp_path: Path) -> None:

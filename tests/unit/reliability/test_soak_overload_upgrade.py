@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import AsyncMock, MagicMock, patch
 
 import numpy as np
 import pytest
@@ -114,6 +114,49 @@ async def test_each_harm_is_done_once_before_chance_decides() -> None:
     with patch.multiple(faults, **harms), pytest.raises(AssertionError, match="enough"):
         await faults.run()
     assert done[:5] == ["migrate"] * 3 + ["resize", "kill"] and not faults.never_done()
+
+
+async def test_a_replica_gets_its_layers_back_though_an_order_failed() -> None:
+    """In the end, or before the next harm; what it has meanwhile is not taken for all it had."""
+    depths = [8]
+
+    async def call(verb: str, replica: str = "", depth: int = 0) -> Any:
+        if verb == "status":
+            return {"replicas": [{"name": "decode-0", "role": "decode", "phase": "ready"}]}
+        if verb == "depth_class":
+            return "a model", depths[-1]
+        depths.append(depth)
+        if len(depths) in (2, 4):
+            raise AgentError("resize: no answer")
+        return "resized"
+
+    control = MagicMock(agent=MagicMock(call=call), until_ready=AsyncMock(return_value=""))
+    control.replicas, control.pids.return_value = AsyncMock(return_value=["decode-0"]), {1: ""}
+    load, rng = MagicMock(), random.Random(0)
+    faults = RandomFaults(control, load, rng, every_s=1e-6, weights={"resize": 1.0})
+    for done in (0, 1):
+        with pytest.raises(AgentError):
+            await faults._resize()
+        assert load.excuse_until_now.call_count == done
+        if not done:
+            await faults.settle()
+    harming = asyncio.create_task(faults.run())
+    while not faults.done["resize"]:  # noqa: ASYNC110
+        await asyncio.sleep(1e-6)
+    harming.cancel()
+    assert depths[:7] == [8, 4, 8, 4, 8, 4, 8] and faults.failures == []
+
+
+async def test_memory_that_nobody_sampled_is_no_memory_that_is_well() -> None:
+    args = argparse.Namespace(minutes=1.0, max_slope=20.0)
+    run = soak.Soak(args, ServiceUnderLoad("", None, None, None), Console(quiet=True))
+    control = MagicMock(pids=MagicMock(side_effect=OSError("no such file")))
+    sampling = asyncio.create_task(run._sample(control))
+    await asyncio.wait([sampling])
+    await run._end("sampling", sampling)
+    run._judge_memory(ResourceBaseline())
+    ended = "the sampling ended by itself: OSError('no such file')"
+    assert run._troubles == [ended, "no process's memory was judged"]
 
 
 def test_what_a_process_holds() -> None:

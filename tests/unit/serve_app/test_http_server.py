@@ -18,7 +18,7 @@ from quadriga.errors import InvalidRequest
 from serve_app.openai.bodies import parse_body, parse_json
 from serve_app.openai.schema import ChatBody, CompletionBody
 from serve_app.openai.unsupported import CHAT, COMPLETIONS
-from tests.unit.serve_app.conftest import ANSWER, Stand
+from tests.unit.serve_app.conftest import ANSWER, END_ID, MODEL, Stand
 from tests.unit.serve_app.test_engine_client import until
 
 JSON = st.recursive(
@@ -152,6 +152,13 @@ async def test_long_prompts_are_encoded_off_the_loop(stand: Stand) -> None:
     assert stand.cluster.submitted[0].prompt_ids == (
         stand.engine.models.find("quadriga-s").tokenizer.encode("7 " * 1200)
     )
+
+
+async def test_special_tokens_have_no_text_where_that_is_asked(stand: Stand) -> None:
+    body = {"model": "quadriga-s", "tokens": [*MODEL.tokenizer.encode("hi"), END_ID]}
+    shown = (await stand.http.post("/detokenize", json=body)).json()["prompt"]
+    hidden = await stand.http.post("/detokenize", json=body | {"skip_special_tokens": True})
+    assert hidden.json() == {"prompt": "hi"} and shown.startswith("hi") and len(shown) > 2
 
 
 async def test_few_long_texts_wait(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
