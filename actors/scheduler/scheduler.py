@@ -263,12 +263,18 @@ class Scheduler(BatchedCalls):
             return []
         return found
 
-    async def finished(self, sequence_ids: Sequence[str], tokens: int) -> None:
-        """Sequences are over; forget what was noted of them."""
-        self._inflight.finished(list(sequence_ids))
-        self._waiting_for_room.difference_update(sequence_ids)
-        self._waiting.ended(sequence_ids, now_s=self._clock.now_s())
-        self._auto.finished(sequence_ids)
+    async def finished(self, sequence_ids: Sequence[str], lost: Sequence[str] = ()) -> None:
+        """Sequences are over; forget what was noted of them.
+
+        Args:
+            lost: So are these, but have not ended: they go on under other names, or nowhere.
+        """
+        now_s, over = self._clock.now_s(), [*sequence_ids, *lost]
+        self._inflight.finished(over)
+        self._waiting_for_room.difference_update(over)
+        self._waiting.ended(sequence_ids, now_s=now_s)
+        self._waiting.lost(lost, now_s=now_s)
+        self._auto.finished(over)
 
     async def loads(self) -> list[ReplicaSnapshot]:
         """All that is known of the replicas, forecasts included."""
