@@ -125,8 +125,8 @@ class FakeCluster:
             raise self.refuse_admission
         return Admission(PREFILL, DepthClass(self.model, 8))
 
-    async def finished(self, sequence_ids: Sequence[str], tokens: int) -> None:
-        self.finished_ids.extend(sequence_ids)
+    async def finished(self, sequence_ids: Sequence[str], lost: Sequence[str]) -> None:
+        self.finished_ids.extend([*sequence_ids, *lost])
 
     async def directory(self) -> ClusterView:
         snapshots = [

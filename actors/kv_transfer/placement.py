@@ -103,7 +103,7 @@ class DecodePlacement:
 
     def give_up(self, sequence_id: str) -> None:
         """Tell the scheduler that a sequence comes to no decode replica: no room is kept for it."""
-        background(self._calls.tell(self._scheduler, "finished", [sequence_id], 0))
+        background(self._calls.tell(self._scheduler, "finished", [], [sequence_id]))
 
     def report_death(self, peer: str) -> None:
         """Tell the scheduler of a decode replica that is gone."""

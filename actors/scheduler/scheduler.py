@@ -16,7 +16,7 @@ from actors.scheduler.rescheduling import Rescheduling
 from quadriga.background import background, overslept_s
 from quadriga.clock import SystemClock
 from quadriga.config.loader import QuadrigaConfig
-from quadriga.control.model_routing import AutoRouter, Route, RoutingDecision
+from quadriga.control.model_routing import AutoRouter, Route
 from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import ReplicaSnapshot, Role
@@ -70,7 +70,6 @@ class Scheduler(BatchedCalls):
         self._reported = asyncio.Event()
         self._waiting_for_room: set[str] = set()
         self._heard_s = self._clock.now_s()
-        self._num_placed: dict[str, int] = {}
         self._rescheduling = Rescheduling(self._config, self._clock, self._adjusted)
         self._placement = self._make_placement()
         die_on_sigterm()
@@ -91,21 +90,7 @@ class Scheduler(BatchedCalls):
         self._heard_s = self._clock.now_s()
         if self._auto.route is not None:
             return self._admit_auto(request)
-        self._require_known(request.model)
-        snapshots = self._adjusted()
-        admission = admit(
-            request,
-            snapshots,
-            now_unix_s=self._clock.unix_s(),
-            scheduler=self._config.scheduler,
-            prefill=self._config.prefill,
-            any_depth=self._config.helios.enabled,
-            checks_queue=request.is_rebuild,
-            cached_tokens=self._prefixes.cached_tokens(request.prefix_marks),
-        )
-        self._check_room(request, admission, snapshots)
-        self._note_admitted(request, admission)
-        return admission
+        return self._admit(request, self._adjusted())
 
     def _admit_auto(self, request: AdmitRequest) -> Admission:
         """As `admit`, where model and depth are chosen by the controller."""
@@ -118,61 +103,55 @@ class Scheduler(BatchedCalls):
         chosen, snapshots, way = self._auto.choose(request, alive, now_s)
         if way.profile is not None:
             try:  # no place is reserved for a returning caller there
-                return self._admit_chosen(request, replace(chosen, visitor=""), snapshots, way)
+                admission = self._admit(replace(chosen, visitor=""), snapshots)
+                return self._auto.admitted(request, way, admission, now_s)
             except QuadrigaError as exc:
                 logger.debug("%s cannot be profiled: %s", way.profile, exc)
             chosen, snapshots, way = self._auto.choose(request, alive, now_s, profiles=False)
-        return self._admit_chosen(request, chosen, snapshots, way)
+        return self._auto.admitted(request, way, self._admit(chosen, snapshots), now_s)
 
-    def _admit_chosen(
-        self,
-        request: AdmitRequest,
-        chosen: AdmitRequest,
-        snapshots: list[ReplicaSnapshot],
-        way: RoutingDecision,
-    ) -> Admission:
-        self._require_known(chosen.model)
-        self._auto.require_loaded(chosen.model, snapshots)
+    def _admit(self, request: AdmitRequest, snapshots: list[ReplicaSnapshot]) -> Admission:
+        """Let in a sequence whose model is named, to one of these replicas. Raises: as `admit`."""
+        self._require_known(request.model)
+        self._auto.require_loaded(request.model, snapshots)
+        cached = self._prefixes.cached_tokens(request.prefix_marks)
+        now_s, now_unix_s = self._clock.now_s(), self._clock.unix_s()
+        scheduler, prefill = self._config.scheduler, self._config.prefill
         admission = admit(
-            chosen,
+            request,
             snapshots,
-            now_unix_s=self._clock.unix_s(),
-            scheduler=self._config.scheduler,
-            prefill=self._config.prefill,
-            any_depth=True,
+            now_unix_s=now_unix_s,
+            scheduler=scheduler,
+            prefill=prefill,
+            any_depth=self._any_depth,
             checks_queue=request.is_rebuild,
-            cached_tokens=self._prefixes.cached_tokens(request.prefix_marks),
+            cached_tokens=cached,
         )
-        self._check_room(chosen, admission, snapshots)
-        self._note_admitted(request, admission)
-        return self._auto.admitted(request, way, admission, self._heard_s)
-
-    def _check_room(
-        self, request: AdmitRequest, admission: Admission, snapshots: list[ReplicaSnapshot]
-    ) -> None:
-        """Raises: Overloaded: It must come later."""
+        model = admission.depth_class.model
         check_room(
             request,
             admission,
             snapshots,
             self._waiting,
-            now_s=self._clock.now_s(),
-            now_unix_s=self._clock.unix_s(),
-            scheduler=self._config.scheduler,
-            prefill=self._config.prefill,
-            num_held=self._rescheduling.governor.num_held.get(admission.depth_class.model, 0),
+            now_s=now_s,
+            now_unix_s=now_unix_s,
+            scheduler=scheduler,
+            prefill=prefill,
+            num_held=self._rescheduling.governor.num_held.get(model, 0),
         )
-
-    def _note_admitted(self, request: AdmitRequest, admission: Admission) -> None:
-        now_s = self._clock.now_s()
-        self._waiting.admitted(request, admission.depth_class.model, now_s=now_s)
+        self._waiting.admitted(request, model, now_s=now_s)
         if self._snapshots[admission.prefill_replica].info.role is Role.MIXED:
             self._waiting.placed(request.sequence_id, now_s=now_s)  # it decodes where it queues
-        cached = self._prefixes.cached_tokens(request.prefix_marks)
         num_tokens = request.num_prompt_tokens - cached.get(admission.prefill_replica, 0)
         sent = SentRequest(self._heard_s, num_tokens, request.num_prompt_tokens)
         self._inflight.sent(admission.prefill_replica, request.sequence_id, sent)
         self._prefixes.sent(request.prefix_marks, admission.prefill_replica)
+        return admission
+
+    @property
+    def _any_depth(self) -> bool:
+        """Whether the replicas of a model may differ in depth."""
+        return self._auto.route is not None or self._config.helios.enabled
 
     async def place(self, request: PlaceRequest) -> str:
         """Choose the decode replica of a sequence; waits a moment for room where there is none.
@@ -208,7 +187,7 @@ class Scheduler(BatchedCalls):
         overload = self._rescheduling.governor.overload
         if request.prediction is not None and request.depth_class.model in overload:
             request = replace(request, by_forecast=True)
-        any_depth = self._auto.route is not None or self._config.helios.enabled
+        any_depth = self._any_depth
         alive = candidates(
             self._adjusted(),
             role=Role.DECODE,
@@ -263,12 +242,18 @@ class Scheduler(BatchedCalls):
             return []
         return found
 
-    async def finished(self, sequence_ids: Sequence[str], tokens: int) -> None:
-        """Sequences are over; forget what was noted of them."""
-        self._inflight.finished(list(sequence_ids))
-        self._waiting_for_room.difference_update(sequence_ids)
-        self._waiting.ended(sequence_ids, now_s=self._clock.now_s())
-        self._auto.finished(sequence_ids)
+    async def finished(self, sequence_ids: Sequence[str], lost: Sequence[str] = ()) -> None:
+        """Sequences are over; forget what was noted of them.
+
+        Args:
+            lost: So are these, but have not ended: they go on under other names, or nowhere.
+        """
+        now_s, over = self._clock.now_s(), [*sequence_ids, *lost]
+        self._inflight.finished(over)
+        self._waiting_for_room.difference_update(over)
+        self._waiting.ended(sequence_ids, now_s=now_s)
+        self._waiting.lost(lost, now_s=now_s)
+        self._auto.finished(over)
 
     async def loads(self) -> list[ReplicaSnapshot]:
         """All that is known of the replicas, forecasts included."""
@@ -339,10 +324,9 @@ class Scheduler(BatchedCalls):
         self._heard_s = self._clock.now_s()
 
     async def status(self) -> dict[str, Any]:
-        """Loads by replica, how many sequences were placed on each, and what was moved and why."""
+        """Loads by replica, and what was moved and why."""
         return {
             "replicas": {name: replace(s) for name, s in self._snapshots.items()},
-            "placed": dict(self._num_placed),
             "unseen": self._inflight.num_sent(),
             "rescheduling": self._rescheduling.status(),
         }
@@ -385,7 +369,6 @@ class Scheduler(BatchedCalls):
         self._waiting.placed(request.sequence_id, now_s=self._clock.now_s())
         sent = SentRequest(self._clock.now_s(), 0, reserved, promised, request.num_tokens)
         self._inflight.sent(name, request.sequence_id, sent)
-        self._num_placed[name] = self._num_placed.get(name, 0) + 1
 
     def _adjusted(self) -> list[ReplicaSnapshot]:
         """The snapshots with what is on its way to each replica added."""

@@ -209,8 +209,8 @@ class PrefillConfig(Section):
     max_rows: Count = Field(
         16,
         description="Sequences in prefill, or after it, without a place at a decode replica; "
-        "with so many no further prompt is begun. There are four KV rows for each, as sequences "
-        "whose KV is being sent keep theirs.",
+        "with so many no other prompt is begun that is not more important. There are four KV rows "
+        "for each, as sequences whose KV is being sent keep theirs.",
     )
     max_queued_sequences: Count = Field(
         512, description="That wait at one prefill replica; where all are full: 429."

@@ -106,7 +106,10 @@ def admit(
         raise Overloaded(
             f"every queue of {request.model!r} is full: {best.num_waiting} sequences and "
             f"{best.waiting_tokens} prompt tokens wait at the shortest",
-            retry_after_s=_retry_after_s(best, request, prefill, scheduler),
+            retry_after_s=min(
+                max(queue_supply(request, prefills, prefill).wait_s, MIN_WAIT_S),
+                scheduler.max_retry_after_s,
+            ),
         )
     return Admission(best.info.name, best.info.depth_class)
 
@@ -207,21 +210,3 @@ def _alive(
         now_unix_s=now_unix_s,
         max_age_s=scheduler.snapshot_max_age_s,
     )
-
-
-def _retry_after_s(
-    snapshot: ReplicaSnapshot,
-    request: AdmitRequest,
-    prefill: PrefillConfig,
-    scheduler: SchedulerConfig,
-) -> float:
-    """Time until the shortest queue is predicted to have room for this request.
-
-    The rate is measured over idle time too, so a queue held up by full decode replicas counts
-    at the pace it really moves.
-    """
-    excess = snapshot.waiting_tokens + request.num_prompt_tokens - prefill.max_queued_tokens
-    if snapshot.num_waiting >= prefill.max_queued_sequences:
-        excess = max(excess, snapshot.waiting_tokens // max(1, snapshot.num_waiting))
-    rate = max(snapshot.prefill_tokens_per_s, 1e-3)
-    return min(max(excess / rate, MIN_WAIT_S), scheduler.max_retry_after_s)

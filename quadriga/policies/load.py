@@ -54,21 +54,26 @@ def tokens_wanted(snapshot: ReplicaSnapshot, request: PlaceRequest) -> int:
 
 
 def has_room(snapshot: ReplicaSnapshot, request: PlaceRequest) -> bool:
-    """Whether a decode replica could take the sequence, by its last report.
+    """Whether a decode replica could take the sequence, by its last report."""
+    return room(snapshot, request) > 0
 
-    Where memory is promised by what is used, paused sequences come before new ones, and a more
-    important one takes the place of the least important.
+
+def room(snapshot: ReplicaSnapshot, request: PlaceRequest) -> int:
+    """How many sequences like this one a decode replica could take, by its last report.
+
+    Where memory is promised by what is used, a more important one takes the place of the least
+    important, and paused sequences come before all others: of them it is minus their number.
     """
-    info = snapshot.info
-    held = num_held(snapshot)
-    tokens = snapshot.reserved_tokens + tokens_wanted(snapshot, request)
-    if info.reservation == "longest":
-        return held < info.num_slots and tokens <= info.kv_capacity_tokens
-    limit = admitted_tokens(info.kv_capacity_tokens, info.num_slots, info.max_model_len)
-    is_below = held == 0 or tokens <= limit
-    if held < info.num_slots and is_below and not snapshot.num_paused:
-        return True
-    return snapshot.least_priority is not None and request.priority < snapshot.least_priority
+    info, held = snapshot.info, num_held(snapshot)
+    limit, least = info.kv_capacity_tokens, 0
+    if info.reservation == "used":
+        priority = snapshot.least_priority
+        least = int(held == 0 or (priority is not None and request.priority < priority))
+        if snapshot.num_paused and not least:
+            return -snapshot.num_paused
+        limit = admitted_tokens(limit, info.num_slots, info.max_model_len) if held else limit
+    free = (limit - snapshot.reserved_tokens) // max(1, tokens_wanted(snapshot, request))
+    return max(least, min(info.num_slots - held, free))
 
 
 def num_held(snapshot: ReplicaSnapshot) -> int:

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quadriga.config.engine import PrefillConfig
-from quadriga.core.replica import ReplicaSnapshot
-from quadriga.core.routing import AdmitRequest
+from quadriga.core.replica import DepthClass, ReplicaSnapshot
+from quadriga.core.routing import AdmitRequest, PlaceRequest
+from quadriga.policies.load import num_held, room
 from quadriga.policies.retry_reservations import RetryReservations
-from quadriga.policies.slot_reservation import ASSUMED_ANSWERS, admitted_tokens, promised_tokens
+from quadriga.policies.slot_reservation import ASSUMED_ANSWERS
 
 MEMORY_S = 20.0
 """Endings and running time are forgotten with this time constant, while sequences run."""
@@ -66,7 +67,7 @@ class WaitEstimator:
 
     def admitted(self, request: AdmitRequest, model: str, *, now_s: float) -> None:
         """A sequence was let in."""
-        self.ended([request.sequence_id], now_s=now_s)
+        self.lost([request.sequence_id], now_s=now_s)
         self._at(model, now_s).pending[request.sequence_id] = request.deadline_unix_s
 
     def placed(self, sequence_id: str, *, now_s: float) -> None:
@@ -78,13 +79,20 @@ class WaitEstimator:
 
     def ended(self, sequence_ids: Sequence[str], *, now_s: float) -> None:
         """They are over, however they ended; unknown ones are no error."""
+        self._remove(sequence_ids, now_s, num_endings=1.0)
+
+    def lost(self, sequence_ids: Sequence[str], *, now_s: float) -> None:
+        """They run no more, and it says nothing of how soon others end: a replica died, say."""
+        self._remove(sequence_ids, now_s, num_endings=0.0)
+
+    def _remove(self, sequence_ids: Sequence[str], now_s: float, num_endings: float) -> None:
         for sequence_id in sequence_ids:
             for model in self._models.values():
                 model.pending.pop(sequence_id, None)
                 if sequence_id in model.running:
                     model.pass_time(now_s)
                     del model.running[sequence_id]
-                    model.ended += 1.0
+                    model.ended += num_endings
 
     def forget_late(self, *, now_s: float, now_unix_s: float) -> None:
         """Drop those whose end was not reported, because their ingress died."""
@@ -94,7 +102,7 @@ class WaitEstimator:
             for sequence_id, deadline_unix_s in (model.pending | model.running).items()
             if deadline_unix_s + LATE_S < now_unix_s
         ]
-        self.ended(late, now_s=now_s)
+        self.lost(late, now_s=now_s)
 
     def num_pending(self, model: str) -> int:
         """Let in, and without room at a decode replica so far."""
@@ -195,17 +203,26 @@ def decode_supply(
         decodes: Those that may take it, with what is on its way to them.
         num_pending: Sequences before it that have no room yet.
     """
-    room = sum(_room(snapshot, request) for snapshot in decodes)
+    num_tokens = request.num_prompt_tokens
+    asked = PlaceRequest(
+        request.sequence_id,
+        DepthClass(model, 0),
+        num_tokens,
+        num_tokens + request.max_tokens,
+        priority=request.priority,
+    )
+    rooms = [room(snapshot, asked) for snapshot in decodes]
+    num_free = sum(n for n in rooms if n > 0)
     usual_tokens = max((s.upper_tokens for s in decodes), default=0) or request.max_tokens
     step_s = max((s.step_time_s for s in decodes), default=0.0)
     per_s = estimator.ends_per_s(
         model,
-        sum(s.num_running + s.num_waiting for s in decodes),
+        sum(num_held(s) for s in decodes),
         now_s=now_s,
-        num_more=room,
+        num_more=num_free,
         expected_s=min(usual_tokens, request.max_tokens) * step_s,
     )
-    return Supply(room - num_pending, max(per_s, MIN_RATE))
+    return Supply((num_free or sum(rooms)) - num_pending, max(per_s, MIN_RATE))
 
 
 def prefill_supply(request: AdmitRequest, first: ReplicaSnapshot, *, num_replicas: int) -> Supply:
@@ -218,23 +235,6 @@ def prefill_supply(request: AdmitRequest, first: ReplicaSnapshot, *, num_replica
     prompt_s = _prefill_s(first, request.num_prompt_tokens)
     per_s = num_replicas / max(prompt_s, 1.0 / MAX_RATE)
     return Supply(1.0 - ahead_s * per_s, per_s)
-
-
-def _room(snapshot: ReplicaSnapshot, request: AdmitRequest) -> int:
-    """How many sequences like the request a decode replica could take now."""
-    info = snapshot.info
-    held = snapshot.num_running + snapshot.num_waiting
-    slots = info.num_slots - held
-    wanted = longest = request.num_prompt_tokens + request.max_tokens
-    capacity = info.kv_capacity_tokens
-    if info.reservation == "used":
-        wanted = promised_tokens(
-            request.num_prompt_tokens, longest, upper_tokens=snapshot.upper_tokens, num_held=held
-        )
-        if held:  # a sequence alone may have it all
-            capacity = admitted_tokens(capacity, info.num_slots, info.max_model_len)
-    free = capacity - snapshot.reserved_tokens
-    return max(0, min(slots, free // max(1, wanted)))
 
 
 def _prefill_s(snapshot: ReplicaSnapshot, tokens: int) -> float:

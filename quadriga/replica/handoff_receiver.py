@@ -219,7 +219,7 @@ class HandoffReceiver:
 
     async def cancel(self, sequence_id: str) -> None:
         """End every open transfer of a cancelled sequence; its source learns of it."""
-        for transfer_id in self.leases.transfers_of(sequence_id):
+        for transfer_id in self.leases.open_transfers(sequence_id):
             await self.abort(transfer_id, LeaseState.CANCELLED)
 
     async def abort_all(self) -> None:

@@ -18,7 +18,7 @@ from quadriga.errors import (
 )
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.scheduling.meters import Ewma, RateMeter, StepMeter
-from quadriga.scheduling.prefill_queue import PrefillQueue
+from quadriga.scheduling.prefill_queue import PrefillQueue, find_starving
 from quadriga.scheduling.prefixes.cache import PrefixCache
 from quadriga.scheduling.sequence import NO_ROW, RunningSequence, SequenceStatus, append_token
 from quadriga.scheduling.slots import Slot, SlotTable
@@ -48,7 +48,8 @@ class PrefillLoop:
         replays: Which skipped positions of a sequence that is rebuilt run the layers after all.
         may_deepen: More of them may be loaded while it serves: strict sequences wait for them.
         max_unplaced: No prompt is begun while so many sequences that hold a row have none at a
-            decode replica, so that a full decode class is not met by ever more first tokens.
+            decode replica, so that a full decode class is not met by ever more first tokens. Those
+            that are less important than the prompt do not count: it may take a place from others.
         reserve: Promises a sequence its row in `slots`, where it goes on to decode in that row;
             None: for its prompt alone. Raises as `SlotTable.reserve`.
         prefixes: Keeps what was computed for prompts that begin alike; None: every prompt is
@@ -103,6 +104,7 @@ class PrefillLoop:
         self._layer_groups = layer_groups
         self._group_ends = _group_ends(runner.num_layers, layer_groups)
         self._is_held = False
+        self._is_turn_of_starving = False
         self._clock = clock
         self.is_stalled = False
         self.meter = StepMeter()
@@ -133,6 +135,8 @@ class PrefillLoop:
         now_s = self._clock.now_s()
         rate = self._rate.per_s(now_s=now_s)
         self._queue.push(sequence, now_s=now_s, drain_tokens_per_s=rate)
+        if self._queue.first is sequence:  # who found no room is not next any more
+            self.is_stalled = False
 
     def release(self, sequence_id: str) -> bool:
         """Let go of a sequence in whatever state it is: cancelled, or handed off for good."""
@@ -146,7 +150,7 @@ class PrefillLoop:
             self.running.remove(sequence)
             self.slots.release(sequence_id)
             self._runner.detach(sequence.row)
-            self.is_stalled = False
+        self.is_stalled = False
         sequence.row = NO_ROW
         sequence.status = SequenceStatus.FINISHED
         return True
@@ -167,11 +171,12 @@ class PrefillLoop:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        if any(s.status is SequenceStatus.PREFILLING for s in self.running):
+        if _prefilling(self.running):
             return True
         if not len(self._queue) or self.is_stalled or self._is_held:
             return False
-        return not self._is_ahead and self._queue.has_ready
+        first = self._queue.first
+        return first is not None and self._may_begin(first)
 
     def hold(self) -> None:
         """Start no more sequences, until `resume`: those under way go on, others wait in the queue.
@@ -211,7 +216,7 @@ class PrefillLoop:
     def _step(self, outputs: list[PrefillOutput]) -> None:
         started_s = self._clock.now_s()
         self._start_waiting(started_s, outputs)
-        batch = self._schedule()
+        batch = self._schedule(started_s)
         if not batch:
             return
         chunks = [chunk for _, chunk in batch]
@@ -256,7 +261,7 @@ class PrefillLoop:
         """End the sequences whose deadline passed before their prompt was computed."""
         now_unix_s = self._clock.unix_s()
         late = self._queue.expired(now_unix_s=now_unix_s)
-        late += [s for s in self._prefilling if s.state.deadline_unix_s <= now_unix_s]
+        late += [s for s in _prefilling(self.running) if s.state.deadline_unix_s <= now_unix_s]
         outputs: list[PrefillOutput] = []
         for sequence in late:
             self.release(sequence.state.sequence_id)
@@ -268,12 +273,11 @@ class PrefillLoop:
         """Give rows to waiting sequences, as many as this chunk has room for."""
         if self._is_held:
             return
-        budget = self._chunk_tokens - sum(_remaining(s) for s in self._prefilling)
-        self.is_stalled = False
 
         def start(sequence: RunningSequence) -> bool:
-            """Start one sequence; False when it must wait for the hand-offs of others."""
-            if self._is_ahead:
+            """Start one sequence; False when it must wait for others."""
+            self.is_stalled = False
+            if not self._may_begin(sequence):
                 return False
             if self.prefixes is not None:
                 self.prefixes.look(sequence)
@@ -296,7 +300,7 @@ class PrefillLoop:
                 self._share(sequence, self.prefixes)
             return True
 
-        self._queue.take(start, token_budget=budget, now_s=now_s)
+        self._queue.take(start, now_s=now_s)
 
     def _min_layers(self, state: SequenceState) -> int:
         """Layers that a sequence's first token may need; 0 where any will do."""
@@ -307,10 +311,15 @@ class PrefillLoop:
             return 0
         return min(exits.max_depth or self._full_depth, self._full_depth)
 
-    @property
-    def _is_ahead(self) -> bool:
-        """Whether enough sequences wait for a place at a decode replica."""
-        return sum(not s.is_placed for s in self.running) >= self.max_unplaced
+    def _may_begin(self, sequence: RunningSequence) -> bool:
+        """Whether a chunk has tokens left for a sequence, and it may wait for a decode replica.
+
+        Those that are less important come after it in both, so they do not count.
+        """
+        ahead = [s for s in self.running if s.state.priority <= sequence.state.priority]
+        if sum(not s.is_placed for s in ahead) >= self.max_unplaced:
+            return False
+        return sum(_remaining(s) for s in _prefilling(ahead)) < self._chunk_tokens
 
     @property
     def num_unplaced(self) -> int:
@@ -322,12 +331,19 @@ class PrefillLoop:
     def _reserve_prompt(self, state: SequenceState) -> Slot:
         return self.slots.reserve(state.sequence_id, num_prefill_tokens(state))
 
-    def _schedule(self) -> list[tuple[RunningSequence, PrefillChunk]]:
-        """Fill the token budget from the prompts under way, oldest first."""
+    def _schedule(self, now_s: float) -> list[tuple[RunningSequence, PrefillChunk]]:
+        """Fill the token budget from the prompts under way, the most important first.
+
+        Equals go on in the order in which they began. In every other pass one that is starving
+        comes first, so that none is stopped for ever.
+        """
         batch: list[tuple[RunningSequence, PrefillChunk]] = []
         budget = self._fitting_tokens
         under_way: set[bytes] = set()
-        for sequence in self._prefilling:
+        line = sorted(_prefilling(self.running), key=lambda s: s.state.priority)
+        self._is_turn_of_starving = not self._is_turn_of_starving
+        starving = find_starving(line, now_s) if self._is_turn_of_starving else None
+        for sequence in sorted(line, key=lambda s: s is not starving):
             if budget <= 0:
                 break
             if self.prefixes is not None and sequence.block_keys:
@@ -414,10 +430,6 @@ class PrefillLoop:
             )
 
     @property
-    def _prefilling(self) -> list[RunningSequence]:
-        return [s for s in self.running if s.status is SequenceStatus.PREFILLING]
-
-    @property
     def states(self) -> list[SequenceState]:
         """Of all sequences that are queued, computed, or handed on."""
         return self._queue.states + [s.state for s in self.running]
@@ -439,7 +451,7 @@ class PrefillLoop:
     @property
     def waiting_tokens(self) -> int:
         """Tokens not yet computed, of sequences that are queued or under way."""
-        return self._queue.num_tokens + sum(_remaining(s) for s in self._prefilling)
+        return self._queue.num_tokens + sum(_remaining(s) for s in _prefilling(self.running))
 
     @property
     def num_held(self) -> int:
@@ -457,6 +469,10 @@ class PrefillLoop:
     @property
     def step_time_s(self) -> float:
         return self._step_time.value
+
+
+def _prefilling(running: list[RunningSequence]) -> list[RunningSequence]:
+    return [s for s in running if s.status is SequenceStatus.PREFILLING]
 
 
 def _remaining(sequence: RunningSequence) -> int:

@@ -12,7 +12,7 @@ from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.transfer.rebuild import num_prefill_tokens
 
 STARVING_S = 5.0
-"""A sequence that has waited for so long is next, however important the others are."""
+"""A sequence that has waited for so long takes turns with those that are more important."""
 SIMILAR_LENGTH_RATIO = 2.0
 """Prompts whose lengths differ by at most this factor go well together."""
 MAX_WAITING_FOR_LAYERS = 256
@@ -20,19 +20,20 @@ MAX_WAITING_FOR_LAYERS = 256
 
 
 def is_starving(sequence: RunningSequence, now_s: float) -> bool:
-    """Whether a waiting sequence comes before all others because of its long wait."""
+    """Whether a waiting sequence comes before more important ones because of its long wait."""
     return now_s - sequence.since_s >= STARVING_S
 
 
-def next_in_line(waiting: Sequence[RunningSequence], now_s: float) -> RunningSequence | None:
-    """Which of the waiting sequences is served first; None where none waits.
+def find_starving(line: Sequence[RunningSequence], now_s: float) -> RunningSequence | None:
+    """Which of a line takes turns with the first of it: the oldest, where it is starving.
 
-    The most important one, first come first served, so long as no sequence is starving.
+    Args:
+        line: The most important first.
     """
-    if not waiting:
+    oldest = min(line, key=lambda s: s.since_s, default=None)
+    if oldest is None or oldest.state.priority == line[0].state.priority:
         return None
-    oldest = min(waiting, key=lambda s: s.order)
-    return oldest if is_starving(oldest, now_s) else min(waiting, key=_rank)
+    return oldest if is_starving(oldest, now_s) else None
 
 
 def _rank(sequence: RunningSequence) -> tuple[int, int]:
@@ -43,9 +44,9 @@ class PrefillQueue:
     """FIFO inside a priority, with a bounded preference for prompts of similar length.
 
     The head always goes first. The rest of a batch prefers prompts of the head's length (BATON
-    §4.2), but a prompt older than `max_age_s` is never passed over. A prompt that has waited for
-    `STARVING_S` is the head, whatever its priority. Sequences that need more layers than are loaded
-    stay until they are.
+    §4.2), but a prompt older than `max_age_s` is never passed over. The oldest comes before the
+    head once it has waited for `STARVING_S`, unless the last that was taken did. Sequences that
+    need more layers than are loaded stay until they are.
 
     Attributes:
         num_layers: Layers that are loaded.
@@ -59,6 +60,7 @@ class PrefillQueue:
         self._waiting: list[RunningSequence] = []
         self._num_tokens = 0
         self._counter = 0
+        self._is_turn_of_starving = False
 
     def push(self, sequence: RunningSequence, *, now_s: float, drain_tokens_per_s: float) -> None:
         """Queue a sequence.
@@ -99,25 +101,24 @@ class PrefillQueue:
                 retry_after_s=max(1.0, 0.1 * queued / max(drain_tokens_per_s, 1.0)),
             )
 
-    def take(
-        self, start: Callable[[RunningSequence], bool], *, token_budget: int, now_s: float
-    ) -> int:
-        """Hand sequences to `start` until the budget is covered; the last may reach beyond it.
+    def take(self, start: Callable[[RunningSequence], bool], *, now_s: float) -> None:
+        """Hand sequences to `start`, in their order, until it has no room for the next.
 
         Args:
-            start: Takes one sequence; False leaves it queued, in its place, and ends the call.
-
-        Returns:
-            How many were taken.
+            start: Takes one sequence; False leaves it queued, in its place. It must have room for a
+                more important one wherever it has some for a less important one.
         """
-        num_taken = 0
-        for sequence in self._preferred(now_s):
-            if token_budget <= 0 or not start(sequence):
+        line = self._ready()
+        starving = find_starving(line, now_s) if self._is_turn_of_starving else None
+        if starving is not None and start(starving):
+            self._is_turn_of_starving = False
+            self.remove(starving)
+            line.remove(starving)
+        for sequence in self._preferred(line, now_s):
+            if not start(sequence):
                 break
-            token_budget -= num_prefill_tokens(sequence.state) - sequence.num_computed
+            self._is_turn_of_starving = True
             self.remove(sequence)
-            num_taken += 1
-        return num_taken
 
     def remove(self, sequence: RunningSequence) -> None:
         """Take a waiting sequence out, wherever it stands."""
@@ -146,9 +147,9 @@ class PrefillQueue:
         return self._num_tokens
 
     @property
-    def has_ready(self) -> bool:
-        """Whether a sequence waits that needs no more layers than are loaded."""
-        return any(s.min_layers <= self.num_layers for s in self._waiting)
+    def first(self) -> RunningSequence | None:
+        """The most important that waits, of those that need no more layers than are loaded."""
+        return next((s for s in self._waiting if s.min_layers <= self.num_layers), None)
 
     @property
     def needs_layers(self) -> int:
@@ -159,20 +160,17 @@ class PrefillQueue:
     def _ready(self) -> list[RunningSequence]:
         return [s for s in self._waiting if s.min_layers <= self.num_layers]
 
-    def _preferred(self, now_s: float) -> list[RunningSequence]:
+    def _preferred(self, line: list[RunningSequence], now_s: float) -> list[RunningSequence]:
         """The order to take from: head, the aged, the similar; others wait for the next batch.
 
         Priorities are never mixed by similarity: only the head's own class is reordered.
         """
-        ready = self._ready()
-        head = next_in_line(ready, now_s)
-        if head is None:
+        if not line:
             return []
+        head = line[0]
         head_tokens = num_prefill_tokens(head.state)
         aged, similar, rest = [], [], []
-        for sequence in ready:
-            if sequence is head:
-                continue
+        for sequence in line[1:]:
             num_tokens = num_prefill_tokens(sequence.state)
             ratio = max(num_tokens, head_tokens) / max(1, min(num_tokens, head_tokens))
             if sequence.state.priority != head.state.priority:

@@ -67,15 +67,16 @@ class SimulatedPrefillReplica:
     def start_pass(self, *, now_s: float) -> float | None:
         """Begin the next pass; returns its seconds, or None where nothing waits."""
         lengths: list[int] = []
-        self.in_pass = []
+        self.in_pass, self._pass_tokens = [], 0
 
         def start(sequence: RunningSequence) -> bool:
+            if self._pass_tokens >= self.profile.prefill_budget_tokens:
+                return False
             self.in_pass.append(int(sequence.state.sequence_id))
             lengths.append(len(sequence.state.prompt_ids))
+            self._pass_tokens += lengths[-1]
             return True
 
-        budget = self.profile.prefill_budget_tokens
-        self._queue.take(start, token_budget=budget, now_s=now_s)
+        self._queue.take(start, now_s=now_s)
         self.is_busy = bool(lengths)
-        self._pass_tokens = sum(lengths)
         return self.profile.prefill_s(lengths) if lengths else None

@@ -65,8 +65,8 @@ class ClusterClient:
         )
         return reply
 
-    async def finished(self, sequence_ids: Sequence[str], tokens: int) -> None:
-        await self._call(self._scheduler, "finished", list(sequence_ids), tokens)
+    async def finished(self, sequence_ids: Sequence[str], lost: Sequence[str]) -> None:
+        await self._call(self._scheduler, "finished", list(sequence_ids), list(lost))
 
     async def directory(self) -> ClusterView:
         view: ClusterView = await self._call(
@@ -299,7 +299,7 @@ class CancellationBatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._to_cancel: dict[tuple[str, str | None], list[str]] = {}
         self._ended: list[str] = []
-        self._ended_tokens = 0
+        self._lost: list[str] = []
         self._sending: set[asyncio.Task[None]] = set()
         self._work = asyncio.Event()
 
@@ -313,10 +313,9 @@ class CancellationBatcher:
         self._to_cancel.setdefault((replica, owner), []).append(sequence_id)
         self._work.set()
 
-    def ended(self, sequence_id: str, tokens: int) -> None:
-        """A sequence is over, with this many tokens in all."""
-        self._ended.append(sequence_id)
-        self._ended_tokens += tokens
+    def ended(self, sequence_id: str, *, is_lost: bool = False) -> None:
+        """A sequence is over, or was lost and goes on under another name."""
+        (self._lost if is_lost else self._ended).append(sequence_id)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(ENDED_PAUSE_S, self._work.set)
 
@@ -339,13 +338,13 @@ class CancellationBatcher:
             self._timer = None
         cancels, self._to_cancel = self._to_cancel, {}
         ended, self._ended = self._ended, []
-        tokens, self._ended_tokens = self._ended_tokens, 0
+        lost, self._lost = self._lost, []
         calls: list[Call] = [
             partial(self._cluster.cancel, replica, ids, owner)
             for (replica, owner), ids in cancels.items()
         ]
-        if ended:
-            calls.append(partial(self._cluster.finished, ended, tokens))
+        if ended or lost:
+            calls.append(partial(self._cluster.finished, ended, lost))
         return calls
 
 

@@ -132,7 +132,7 @@ class RequestManager:
             self.output_poller.unwatch(name, sequence_id)
             if cancel:
                 self.cancellations.cancel(name, sequence_id, is_ours=sequence.is_ours)
-        self.cancellations.ended(sequence_id, sequence.state.num_tokens)
+        self.cancellations.ended(sequence_id)
 
     def find_lost(self) -> None:
         """Give up replicas that are silent for too long; audit sequences without output."""
@@ -428,7 +428,7 @@ class RequestManager:
             self.output_poller.unwatch(name, old)
         for name in sequence.owners.union(others):
             self.cancellations.cancel(name, old, is_ours=sequence.is_ours)
-        self.cancellations.ended(old, 0)
+        self.cancellations.ended(old, is_lost=True)
         new = sequence.rename()
         self._live[new] = self._live.pop(old)
         return new

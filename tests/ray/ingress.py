@@ -194,7 +194,7 @@ class Ingress:
         for replica, sequence_ids in by_replica.items():
             call(replica, "cancel", sequence_ids)
         given_up = [stream.state.sequence_id for stream in streams]
-        call(scheduler_name(self.app), "finished", given_up, 0)
+        call(scheduler_name(self.app), "finished", given_up)
 
     def poll(self, timeout_s: float = 0.05) -> None:
         """Poll every replica that holds a stream once; a dead one fails what it holds."""

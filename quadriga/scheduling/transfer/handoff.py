@@ -393,14 +393,10 @@ class LeaseTable:
         return [lease for lease in silent if not lease.num_storing]
 
     @_locked
-    def transfers_of(self, sequence_id: str) -> list[str]:
-        """Open transfers of one sequence."""
-        return [v.offer.transfer_id for v in self._open() if v.offer.sequence_id == sequence_id]
-
-    @_locked
-    def open_transfers(self) -> list[str]:
-        """Ids of all open transfers."""
-        return [lease.offer.transfer_id for lease in self._open()]
+    def open_transfers(self, sequence_id: str | None = None) -> list[str]:
+        """Ids of the open transfers of one sequence; None: of all."""
+        offers = [lease.offer for lease in self._open()]
+        return [o.transfer_id for o in offers if sequence_id in (None, o.sequence_id)]
 
     @_locked
     def offers(self) -> list[TransferOffer]:

@@ -232,7 +232,7 @@ async def test_no_room_is_kept_for_a_sequence_that_was_given_up_while_it_waited(
     asked = replace(PREFILLED, depth_class=SMALL)
     waiting = asyncio.create_task(scheduler.place(asked))
     await asyncio.sleep(0)
-    await scheduler.finished([asked.sequence_id], 0)
+    await scheduler.finished([], lost=[asked.sequence_id])
     await scheduler.report(snapshot("d0", Role.DECODE, SMALL))
     with pytest.raises(Overloaded):
         await waiting

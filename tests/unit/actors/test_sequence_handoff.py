@@ -179,7 +179,7 @@ async def test_a_hand_off_that_is_cancelled_asks_for_no_room_any_more() -> None:
     handoff, _ = a_handoff(replica(), sequence, SimpleNamespace(), calls)
     await cancelled_after(asked, handoff.run())
     await asyncio.wait_for(told.wait(), 20.0)
-    assert said == [("finished", [sequence.state.sequence_id], 0)]
+    assert said == [("finished", [], [sequence.state.sequence_id])]
 
 
 Fate = Literal["dies", "is_lost", "is_answer_lost", "is_refused"]

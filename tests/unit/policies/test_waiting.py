@@ -14,9 +14,10 @@ import pytest
 from quadriga.config.engine import PrefillConfig
 from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
-from quadriga.core.routing import AdmitRequest
+from quadriga.core.routing import AdmitRequest, PlaceRequest
 from quadriga.errors import Overloaded
 from quadriga.policies.admission import admit, check_room
+from quadriga.policies.load import has_room
 from quadriga.policies.wait_estimator import (
     LATE_S,
     WaitEstimator,
@@ -276,6 +277,11 @@ def test_those_of_whose_end_nobody_tells_are_forgotten() -> None:
     book.placed("lost", now_s=2.0)
     book.ended(["lost", "never known"], now_s=2.0)
     assert book.num_pending("m") == 0
+    book.admitted(request("late", deadline_unix_s=100.0), "m", now_s=2.0)
+    book.placed("late", now_s=2.0)
+    before = book.ends_per_s("m", 8, now_s=3.0)
+    book.forget_late(now_s=3.0, now_unix_s=100.0 + LATE_S + 1)
+    assert book.ends_per_s("m", 8, now_s=3.0) == before, "nobody knows when it ended"
 
 
 def test_what_a_dead_ingress_leaves_behind_counts_while_replicas_hold_it() -> None:
@@ -290,11 +296,21 @@ def test_what_a_dead_ingress_leaves_behind_counts_while_replicas_hold_it() -> No
     assert book.ends_per_s("m", 1, now_s=3.0) == pytest.approx(before, rel=0.2)
 
 
-def test_the_same_sequence_admitted_twice_counts_once() -> None:
-    book = WaitEstimator()
-    for _ in range(2):
-        book.admitted(request(), "m", now_s=0.0)
-    assert book.num_pending("m") == 1
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_after_a_replicas_death_others_are_not_thought_to_end_sooner(is_renamed: bool) -> None:
+    """Half of 64 sequences are lost and let in again; none has ended."""
+    book, names = WaitEstimator(), [str(i) for i in range(64)]
+    for name in names:
+        book.admitted(request(name), "m", now_s=0.0)
+        book.placed(name, now_s=0.0)
+    before = book.ends_per_s("m", 64, now_s=5.0)
+    for name in names[:32]:
+        if is_renamed:
+            book.lost([name], now_s=5.0)
+        again = f"{name}.1" if is_renamed else name
+        book.admitted(request(again, is_rebuild=True), "m", now_s=5.0)
+        book.placed(again, now_s=5.0)
+    assert book.ends_per_s("m", 64, now_s=5.0) <= before
 
 
 def test_room_is_slots_and_memory() -> None:
@@ -317,6 +333,24 @@ def test_room_is_slots_and_memory() -> None:
     assert wait(request(), full, empty) == 0.0
     no_memory = snapshot(Role.DECODE, num_running=1, reserved_tokens=50_000)
     assert wait(request(max_tokens=90_000), no_memory) == pytest.approx(8.0, rel=0.05)
+
+
+@pytest.mark.parametrize(("reserved_tokens", "free"), [(89_989, 1), (89_990, 0)])
+def test_admission_sees_room_where_placement_does(reserved_tokens: int, free: int) -> None:
+    decode, book = snapshot(Role.DECODE, num_running=9), WaitEstimator()
+    decode.reserved_tokens, decode.info = reserved_tokens, replace(decode.info, reservation="used")
+
+    def free_for(priority: int, *decodes: ReplicaSnapshot) -> float:
+        asked = request(priority=priority)
+        assert has_room(decode, PlaceRequest("s", CLASS, 10, 20, priority=priority)) is (free > 0)
+        return decode_supply(asked, decodes, book, num_pending=0, model="m", now_s=0.0).free
+
+    assert free_for(5, decode) == free
+    decode.num_paused, decode.least_priority, free = 3, 5, -3
+    assert free_for(5, decode) == free, "they wait ahead of newcomers that are no more important"
+    assert free_for(5, decode, snapshot(Role.DECODE)) == SLOTS
+    free = 1
+    assert free_for(4, decode) == free
 
 
 def test_prompts_ahead_are_counted_in_chunks() -> None:

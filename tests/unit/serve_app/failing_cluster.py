@@ -107,7 +107,8 @@ class FailingCluster:
         self.gap = gap
         self.replicas: dict[str, FailingReplica] = {}
         self.submitted: list[SequenceState] = []
-        self.finished_ids: set[str] = set()
+        self.ended: list[str] = []
+        self.lost: list[str] = []
         self.num_doubled = 0
         self.on_move: Callable[[str, FailingReplica, FailingReplica], None] = lambda *_: None
         self._numbers = itertools.count()
@@ -141,8 +142,9 @@ class FailingCluster:
     async def admit(self, request: AdmitRequest) -> Admission:
         return Admission(self._choose(Role.PREFILL), DepthClass("quadriga-s", 8))
 
-    async def finished(self, sequence_ids: Sequence[str], tokens: int) -> None:
-        self.finished_ids.update(sequence_ids)
+    async def finished(self, sequence_ids: Sequence[str], lost: Sequence[str]) -> None:
+        self.ended += sequence_ids
+        self.lost += lost
 
     async def directory(self) -> ClusterView:
         now = time.time()

@@ -149,9 +149,10 @@ async def test_a_stream_goes_on_when_its_owner_dies() -> None:
         await all_well(client, cluster, [request])
         (sequence,) = request.sequences
         assert sequence.num_rebuilds >= 4
-        assert [s.sequence_id for s in cluster.submitted[1:]] == [
-            f"{cluster.submitted[0].sequence_id}.{k}" for k in range(1, len(cluster.submitted))
-        ]
+        names = [s.sequence_id for s in cluster.submitted]
+        assert names[1:] == [f"{names[0]}.{k}" for k in range(1, len(names))]
+        await until(lambda: bool(cluster.ended))
+        assert (cluster.ended, cluster.lost) == (names[-1:], names[:-1])
         resumed = [len(s.output_ids) for s in cluster.submitted]
         assert resumed == sorted(resumed), "each goes on where the ingress was"
         assert [s.epoch for s in cluster.submitted] == sorted({s.epoch for s in cluster.submitted})
