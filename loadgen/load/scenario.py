@@ -146,16 +146,6 @@ def check_load(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--{option}: token ids have no chat form; use --endpoint completions", param=option
         )
-    if endpoint == "chat" and args.vocab_size:
-        raise ConfigError(
-            "--vocab-size: turns over chat are words; use --endpoint completions",
-            param="vocab-size",
-        )
-    if args.time_scale != 1.0 and args.arrivals != "trace":
-        raise ConfigError(
-            f"--time-scale: --arrivals {args.arrivals} has times of its own; set the rate there",
-            param="time-scale",
-        )
     if isinstance(args.sessions, Path) and endpoint != "chat":
         raise ConfigError(
             "--endpoint: conversations of a file are messages; use chat", param="endpoint"
@@ -348,6 +338,24 @@ def _factor(text: str) -> float:
         ) from None
 
 
+_LOAD_OPTIONS = "the options of the load, by which answers are checked"
+_SET_ELSEWHERE = {
+    "model": "--model",
+    "prompt": _LOAD_OPTIONS,
+    "prompt_token_ids": _LOAD_OPTIONS,
+    "messages": _LOAD_OPTIONS,
+    "chat": _LOAD_OPTIONS,
+    "max_tokens": "--max-tokens",
+    "max_completion_tokens": "--max-tokens",
+    "temperature": "--temperature",
+    "seed": "--seed",
+    "n": "--choices",
+    "stream": "--stream",
+    "stream_options": "--stream",
+}
+"""Fields of a body that `--extra` does not set, by what sets them."""
+
+
 def _extra(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
@@ -357,4 +365,6 @@ def _extra(text: str | None) -> dict[str, Any]:
         raise ConfigError(f"--extra: not JSON: {exc}", param="extra") from exc
     if not isinstance(value, dict):
         raise ConfigError(f"--extra: must be a JSON object, got {text!r:.80}", param="extra")
+    for name in value.keys() & _SET_ELSEWHERE.keys():
+        raise ConfigError(f"--extra: {name}: set it with {_SET_ELSEWHERE[name]}", param="extra")
     return value

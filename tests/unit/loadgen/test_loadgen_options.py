@@ -107,13 +107,20 @@ def test_what_a_service_is_started_with() -> None:
     ("words", "message"),
     [
         (f"{RUN} --tasks 1 --extra {{", "--extra: not JSON"),
+        (f'{RUN} --tasks 1 --extra {{"n":2}}', "--extra: n: set it with --choices"),
         (f"{RUN} --trace nowhere.csv", "nowhere.csv: cannot be read"),
         (f"{RUN} --sessions nowhere.jsonl", "nowhere.jsonl: cannot be read"),
         (f"{RUN} --tasks 1 --turns 3", "--turns: not for --tasks, but for --sessions N"),
         (f"{RUN} --prompts x --fit-prompts --endpoint chat", "token ids have no chat form"),
         (f"{RUN} --trace x --endpoint both", "--trace: token ids have no chat form"),
-        (f"{RUN} --trace x --arrivals poisson:5 --time-scale 2", "poisson:5 has times of its own"),
-        (f"{RUN} --sessions 3 --endpoint chat --vocab-size 9", "turns over chat are words"),
+        (
+            f"{RUN} --trace x --arrivals poisson:5 --time-scale 2",
+            "poisson:5, which sets the times itself",
+        ),
+        (
+            f"{RUN} --sessions 3 --endpoint chat --vocab-size 9",
+            "--endpoint chat, which sends words",
+        ),
         (f"{RUN} --sessions x --endpoint completions", "of a file are messages; use chat"),
         (f"{RUN} --stream false --slo-ttft-s 1", "--slo-tpot-s: not for --stream false"),
         (f"{RUN} --tasks 1 --url http://a..b", "--url: 'http://a..b'"),
