@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +13,7 @@ from ray.exceptions import RayError
 
 from quadriga.core.request import FinishReason
 from quadriga.errors import QuadrigaError, ReplicaDied
-from tests.ray.apps import App, pids, wait_until
+from tests.ray.apps import App, app_fixture, pids, wait_until
 from tests.ray.ingress import Ingress, Stream
 from tests.ray.moves import Mover, set_pace
 from tests.ray.stopping import DESTINATION_POINTS, SOURCE_POINTS, arm, go_on
@@ -33,24 +32,20 @@ STOPPED_S = 3.5
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
-@pytest.fixture(scope="module")
-def fragile(ray_cluster: None) -> Iterator[App]:
-    """Three paced decode replicas, so that a stream lasts longer than what befalls it."""
-    app = App.start(
-        "fragile",
-        **{
-            "decode_replicas": 3,
-            "scheduler.ares.mode": "off",  # moves are ordered by the tests alone
-            "decode.pace": PACE,
-            "engine.compile": "wait",
-            "transport.deadline_s": 4.0,
-            "transport.lease_s": 2.0,
-            "lifecycle.heartbeat_interval_s": 2.0,
-            "lifecycle.orphan_timeout_s": 300.0,
-        },
-    )
-    yield app
-    app.stop()
+fragile = app_fixture(
+    "fragile",
+    **{
+        "decode_replicas": 3,
+        "scheduler.ares.mode": "off",  # moves are ordered by the tests alone
+        "decode.pace": PACE,
+        "engine.compile": "wait",
+        "transport.deadline_s": 4.0,
+        "transport.lease_s": 2.0,
+        "lifecycle.heartbeat_interval_s": 2.0,
+        "lifecycle.orphan_timeout_s": 300.0,
+    },
+)
+"""Three paced decode replicas, so that a stream lasts longer than what befalls it."""
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.replica import ResizeReport
 from quadriga.core.request import FinishReason
 from tests.random_drafter import draft_as_it_pays, draft_at_random
-from tests.ray.apps import App, pids, wait_until
+from tests.ray.apps import App, app_fixture, pids, wait_until
 from tests.ray.ingress import Ingress, Stream, call
 from tests.ray.moves import free_memory, held, order, pause
 
@@ -34,30 +33,26 @@ WHOLE = ExitParams(1.0, "off")
 LOSSLESS = ExitParams(1.0, "lossless")
 
 
-@pytest.fixture(scope="module")
-def resizing(ray_cluster: None) -> Iterator[App]:
-    """One prefill and two decode replicas that hold few sequences at full depth; and scouts.
+resizing = app_fixture(
+    "resizing",
+    **{
+        "decode_replicas": 2,
+        "scheduler.ares.mode": "off",  # moves for balance would be counted with the others
+        "decode.max_slots": 16,
+        "decode.rebatching": "drex",
+        "deterministic": True,
+        "engine.max_model_len": 512,
+        "engine.kv_memory_bytes": 2 << 20,
+        "engine.compile": "wait",
+        "helios.enabled": True,
+        "helios.models": ["quadriga-s"],
+        "lifecycle.orphan_timeout_s": 300.0,
+    },
+)
+"""One prefill and two decode replicas that hold few sequences at full depth; and scouts.
 
-    The scouts wait for profiles that nobody asks for, so that no orders come but the test's own.
-    """
-    app = App.start(
-        "resizing",
-        **{
-            "decode_replicas": 2,
-            "scheduler.ares.mode": "off",  # moves for balance would be counted with the others
-            "decode.max_slots": 16,
-            "decode.rebatching": "drex",
-            "deterministic": True,
-            "engine.max_model_len": 512,
-            "engine.kv_memory_bytes": 2 << 20,
-            "engine.compile": "wait",
-            "helios.enabled": True,
-            "helios.models": ["quadriga-s"],
-            "lifecycle.orphan_timeout_s": 300.0,
-        },
-    )
-    yield app
-    app.stop()
+The scouts wait for profiles that nobody asks for, so that no orders come but the test's own.
+"""
 
 
 def serving(app: App) -> tuple[list[str], str]:
