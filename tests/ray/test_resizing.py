@@ -184,38 +184,6 @@ def memory_bytes(app: App) -> dict[str, int]:
         time.sleep(1.0)
 
 
-@pytest.mark.timeout(200)
-def test_more_fit_where_layers_went(resizing: App) -> None:
-    """The same memory holds more sequences at half the depth."""
-    app = resizing
-    (first, second), _ = serving(app)
-    for name in (first, second):
-        assert resize(name, 8).depth == 8
-    decoding = {}
-    with held((first, second)):
-        for depth in (8, 4):
-            for name in (first, second):
-                assert resize(name, depth).outcome in ("resized", "unchanged")
-            ingress = app.ingress()
-            streams = [submit(ingress, LIMITED, seed, 380) for seed in range(16)]
-            ingress.until(lambda s=streams: all(x.first_token_s is not None for x in s))  # type: ignore[misc]
-            decoding[depth] = num_decoding(app, ingress)
-            ingress.cancel(*streams)
-            app.until_idle(10.0)
-    assert decoding[4] > decoding[8], decoding
-
-
-def num_decoding(app: App, ingress: Ingress) -> int:
-    """Sequences that decode at once, when for two seconds no more have come."""
-    most, since_s = 0, time.monotonic()
-    while time.monotonic() < since_s + 2.0:
-        now = sum(s.num_running for s in app.snapshots() if s.info.role == "decode")
-        if now > most:
-            most, since_s = now, time.monotonic()
-        ingress.poll(0.05)
-    return most
-
-
 @pytest.mark.timeout(400)
 def test_strict_sequences_go_where_the_layers_are(resizing: App) -> None:
     """Layers are not dropped under them; where they lack, the controller moves the sequence."""
@@ -330,14 +298,6 @@ def test_sequences_move_between_depths(resizing: App) -> None:
         assert time.monotonic() < give_up_s, depths
     assert (report.outcome, report.reason.split(":")[0]) == ("refused", "wrong_depth"), report
     app.until_idle()
-
-
-@pytest.mark.timeout(100)
-def test_what_is_refused(resizing: App) -> None:
-    (first, _), _ = serving(resizing)
-    assert resize(first, 3).outcome == "refused"
-    assert resize(first, 99).outcome == "refused"
-    wait_until(lambda: resizing.metric("quadriga_resizes_total") >= 2, 10.0)
 
 
 @pytest.mark.timeout(200)

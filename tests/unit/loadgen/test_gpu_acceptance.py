@@ -26,16 +26,18 @@ def report_of(folder: Path) -> Any:
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
-def test_every_stage_is_rehearsed_where_torch_transformers_and_pytest_are_alone(
+def test_stages_are_rehearsed_where_torch_transformers_and_pytest_are_alone(
     tmp_path: Path,
 ) -> None:
+    """Of the suites one; `make test-gpu` runs them all."""
+    names = [stage.name for stage in STAGES if stage.tests is None or stage.name == "test_nccl"]
     stubs, out = tmp_path / "stubs", tmp_path / "out"
     stubs.mkdir()
     for name in ABSENT:
         (stubs / f"{name}.py").write_text(f"raise ImportError('{name} is not installed')\n")
     command = [sys.executable, "-m", "loadgen.bench.gpu_acceptance", "--out", str(out)]
     ran = subprocess.run(
-        [*command, "--rehearse", "--budget-s", str(LIMIT_S)],
+        [*command, "--rehearse", "--budget-s", str(LIMIT_S), "--only", *names],
         cwd=ROOT,
         # pytest alone, without what this environment adds to it.
         env=os.environ | {"PYTHONPATH": str(stubs), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
@@ -46,11 +48,10 @@ def test_every_stage_is_rehearsed_where_torch_transformers_and_pytest_are_alone(
     report = report_of(out)
     assert ran.returncode == 0, (ran.stdout, report)
     stages = report["stages"]
-    assert list(stages) == [stage.name for stage in STAGES]
-    for stage in STAGES:
-        found = stages[stage.name]
+    assert list(stages) == names
+    for name, found in stages.items():
         assert found["outcome"] == "done"
-        assert "passed" in found["said"] if stage.tests else found["results"], stage.name
+        assert "passed" in found["said"] if name == "test_nccl" else found["results"], name
     [graphs] = stages["graphs"]["results"]
     assert graphs["is_same"]
     assert stages["logits"]["results"][-1]["is_right"]

@@ -69,7 +69,7 @@ def test_overhead_is_the_time_added_per_token() -> None:
 
 
 def test_tokens_that_all_leave_at_one_exit_left_early() -> None:
-    state = sequence("s", [1], SamplingParams(4), exit_layers=[8, 3, 3, 3])
+    state = sequence("s", [1], SamplingParams(4), exit_layers=[3, 3, 3, 3])
     assert share_early([state], 8) == 1.0
     state.exit_layers += [8, 8, 8]
     assert share_early([state], 8) == 0.5
