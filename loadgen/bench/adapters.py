@@ -165,8 +165,9 @@ def random_adapter(path: Path, checkpoint: Path, rank: int) -> tuple[int, float]
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    auto: Any = AutoModelForCausalLM
     with torch.device("meta"):  # sizes alone
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+        model = auto.from_config(AutoConfig.from_pretrained(checkpoint))
     write_adapter(path, model, rank=rank, alpha=rank, strength=0.01)
     sizes = [(m.in_features, m.out_features) for m in projections(model).values()]
     numbers = sum(rank * (inputs + outputs) for inputs, outputs in sizes)

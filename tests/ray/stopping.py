@@ -117,12 +117,13 @@ def _lose_answer(replica: Any) -> None:
 
 def has_lost_answer(replica: str) -> bool:
     """Whether a commit came since `lose_answer`; the next ones are answered in any case."""
-    found: bool = ray.get(get_actor(replica).__ray_call__.remote(_has_lost_answer), timeout=10)
+    actor: Any = get_actor(replica)
+    found: bool = ray.get(actor.__ray_call__.remote(_has_lost_answer), timeout=10)
     return found
 
 
 def _has_lost_answer(replica: Any) -> bool:
-    return vars(replica.receiver).pop("commit").__name__ != "unanswered"
+    return bool(vars(replica.receiver).pop("commit").__name__ != "unanswered")
 
 
 def go_on(pid: int) -> None:
