@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup audit serve demo test test-fast test-gpu test-ray test-e2e test-clients test-deploy test-slow chart check format bench bench-engine bench-serve bench-depth bench-migration bench-scheduler bench-rescheduling bench-simulator paper-helios chaos soak overload upgrade simulate-faults fuzz docs protos evaluate clean
+.PHONY: help setup audit serve demo test test-fast test-gpu test-ray test-e2e test-clients test-deploy test-slow chart check format bench bench-engine bench-serve bench-migration bench-scheduler bench-rescheduling bench-simulator paper-helios chaos soak overload upgrade simulate-faults fuzz docs protos evaluate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -108,9 +108,6 @@ bench-engine: setup ## Engine tokens/s against transformers and other installed 
 
 bench-serve: setup ## The service's tokens/s over HTTP and gRPC against its own engine's
 	$(BIN)/python -m loadgen bench serve $(ARGS)
-
-bench-depth: setup ## Memory, load time and speed of the engine at each depth, and changing it
-	$(BIN)/python -m loadgen bench depth $(ARGS)
 
 bench-migration: setup ## What a live migration is felt like by the sequence and by the others
 	$(BIN)/python -m loadgen bench migration $(ARGS)

@@ -90,7 +90,6 @@ COMMANDS: dict[tuple[str, ...], Command] = {
             "what a live migration is felt like, in steps",
         ),
         ("bench scheduler", f"{_BENCH}.scheduler", "time of a rescheduling decision"),
-        ("bench depth", f"{_BENCH}.depth", "memory, speed and changes of depth"),
         (
             "bench depth-forecast",
             f"{_BENCH}.depth_forecast",
@@ -102,7 +101,6 @@ COMMANDS: dict[tuple[str, ...], Command] = {
             "shallow and deep sequences in one batch, and each alone",
         ),
         ("bench profile", f"{_BENCH}.profile", "a cost profile for the simulator"),
-        ("bench generator", f"{_BENCH}.generator", "the load generator's own limit"),
         ("bench grammar", f"{_BENCH}.grammar", "answers of a given form: validity and cost"),
         ("bench adapters", f"{_BENCH}.adapters", "LoRA adapters: what one adds to a step"),
         (
@@ -122,11 +120,6 @@ COMMANDS: dict[tuple[str, ...], Command] = {
             "paper lossless",
             f"{_PAPER}.lossless.experiment",
             "exits that draft, against full depth, token for token",
-        ),
-        (
-            "paper draft-bound",
-            f"{_PAPER}.lossless.bound",
-            "the most that exits which draft can gain",
         ),
         ("paper baton", f"{_PAPER}.baton.experiment", "relay batch against other batches"),
         (

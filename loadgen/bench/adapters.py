@@ -19,11 +19,11 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from loadgen.options import whole
 from loadgen.report.experiment import print_line, show
-from quadriga.catalogue.adapters import ATTENTION, CONFIG_FILE, WEIGHTS_FILE
+from quadriga.catalogue.adapters import CONFIG_FILE, WEIGHTS_FILE
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.core.request import SamplingParams
 
@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
     settings = {"engine": {"compile": "wait"}, "decode": {"max_slots": max(BATCHES)}}
     with tempfile.TemporaryDirectory() as folder:
-        size, floor = write_adapter(Path(folder) / NAME, args.model, args.rank)
+        checkpoint = read_checkpoint(args.model).path
+        size, floor = random_adapter(Path(folder) / NAME, checkpoint, args.rank)
         adapted = LLM(args.model, adapters=folder, **settings)
     plain = LLM(args.model, **settings)
     with closing(adapted), closing(plain):
@@ -97,36 +98,80 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def write_adapter(path: Path, model: str, rank: int) -> tuple[int, float]:
-    """Write a random adapter of a model, in PEFT's format.
+def projections(model: Any, targets: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The layers' linear modules by name; those that end in `targets`, or all.
+
+    Args:
+        model: Of `transformers`.
+    """
+    from torch.nn import Linear
+
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if ".layers." in name
+        and isinstance(module, Linear)
+        and (not targets or name.rpartition(".")[2] in targets)
+    }
+
+
+def write_adapter(
+    path: Path,
+    model: Any,
+    *,
+    rank: int = 5,
+    alpha: float = 12.0,
+    strength: float = 0.2,
+    seed: int = 0,
+    targets: tuple[str, ...] = (),
+    **config: Any,
+) -> Path:
+    """Write an adapter of random matrices, in PEFT's format; returns its folder.
+
+    Args:
+        model, targets: See `projections`.
+        config: Further fields of its configuration.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    made = torch.Generator().manual_seed(seed)
+    tensors, found = {}, projections(model, targets)
+    for name, module in found.items():
+        size = {"A": (rank, module.in_features), "B": (module.out_features, rank)}
+        for kind, shape in size.items():
+            drawn = torch.randn(shape, generator=made) * strength
+            tensors[f"base_model.model.{name}.lora_{kind}.weight"] = drawn
+    path.mkdir(parents=True)
+    save_file(tensors, path / WEIGHTS_FILE)
+    said = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted({name.rpartition(".")[2] for name in found}),
+        "base_model_name_or_path": "a-model",
+        "bias": "none",
+    }
+    (path / CONFIG_FILE).write_text(json.dumps(said | config), encoding="utf-8")
+    return path
+
+
+def random_adapter(path: Path, checkpoint: Path, rank: int) -> tuple[int, float]:
+    """Write an adapter for all projections of a stored model.
 
     Returns:
         Its bytes, and its weights over those of the matrices that it changes.
     """
     import torch
-    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from quadriga.checkpoint.model_config import read_model_config
-    from quadriga.engine.weights.adapters import projections
-
-    config = read_model_config(read_checkpoint(model).path)
-    made = torch.Generator().manual_seed(0)
-    tensors, matrices = dict[str, torch.Tensor](), 0
-    for layer in range(config.num_layers):
-        for inputs, stack in projections(config).values():
-            for name, outputs in stack:
-                block = "self_attn" if name in ATTENTION else "mlp"
-                base = f"base_model.model.model.layers.{layer}.{block}.{name}"
-                for kind, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-                    drawn = torch.randn(shape, generator=made) * 0.01
-                    tensors[f"{base}.lora_{kind}.weight"] = drawn
-                matrices += inputs * outputs
-    path.mkdir()
-    save_file(tensors, path / WEIGHTS_FILE)
-    said = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
-    (path / CONFIG_FILE).write_text(json.dumps(said), encoding="utf-8")
-    numbers = sum(tensor.numel() for tensor in tensors.values())
-    return 4 * numbers, numbers / matrices
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):  # sizes alone
+        model = auto.from_config(AutoConfig.from_pretrained(checkpoint))
+    write_adapter(path, model, rank=rank, alpha=rank, strength=0.01)
+    sizes = [(m.in_features, m.out_features) for m in projections(model).values()]
+    numbers = sum(rank * (inputs + outputs) for inputs, outputs in sizes)
+    return 4 * numbers, numbers / sum(inputs * outputs for inputs, outputs in sizes)
 
 
 def measure(plain: LLM, adapted: LLM, num_tokens: int, repeats: int) -> list[AdapterCost]:

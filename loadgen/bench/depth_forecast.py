@@ -12,12 +12,12 @@ what the sequence's own tokens did.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loadgen.load.task_suite import TaskSuite
+from loadgen.model_costs.engine import sequence
 from loadgen.options import number, whole
 from loadgen.report.experiment import print_line, show
 from quadriga.checkpoint.exits import ExitParams
@@ -102,16 +102,11 @@ def run(args: argparse.Namespace) -> int:
     threshold = spec.exits.threshold if args.threshold is None else args.threshold
     suite = TaskSuite.make(spec.checkpoint, args.prompts, seed=args.seed)
     states = [
-        SequenceState(
+        sequence(
             f"s{index}",
-            f"s{index}",
-            spec.checkpoint.id,
             prompt.token_ids,
             SamplingParams(args.max_tokens, temperature=0.0),
-            "",
-            0.0,
-            math.inf,
-            ExitParams(threshold, "bounded"),
+            exits=ExitParams(threshold, "bounded"),
         )
         for index, prompt in enumerate(suite.prompts)
     ]
@@ -157,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         forecasts=len(said),
         layers=[[round(a, 3), round(b, 3)] for a, b in of_layers],
         work=[[round(a, 1), round(b, 1)] for a, b in of_work],
-        early=round(_share_early(states), 3),
+        early=round(share_early(states, spec.depth), 3),
     )
     return 0
 
@@ -220,7 +215,7 @@ def mean_error(said: Sequence[Said], forecast: Callable[[Said], float]) -> float
     return round(sum(abs(forecast(s) - s.came_layers) for s in said) / len(said), 3)
 
 
-def _share_early(states: Sequence[SequenceState]) -> float:
-    deepest = max(max(s.exit_layers) for s in states)
+def share_early(states: Sequence[SequenceState], depth: int) -> float:
+    """Share of the tokens behind the prompts' own that ran fewer than `depth` layers."""
     layers = [layer for s in states for layer in s.exit_layers[1:]]
-    return sum(layer < deepest for layer in layers) / max(1, len(layers))
+    return sum(layer < depth for layer in layers) / max(1, len(layers))

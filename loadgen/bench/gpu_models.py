@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from loadgen.model_costs.engine import sequence
 from quadriga.checkpoint.exits import NO_EXITS, ExitSpec
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.checkpoint.model_config import ModelConfig, RopeConfig
@@ -167,16 +168,8 @@ def begin(runner: NativeRunner, rows: int, context: int, room: int) -> list[Sequ
     """
     states = []
     for row in range(rows):
-        state = SequenceState(
-            sequence_id=str(row),
-            request_id=str(row),
-            model="",
-            prompt_ids=[3 + row % 200] * context,
-            sampling=SamplingParams(max_tokens=room, temperature=0.0, ignore_eos=True),
-            ingress_id="",
-            arrival_unix_s=0.0,
-            deadline_unix_s=float("inf"),
-        )
+        sampling = SamplingParams(max_tokens=room, temperature=0.0, ignore_eos=True)
+        state = sequence(str(row), [3 + row % 200] * context, sampling)
         runner.attach(row, state)
         states.append(state)
     return states

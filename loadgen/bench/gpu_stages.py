@@ -258,6 +258,8 @@ def exits(setting: Setting, say: Say) -> None:
             states = begin(runner, batch, context, room)
             step = partial(_leave, runner, states, int(share * batch))
             gpu_s, wall_s = timed(setting, step)
+            before = runner.num_filled
+            step()
             say(
                 model=shape.name,
                 mode=mode,
@@ -265,7 +267,7 @@ def exits(setting: Setting, say: Say) -> None:
                 batch=batch,
                 gpu_ms=round(gpu_s * 1e3, 3),
                 wall_ms=round(wall_s * 1e3, 3),
-                filled=runner.num_filled,
+                filled=runner.num_filled - before,
                 **counted(setting, step),
             )
             for row in range(batch):

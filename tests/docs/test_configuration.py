@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from deploy import config_reference
 from deploy.config_reference import ENVIRONMENT, Row, rows, section
+from loadgen.bench.adapters import write_adapter
 from quadriga.checkpoint.folder import ASSETS
 from quadriga.checkpoint.tuned import TUNE_FILE, weights_hash
 from quadriga.config.engine import PoolConfig
@@ -21,7 +22,6 @@ from quadriga.config.resolve import Hardware, resolve
 from quadriga.control.replica_names import fingerprint
 from quadriga.errors import ConfigError
 from tests.equivalence.models import build
-from tests.lora import write_adapter
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 from transformers import AutoModelForCausalLM
 
+from loadgen.bench.adapters import write_adapter
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.client import AsyncClient, Client
 from quadriga.config.loader import load_config
@@ -25,7 +26,6 @@ from serve_app.auth.api_keys import ApiKeys
 from serve_app.cli.environment import prepare_environment
 from serve_app.cli.launch import Addresses, LocalService
 from tests.e2e.roles import settings
-from tests.lora import write_adapter
 from tests.otlp import Collector
 
 MODEL = "quadriga-s"

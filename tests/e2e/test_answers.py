@@ -76,7 +76,7 @@ def test_a_stream_says_how_long_it_goes_on_and_the_usage_what_became_of_it(
     found = QuadrigaUsage.model_validate(usage["quadriga"])
     assert found.predicted is not None and {p.choice for p in found.predicted} == {0, 1}
     assert all(0 < p.lower <= p.tokens <= p.upper for p in found.predicted)
-    assert (found.pauses, found.rebuilds) == (0, 0) and found.migrations >= 0
+    assert (found.pauses, found.rebuilds) == (0, 0)
 
     pieces = list(sdk.stream("Count from 3 to 40.\n", include_eta=True, temperature=0.0))
     etas = [piece.eta for piece in pieces if piece.eta is not None]

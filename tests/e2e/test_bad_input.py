@@ -155,32 +155,12 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"deadline_ms": 10**9}, "deadline_ms"),
     ({"priority": 2**40}, "priority"),
     ({"suffix": "z"}, "suffix"),
-    ({"response_format": {"type": "yaml"}}, "response_format.type"),
-    ({"guided_json": {"type": "nothing"}}, "guided_json"),
-    ({"guided_regex": "("}, "guided_regex"),
-    ({"guided_regex": "(a{1000}){1000}"}, "guided_regex"),
     ({"guided_regex": "(" * 5000 + ")" * 5000}, "guided_regex"),
-    ({"guided_choice": []}, "guided_choice"),
-    ({"guided_choice": ["a"] * 5000}, "guided_choice"),
-    ({"guided_grammar": "start: nobody"}, "guided_grammar"),
-    ({"guided_json": DEEP}, "guided_json"),
-    ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json"),
-    ({"structured_outputs": {"json": BIG}}, "structured_outputs.json"),
     ({"structured_outputs": {"json": SLOW}}, "structured_outputs.json"),
-    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "a" * 257}, "cache_salt"),
     ({"exit_threshold": 1.5}, "exit_threshold"),
-    ({"exit_threshold": -0.1}, "exit_threshold"),
-    ({"exit_policy": "lenient"}, "exit_policy"),
-    ({"max_depth": 1}, "max_depth"),
-    ({"max_depth": 9}, "max_depth"),
-    ({"sla_tbt_ms": -1}, "sla_tbt_ms"),
-    ({"quality_budget": 1.5}, "quality_budget"),
-    ({"quality_budget": -0.1}, "quality_budget"),
     ({"quality_budget": 0.1, "exit_policy": "strict"}, "quality_budget"),
-    ({"quality_budget": 0.1, "exit_policy": "lossless"}, "quality_budget"),
-    ({"quality_budget": 0.1, "exit_policy": "off"}, "quality_budget"),
     ({"model": 5}, "model"),
     ({"user": 5}, "user"),
 ]
@@ -206,19 +186,6 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     ({"tools": [{"type": "function"}]}, "tools.0.function"),
-    ({"tools": [{"type": "function", "function": {"name": "a"}}] * 2}, "tools.1.function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": BIG}}]}, "tools"),
-    ({"tools": [{"type": "function", "function": {"name": f"t{i}"}} for i in range(129)]}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    (
-        {
-            "tools": [{"type": "function", "function": {"name": "a"}}],
-            "tool_choice": {"type": "function", "function": {"name": "b"}},
-        },
-        "tool_choice.function.name",
-    ),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -233,22 +200,8 @@ def test_bad_chats(http: httpx.Client, fields: dict[str, Any], param: str) -> No
     expect_error(http.post("/v1/chat/completions", json=body), 400, param)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input": []}, "input"),
-        ({"input": [""]}, "input.0"),
-        ({"input": ["a"] * 5000}, "input"),
-        ({"input": "seven " * 4000}, "input"),
-        ({"encoding_format": "hex"}, "encoding_format"),
-        ({"pooling": "first"}, "pooling"),
-        ({"dimensions": 3}, "dimensions"),
-    ],
-    ids=lambda v: str(v)[:40],
-)
-def test_bad_embeddings(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
-    body = {"model": "quadriga-s", "input": "a"} | fields
-    expect_error(http.post("/v1/embeddings", json=body), 400, param)
+def test_bad_embeddings(http: httpx.Client) -> None:
+    expect_error(http.post("/v1/embeddings", json={"input": [""]}), 400, "input.0")
 
 
 @pytest.mark.parametrize(

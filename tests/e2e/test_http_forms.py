@@ -94,15 +94,6 @@ async def test_what_serve_never_sees(service: Service, data: bytes, status: int)
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
 
 
-def test_serve_is_not_steered_by_headers(http: httpx.Client) -> None:
-    reply = http.post(
-        "/v1/completions",
-        json={"prompt": "Sort: 3 1 2\n", "max_tokens": 8},
-        headers={"x-request-timeout-seconds": "0.001"},
-    )
-    assert reply.status_code == 200
-
-
 def test_what_never_reached_the_application_is_counted(http: httpx.Client) -> None:
     name = "quadriga_http_server_errors_total"
     headers = {"x-request-id": b"\xff"}
@@ -116,10 +107,3 @@ def test_what_never_reached_the_application_is_counted(http: httpx.Client) -> No
     while count() == 0:
         assert time.monotonic() < give_up_s
         time.sleep(LOOK_INTERVAL_S)
-
-
-def test_many_prompts_in_one_request(http: httpx.Client) -> None:
-    prompts = [f"Sort: {i} 3 1\n" for i in range(128)]
-    reply = http.post("/v1/completions", json={"prompt": prompts, "max_tokens": 2}, timeout=120)
-    assert reply.status_code == 200, reply.text
-    assert len(reply.json()["choices"]) == 128

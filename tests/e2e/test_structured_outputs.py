@@ -69,20 +69,6 @@ def test_openais_parse_helper(client: openai.OpenAI) -> None:
     assert isinstance(answer.choices[0].message.parsed, Pair)
 
 
-def test_a_stream_is_the_whole_answer(http: httpx.Client) -> None:
-    body = {
-        "messages": MESSAGES,
-        "temperature": 0.9,
-        "seed": 11,
-        "structured_outputs": {"json": SCHEMA},
-    }
-    whole = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-    reply = http.post("/v1/chat/completions", json=body | {"stream": True})
-    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line[6:7] == "{"]
-    assert "".join(e["choices"][0]["delta"].get("content") or "" for e in events) == whole
-    jsonschema.validate(json.loads(whole), SCHEMA)
-
-
 @pytest.mark.parametrize(
     ("form", "allowed"),
     [

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from loadgen.bench.adapters import write_adapter
 from quadriga import LLM, SamplingParams
 from quadriga.catalogue.adapters import read_adapters
 from quadriga.checkpoint.folder import read_checkpoint
@@ -18,7 +19,7 @@ from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import UnknownModel
 from quadriga.interfaces import PrefillChunk
 from tests.equivalence.models import VOCAB, build, make_spec, make_state, save
-from tests.lora import merged, write_adapter
+from tests.lora import merged
 
 LENGTH, DECODED = 30, 5
 TOLERANCE = 1e-4

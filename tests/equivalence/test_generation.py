@@ -15,70 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from quadriga.checkpoint.folder import ASSETS
 from quadriga.core.request import SequenceState
 from quadriga.engine import load_runner
-from quadriga.engine.model_runner import NativeRunner
-from quadriga.interfaces import PrefillChunk
 from quadriga.tasks import sample_examples
+from tests.equivalence.churning import ChurningBatch
 from tests.equivalence.models import VARIANTS, build, make_spec, make_state, save
 
 NUM_PROMPTS = 200
 NUM_ROWS = 16
 TIE_LOGITS = 1e-4
 MAX_TIES = 4
-
-
-class ChurningBatch:
-    """Runs sequences with random joins, chunk sizes, row choices and leaves."""
-
-    def __init__(self, runner: NativeRunner, *, seed: int) -> None:
-        self._runner = runner
-        self._rng = random.Random(seed)
-        self._free = list(range(NUM_ROWS))
-        self._running: dict[int, SequenceState] = {}
-
-    def run(self, states: list[SequenceState]) -> None:
-        waiting = list(states)
-        while waiting or self._running:
-            arrivals = []
-            while waiting and self._free and self._rng.random() < 0.6:
-                row = self._free.pop(self._rng.randrange(len(self._free)))
-                arrivals.append((row, waiting.pop(0)))
-            if arrivals:
-                self._prefill(arrivals)
-            if self._running:
-                self._decode()
-
-    def _prefill(self, arrivals: list[tuple[int, SequenceState]]) -> None:
-        done = {row: 0 for row, _ in arrivals}
-        for row, state in arrivals:
-            self._runner.attach(row, state)
-        while any(done[row] < len(state.prompt_ids) for row, state in arrivals):
-            chunks = []
-            for row, state in arrivals:
-                start = done[row]
-                if start < len(state.prompt_ids):
-                    stop = min(len(state.prompt_ids), start + self._rng.randint(1, 48))
-                    ids = state.prompt_ids[start:stop]
-                    chunks.append(PrefillChunk(row, ids, start, stop == len(state.prompt_ids)))
-                    done[row] = stop
-            states = dict(arrivals)
-            for chunk, token in zip(chunks, self._runner.prefill(chunks), strict=True):
-                if token is not None:
-                    self._emit(chunk.row, states[chunk.row], token.token_id)
-
-    def _decode(self) -> None:
-        rows = list(self._running)
-        self._rng.shuffle(rows)
-        states = [self._running[row] for row in rows]
-        for row, state, token in zip(rows, states, self._runner.decode(rows), strict=True):
-            self._emit(row, state, token.token_id)
-
-    def _emit(self, row: int, state: SequenceState, token_id: int) -> None:
-        self._running[row] = state
-        state.output_ids.append(token_id)
-        if len(state.output_ids) >= state.sampling.max_tokens:
-            del self._running[row]
-            self._runner.detach(row)
-            self._free.append(row)
 
 
 def count_ties(model: Any, states: list[SequenceState]) -> int:

@@ -10,7 +10,7 @@ import pytest
 from quadriga.core.request import SequenceState
 from quadriga.engine.baton.row_kv import RowKV
 from quadriga.engine.baton.runner import BatonRunner
-from quadriga.interfaces import PrefillChunk
+from tests.equivalence.churning import ChurningBatch
 from tests.equivalence.models import make_spec, make_state, save, whole_prompt
 from tests.equivalence.relay_models import FAMILIES, VOCAB, build_relay, generate
 
@@ -19,62 +19,33 @@ NUM_SEQUENCES = 16
 MAX_TOKENS = 18
 
 
-class Relay:
-    """Sequences that join, sit out, are suspended, moved to another row, and leave; at random."""
+class Relay(ChurningBatch):
+    """Sequences also sit out, are suspended, and moved to another row."""
 
     def __init__(self, runner: BatonRunner, *, seed: int) -> None:
-        self._runner = runner
-        self._rng = random.Random(seed)
-        self._free = list(range(NUM_ROWS))
-        self._running: dict[int, SequenceState] = {}
+        super().__init__(runner, seed=seed)
         self._suspended: list[tuple[SequenceState, RowKV]] = []
         self.widths: list[int] = []
         self.moves = self.pauses = 0
 
-    def run(self, states: list[SequenceState]) -> None:
-        waiting = list(states)
-        while waiting or self._running or self._suspended:
-            arrivals = []
-            while waiting and self._free and self._rng.random() < 0.7:
-                row = self._free.pop(self._rng.randrange(len(self._free)))
-                arrivals.append((row, waiting.pop(0)))
-            if arrivals:
-                self._prefill(arrivals)
-            if self._running and self._rng.random() < 0.3:
-                self._move()
-            if self._running and self._rng.random() < 0.3:
-                self._pause()
-            if self._suspended and self._free and self._rng.random() < 0.5:
-                self._resume()
-            if self._running:
-                self._decode()
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._running or self._suspended)
 
-    def _prefill(self, arrivals: list[tuple[int, SequenceState]]) -> None:
-        """In chunks, some prompts ahead of the others."""
-        left = dict(arrivals)
-        done = dict.fromkeys(left, 0)
-        for row, state in arrivals:
-            self._runner.attach(row, state)
-        while left:
-            chunks = []
-            for row, state in left.items():
-                start = done[row]
-                stop = min(len(state.prompt_ids), start + self._rng.choice([1, 7, 20, 48]))
-                is_last = stop == len(state.prompt_ids)
-                chunks.append(PrefillChunk(row, state.prompt_ids[start:stop], start, is_last))
-                done[row] = stop
-            for chunk, token in zip(chunks, self._runner.prefill(chunks), strict=True):
-                assert (token is not None) == chunk.is_last
-                if token is not None:
-                    self._emit(chunk.row, left.pop(chunk.row), token.token_id)
+    def _disturb(self) -> None:
+        if self._running and self._rng.random() < 0.3:
+            self._move()
+        if self._running and self._rng.random() < 0.3:
+            self._pause()
+        if self._suspended and self._free and self._rng.random() < 0.5:
+            self._resume()
+
+    def _choose_rows(self) -> list[int]:
+        """Some sit out."""
+        return self._rng.sample(sorted(self._running), self._rng.randint(1, len(self._running)))
 
     def _decode(self) -> None:
-        """A random part of the rows, in random order."""
-        rows = self._rng.sample(sorted(self._running), self._rng.randint(1, len(self._running)))
-        states = [self._running[row] for row in rows]
-        for row, state, token in zip(rows, states, self._runner.decode(rows), strict=True):
-            assert token.exit_layer == self._runner.num_layers
-            self._emit(row, state, token.token_id)
+        super()._decode()
         self.widths.append(self._runner.memory().width)
 
     def _move(self) -> None:
@@ -91,7 +62,7 @@ class Relay:
             for start, end in ((0, middle), (middle, stop))
         ]
         self._runner.detach(row)
-        target = self._free.pop(self._rng.randrange(len(self._free)))
+        target = self._take_row()
         self._free.append(row)
         for first, start, kv in parts:
             self._runner.write_kv(target, first, start, kv)
@@ -108,17 +79,9 @@ class Relay:
 
     def _resume(self) -> None:
         state, suspended = self._suspended.pop(0)
-        row = self._free.pop(self._rng.randrange(len(self._free)))
+        row = self._take_row()
         self._runner.restore(row, state, suspended)
         self._running[row] = state
-
-    def _emit(self, row: int, state: SequenceState, token_id: int) -> None:
-        self._running[row] = state
-        state.output_ids.append(token_id)
-        if len(state.output_ids) >= state.sampling.max_tokens:
-            del self._running[row]
-            self._runner.detach(row)
-            self._free.append(row)
 
 
 def random_states(*, seed: int, count: int = NUM_SEQUENCES) -> list[SequenceState]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import ray
 
 from actors.rpc.lookup import (
@@ -123,6 +124,18 @@ class App:
         return Ingress(self.name)
 
 
+def app_fixture(name: str, *, scope: Any = "module", **config: Any) -> Any:
+    """Return a fixture: an application with these settings, for as long as its scope lasts."""
+
+    @pytest.fixture(scope=scope)
+    def start(ray_cluster: None) -> Iterator[App]:
+        app = App.start(name, **config)
+        yield app
+        app.stop()
+
+    return start
+
+
 def wait_until(
     is_true: Callable[[], bool], timeout_s: float, explain: Callable[[], object] = lambda: ""
 ) -> None:
@@ -167,4 +180,4 @@ def living_groups(app: str) -> list[str]:
     return [g["name"] for g in table if g["state"] != "REMOVED" and g["name"].startswith(f"{app}:")]
 
 
-__all__ = ["NAMESPACE", "App", "is_running", "living_groups", "pids", "wait_until"]
+__all__ = ["NAMESPACE", "App", "app_fixture", "is_running", "living_groups", "pids", "wait_until"]

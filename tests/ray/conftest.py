@@ -1,21 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.ray.apps import App
+from tests.ray.apps import App, app_fixture
 from tests.ray_cluster import ray_cluster
 
 __all__ = ["ray_cluster"]
 
-
-@pytest.fixture(scope="session")
-def main_app(ray_cluster: None) -> Iterator[App]:
-    """One prefill and two decode replicas; tests that harm it wait until it is whole again."""
-    app = App.start("main", **{"transport.deadline_s": 4.0, "lifecycle.orphan_timeout_s": 300.0})
-    yield app
-    app.stop()
+main_app = app_fixture(
+    "main", scope="session", **{"transport.deadline_s": 4.0, "lifecycle.orphan_timeout_s": 300.0}
+)
+"""One prefill and two decode replicas; tests that harm it wait until it is whole again."""
 
 
 @pytest.fixture
@@ -25,23 +20,20 @@ def app(main_app: App) -> App:
     return main_app
 
 
-@pytest.fixture(scope="session")
-def small_app(ray_cluster: None) -> Iterator[App]:
-    """One replica of each kind, two slots, short queues, slow steps: soon full."""
-    app = App.start(
-        "small",
-        **{
-            "decode_replicas": 1,
-            "decode.max_slots": 2,
-            "decode.pace": "steady-15ms",
-            "prefill.max_rows": 3,
-            "prefill.max_queued_sequences": 4,
-            "ingress.orphan_request_s": 8.0,
-            "lifecycle.orphan_timeout_s": 20.0,
-        },
-    )
-    yield app
-    app.stop()
+small_app = app_fixture(
+    "small",
+    scope="session",
+    **{
+        "decode_replicas": 1,
+        "decode.max_slots": 2,
+        "decode.pace": "steady-15ms",
+        "prefill.max_rows": 3,
+        "prefill.max_queued_sequences": 4,
+        "ingress.orphan_request_s": 8.0,
+        "lifecycle.orphan_timeout_s": 20.0,
+    },
+)
+"""One replica of each kind, two slots, short queues, slow steps: soon full."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Replicas that stop or die at a named point of a migration, once."""
+"""Replicas that stop, die, or lose an answer at a named point of a migration, once."""
 
 from __future__ import annotations
 
@@ -97,6 +97,33 @@ async def _is_known(replica: Any, state: SequenceState) -> None:
         if not any(e.move == "begun" and e.sequence_id == state.sequence_id for e in pending):
             return
         await asyncio.sleep(0.005)
+
+
+def lose_answer(replica: str) -> None:
+    """Let the first commit at a replica take effect and stay without an answer."""
+    ray.get(get_actor(replica).__ray_call__.remote(_lose_answer), timeout=10)
+
+
+def _lose_answer(replica: Any) -> None:
+    commit = replica.receiver.commit
+
+    async def unanswered(*args: Any, **options: Any) -> None:
+        replica.receiver.commit = commit
+        await commit(*args, **options)
+        await asyncio.sleep(KNOWN_S)  # longer than a call may take
+
+    replica.receiver.commit = unanswered
+
+
+def has_lost_answer(replica: str) -> bool:
+    """Whether a commit came since `lose_answer`; the next ones are answered in any case."""
+    actor: Any = get_actor(replica)
+    found: bool = ray.get(actor.__ray_call__.remote(_has_lost_answer), timeout=10)
+    return found
+
+
+def _has_lost_answer(replica: Any) -> bool:
+    return bool(vars(replica.receiver).pop("commit").__name__ != "unanswered")
 
 
 def go_on(pid: int) -> None:

@@ -13,12 +13,12 @@ import ray
 from transformers import AutoModelForCausalLM
 
 from actors.rpc.lookup import get_actor, scheduler_name
+from loadgen.bench.adapters import write_adapter
 from quadriga import LLM
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.core.replica import ReplicaInfo
 from quadriga.core.request import SamplingParams
 from quadriga.errors import Unavailable
-from tests.lora import write_adapter
 from tests.ray.apps import App, wait_until
 from tests.ray.ingress import call
 from tests.ray.moves import order

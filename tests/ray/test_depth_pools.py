@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from actors.rpc.lookup import get_actor, scheduler_name
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.config.pacing import find_profile
 from quadriga.core.replica import DepthClass
-from tests.ray.apps import App, wait_until
+from tests.ray.apps import App, app_fixture, wait_until
 from tests.ray.ingress import call
 from tests.ray.moves import set_device, set_pace
 
@@ -22,23 +21,19 @@ CLASS = DepthClass("quadriga-s", 8)
 NUM_EACH, LONG = 5, 900
 
 
-@pytest.fixture(scope="module")
-def split(ray_cluster: None) -> Iterator[App]:
-    """Two decode replicas that test every exit, whatever the load."""
-    app = App.start(
-        "split",
-        **{
-            "decode_replicas": 2,
-            "decode.max_slots": 16,
-            "decode.pace": "steady-60ms",
-            "deterministic": True,
-            "engine.max_model_len": 1024,
-            "scheduler.ares.interval_s": 0.5,
-            "lifecycle.orphan_timeout_s": 300.0,
-        },
-    )
-    yield app
-    app.stop()
+split = app_fixture(
+    "split",
+    **{
+        "decode_replicas": 2,
+        "decode.max_slots": 16,
+        "decode.pace": "steady-60ms",
+        "deterministic": True,
+        "engine.max_model_len": 1024,
+        "scheduler.ares.interval_s": 0.5,
+        "lifecycle.orphan_timeout_s": 300.0,
+    },
+)
+"""Two decode replicas that test every exit, whatever the load."""
 
 
 def pools(app: App) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from actors.rpc.lookup import scheduler_name
 from quadriga.checkpoint.exits import ExitParams
-from tests.ray.apps import App, wait_until
+from tests.ray.apps import App, app_fixture, wait_until
 from tests.ray.ingress import Ingress, Stream, call
 from tests.ray.moves import free_memory, pause, set_pace
 
@@ -21,30 +20,21 @@ NUM_OUTPUT = 300
 PACE = "steady-60ms"
 
 
-@pytest.fixture(scope="module")
-def uneven(ray_cluster: None) -> Iterator[App]:
-    """Two pools of quadriga-s: one decode replica has four of its eight layers, the other all."""
-    pool: dict[str, Any] = {"model": "quadriga-s", "prefill_replicas": 1, "decode_replicas": 1}
-    app = App(
-        "uneven",
-        {
-            "name": "uneven",
-            "pools": [pool, pool | {"depth": SHALLOW}],
-            "deterministic": True,
-            "decode.pace": PACE,
-            "engine.compile": "off",
-            "engine.max_model_len": 512,
-            "engine.resources_cpus": 0.1,
-            "lifecycle.heartbeat_interval_s": 0.5,
-            "lifecycle.orphan_timeout_s": 300.0,
-            "scheduler.snapshot_interval_s": 0.2,
-            "scheduler.ares.interval_s": 0.5,
-            "scheduler.ares.depth_pools": False,  # they may move a sequence first
-        },
-    )
-    app.ensure()
-    yield app
-    app.stop()
+POOL: dict[str, Any] = {"model": "quadriga-s", "prefill_replicas": 1, "decode_replicas": 1}
+
+uneven = app_fixture(
+    "uneven",
+    **{
+        "pools": [POOL, POOL | {"depth": SHALLOW}],
+        "deterministic": True,
+        "decode.pace": PACE,
+        "engine.max_model_len": 512,
+        "lifecycle.orphan_timeout_s": 300.0,
+        "scheduler.ares.interval_s": 0.5,
+        "scheduler.ares.depth_pools": False,  # they may move a sequence first
+    },
+)
+"""Two pools of quadriga-s: one decode replica has four of its eight layers, the other all."""
 
 
 def decode_at(app: App, depth: int) -> str:

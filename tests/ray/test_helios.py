@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import ray
 from actors.rpc.lookup import get_actor
 from quadriga.core.replica import ReplicaSnapshot, Role
 from quadriga.policies.drex import RebatchPlan
-from tests.ray.apps import App, wait_until
+from tests.ray.apps import App, app_fixture, wait_until
 from tests.ray.choosing import (
     EASY,
     SURE,
@@ -29,29 +28,25 @@ from tests.ray.moves import held
 FULL = {"quadriga-s": 8, "quadriga-l": 12}
 
 
-@pytest.fixture(scope="module")
-def choosing(ray_cluster: None) -> Iterator[App]:
-    """One replica of each kind that serves and one scout of each; the whole bundled family."""
-    app = App.start(
-        "choosing",
-        **{
-            "decode_replicas": 1,
-            "decode.max_slots": 8,
-            "decode.rebatching": "drex",
-            "engine.max_model_len": 512,
-            "engine.threads": 1,
-            "helios.enabled": True,
-            "helios.profile_requests": 2,
-            "helios.min_coverage": 0.3,
-            "helios.max_changed_share": 1.0,
-            "helios.dwell_loads": 0.0,
-            "helios.breach_window_tokens": 60,
-            "lifecycle.orphan_timeout_s": 300.0,
-            "lifecycle.drain_timeout_s": 20.0,
-        },
-    )
-    yield app
-    app.stop()
+choosing = app_fixture(
+    "choosing",
+    **{
+        "decode_replicas": 1,
+        "decode.max_slots": 8,
+        "decode.rebatching": "drex",
+        "engine.max_model_len": 512,
+        "engine.threads": 1,
+        "helios.enabled": True,
+        "helios.profile_requests": 2,
+        "helios.min_coverage": 0.3,
+        "helios.max_changed_share": 1.0,
+        "helios.dwell_loads": 0.0,
+        "helios.breach_window_tokens": 60,
+        "lifecycle.orphan_timeout_s": 300.0,
+        "lifecycle.drain_timeout_s": 20.0,
+    },
+)
+"""One replica of each kind that serves and one scout of each; the whole bundled family."""
 
 
 def is_chosen(now: dict[str, Any]) -> bool:

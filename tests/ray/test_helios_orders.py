@@ -206,49 +206,6 @@ async def test_a_switch_moves_what_runs_to_those_that_still_have_the_model(
         await asyncio.to_thread(app.stop)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-async def test_a_strict_request_for_the_old_model_in_the_middle_of_a_switch(
-    ray_cluster: None, tmp_path: Path
-) -> None:
-    """It is served with the layers it needs, or refused; it waits for nothing that never comes."""
-    app = await asyncio.to_thread(
-        start,
-        "strict-switch",
-        tmp_path,
-        **{"engine.max_model_len": 1024, "lifecycle.drain_timeout_s": 60.0},
-    )
-    try:
-        async with OwnIngress(app) as ingress:
-            strict: dict[str, Any] = {"model": S, "prompt": "Hello.\n", "max_tokens": 60, **STRICT}
-            reference = await ingress.complete(**strict)
-            await asyncio.to_thread(until, app, is_served)
-            doubt = asyncio.create_task(ingress.complete(exit_threshold=UNSURE, max_tokens=400))
-
-            def is_half_way(now: dict[str, Any]) -> bool:
-                held = {holds(now, "prefill:0"), holds(now, "decode:0")}
-                return len(held) == 2 and now["target"] == str(L6)
-
-            await asyncio.to_thread(until, app, is_half_way, 120.0)
-            body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, **strict}
-            answer = await ingress.http.post("/v1/completions", json=body | {"deadline_ms": 60_000})
-            await doubt
-        found = answer.json()
-        if answer.status_code == 200:
-            assert {model for model, _, _ in spans(found)} == {S}
-            assert spans(found)[0][1] == 8, "its first token comes of all layers"
-            said = found["choices"][0]["token_ids"]
-            assert said == reference["choices"][0]["token_ids"], "no token below its threshold"
-        else:
-            assert answer.status_code == 503, answer.text
-            assert S in found["error"]["message"], answer.text
-        now = await asyncio.to_thread(until, app, is_served, 120.0)
-        assert now["target"] is not None and now["target"].startswith(L)
-        await asyncio.to_thread(app.until_idle, 10.0)
-    finally:
-        await asyncio.to_thread(app.stop)
-
-
 @pytest.mark.timeout(300)
 async def test_a_pool_behind_the_first_serves_its_model_by_name(
     ray_cluster: None, tmp_path: Path

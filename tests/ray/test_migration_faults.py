@@ -1,11 +1,10 @@
-"""Source or destination dies or stops at each step of a migration: exactly once, never none."""
+"""Source or destination dies or stops at a step of a migration or a hand-off: exactly once."""
 
 from __future__ import annotations
 
 import random
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -14,10 +13,17 @@ from ray.exceptions import RayError
 
 from quadriga.core.request import FinishReason
 from quadriga.errors import QuadrigaError, ReplicaDied
-from tests.ray.apps import App, pids, wait_until
+from tests.ray.apps import App, app_fixture, pids, wait_until
 from tests.ray.ingress import Ingress, Stream
 from tests.ray.moves import Mover, set_pace
-from tests.ray.stopping import DESTINATION_POINTS, SOURCE_POINTS, arm, go_on
+from tests.ray.stopping import (
+    DESTINATION_POINTS,
+    SOURCE_POINTS,
+    arm,
+    go_on,
+    has_lost_answer,
+    lose_answer,
+)
 
 
 def hard_ones_first(points: tuple[str, ...]) -> list[Any]:
@@ -27,30 +33,27 @@ def hard_ones_first(points: tuple[str, ...]) -> list[Any]:
 
 
 PROMPT = list(range(7, 60))
+NUM_SHORT = 12
 NUM_OUTPUT = 600  # 9 s: nobody stands still for so long
 PACE = "steady-15ms"
 STOPPED_S = 3.5
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
-@pytest.fixture(scope="module")
-def fragile(ray_cluster: None) -> Iterator[App]:
-    """Three paced decode replicas, so that a stream lasts longer than what befalls it."""
-    app = App.start(
-        "fragile",
-        **{
-            "decode_replicas": 3,
-            "scheduler.ares.mode": "off",  # moves are ordered by the tests alone
-            "decode.pace": PACE,
-            "engine.compile": "wait",
-            "transport.deadline_s": 4.0,
-            "transport.lease_s": 2.0,
-            "lifecycle.heartbeat_interval_s": 2.0,
-            "lifecycle.orphan_timeout_s": 300.0,
-        },
-    )
-    yield app
-    app.stop()
+fragile = app_fixture(
+    "fragile",
+    **{
+        "decode_replicas": 3,
+        "scheduler.ares.mode": "off",  # moves are ordered by the tests alone
+        "decode.pace": PACE,
+        "engine.compile": "wait",
+        "transport.deadline_s": 4.0,
+        "transport.lease_s": 2.0,
+        "lifecycle.heartbeat_interval_s": 2.0,
+        "lifecycle.orphan_timeout_s": 300.0,
+    },
+)
+"""Three paced decode replicas, so that a stream lasts longer than what befalls it."""
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +190,42 @@ def test_the_source_stops_for_a_while(fragile: App, expected: list[int], point: 
         "acknowledged": {"moved"},
     }
     assert report.outcome in allowed[point], report
+
+
+@pytest.mark.timeout(120)
+def test_a_decode_replica_dies_as_it_takes_over_from_prefill(
+    fragile: App, expected: list[int]
+) -> None:
+    """The prefill replica still has the sequence, and hands it to another one."""
+    fragile.until_ready()
+    fragile.until_idle()
+    victim, ingress = fragile.replicas("decode")[0], fragile.ingress()
+    arm(victim, "commit", KILL)
+    streams = [ingress.submit(PROMPT, NUM_SHORT) for _ in range(6)]
+    ingress.until(lambda: victim not in pids(fragile.name))
+    ingress.until(lambda: all(s.moved_to[-1:] not in ([], [victim]) for s in streams))
+    for stream in streams:
+        stream.error = stream.orphaned = None  # it may have been told of a death, not of its end
+    ingress.finish(*streams)
+    assert [s.error for s in streams] == [None] * len(streams)
+    assert [s.token_ids for s in streams] == [expected[:NUM_SHORT]] * len(streams)
+    fragile.until_ready()
+    fragile.until_idle(10.0)
+
+
+@pytest.mark.timeout(120)
+def test_a_hand_off_whose_acknowledgement_is_lost_is_not_doubled(
+    fragile: App, expected: list[int]
+) -> None:
+    """The commit took effect and the answer never came: it is asked again."""
+    fragile.until_ready()
+    fragile.until_idle()
+    replicas, ingress = fragile.replicas("decode"), fragile.ingress()
+    for name in replicas:
+        lose_answer(name)
+    stream = ingress.submit(PROMPT, NUM_SHORT)
+    ingress.finish(stream)
+    assert [has_lost_answer(name) for name in replicas].count(True) == 1
+    assert stream.error is None
+    assert stream.token_ids == expected[:NUM_SHORT]
+    fragile.until_idle(10.0)

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import uuid
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,20 +17,12 @@ from quadriga.core.request import FinishReason
 from quadriga.core.routing import AdmitRequest
 from quadriga.errors import Overloaded, ReplicaDied, Unavailable
 from quadriga.scheduling.transfer.rebuild import num_prefill_tokens
-from tests.ray.apps import App, pids, wait_until
+from tests.ray.apps import App, app_fixture, pids, wait_until
 from tests.ray.ingress import Ingress, Stream, call
 from tests.ray.moves import HELD_STEP_S, Mover, held, hold, open_books, order
 
 NUM_OUTPUT = 60
 NUM_LONG = 700
-
-
-@pytest.fixture(scope="module")
-def mixed_app(ray_cluster: None) -> Iterator[App]:
-    """Two mixed replicas of a model with exits, to the bit the same in any batch."""
-    app = App.start("mixed", **{"mixed_replicas": 2, **SETTINGS})
-    yield app
-    app.stop()
 
 
 SETTINGS: dict[str, Any] = {
@@ -42,6 +33,9 @@ SETTINGS: dict[str, Any] = {
     "engine.compile": "wait",  # the kernels compute a row alike in any batch
     "lifecycle.orphan_timeout_s": 300.0,
 }
+
+mixed_app = app_fixture("mixed", mixed_replicas=2, **SETTINGS)
+"""Two mixed replicas of a model with exits, to the bit the same in any batch."""
 
 
 @pytest.fixture

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from actors.rpc.lookup import scheduler_name
 from quadriga.core.request import FinishReason
-from tests.ray.apps import App, wait_until
+from tests.ray.apps import App, app_fixture, wait_until
 from tests.ray.ingress import Stream, call
 from tests.ray.moves import hold, set_pace
 
@@ -21,24 +20,20 @@ CAPACITY_TOKENS = 2 * MAX_LEN
 TOKEN_BYTES = 8 * 2 * 2 * 32 * 4  # quadriga-s in float32
 
 
-@pytest.fixture(scope="module")
-def full(ray_cluster: None) -> Iterator[App]:
-    """Two decode replicas, each with memory for two whole long answers and a short one."""
-    app = App.start(
-        "overfull",
-        **{
-            "prefill_replicas": 2,
-            "decode_replicas": 2,
-            "decode.max_slots": 12,
-            "decode.pace": "steady-60ms",
-            "engine.max_model_len": MAX_LEN,
-            "engine.kv_memory_bytes": CAPACITY_TOKENS * TOKEN_BYTES,
-            "scheduler.ares.interval_s": 0.5,
-            "lifecycle.orphan_timeout_s": 300.0,
-        },
-    )
-    yield app
-    app.stop()
+full = app_fixture(
+    "overfull",
+    **{
+        "prefill_replicas": 2,
+        "decode_replicas": 2,
+        "decode.max_slots": 12,
+        "decode.pace": "steady-60ms",
+        "engine.max_model_len": MAX_LEN,
+        "engine.kv_memory_bytes": CAPACITY_TOKENS * TOKEN_BYTES,
+        "scheduler.ares.interval_s": 0.5,
+        "lifecycle.orphan_timeout_s": 300.0,
+    },
+)
+"""Two decode replicas, each with memory for two whole long answers and a short one."""
 
 
 def overload(app: App) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.request import FinishReason
 from quadriga.policies.baselines.exits import LazyExits
 from tests.promql import evaluate
-from tests.ray.apps import App, wait_until
+from tests.ray.apps import App, app_fixture, wait_until
 from tests.ray.ingress import Stream
 from tests.ray.moves import held, set_pace
 
@@ -32,23 +31,19 @@ UNKNOWN: dict[str, Any] = {"ignore_eos": False, "min_tokens": NUM_OUTPUT}
 """Nobody can tell in advance how long such a sequence becomes, and all become equally long."""
 
 
-@pytest.fixture(scope="module")
-def crowded(ray_cluster: None) -> Iterator[App]:
-    """One decode replica whose memory holds two sequences at their longest, and many rows."""
-    app = App.start(
-        "crowded",
-        **{
-            "decode_replicas": 1,
-            "decode.max_slots": 12,
-            "decode.pace": "steady-15ms",
-            "scheduler.max_wait_s": None,  # a slow machine lets them wait, and refuses nobody
-            "engine.max_model_len": MAX_LEN,
-            "engine.kv_memory_bytes": CAPACITY_TOKENS * TOKEN_BYTES,
-            "lifecycle.orphan_timeout_s": 300.0,
-        },
-    )
-    yield app
-    app.stop()
+crowded = app_fixture(
+    "crowded",
+    **{
+        "decode_replicas": 1,
+        "decode.max_slots": 12,
+        "decode.pace": "steady-15ms",
+        "scheduler.max_wait_s": None,  # a slow machine lets them wait, and refuses nobody
+        "engine.max_model_len": MAX_LEN,
+        "engine.kv_memory_bytes": CAPACITY_TOKENS * TOKEN_BYTES,
+        "lifecycle.orphan_timeout_s": 300.0,
+    },
+)
+"""One decode replica whose memory holds two sequences at their longest, and many rows."""
 
 
 def prompts(count: int, *, seed: int) -> list[list[int]]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 
-from tests.ray.apps import App, wait_until
+from tests.ray.apps import App, app_fixture, wait_until
 from tests.ray.moves import Mover
 
 pytestmark = pytest.mark.slow
@@ -15,13 +14,9 @@ pytestmark = pytest.mark.slow
 NUM_OUTPUT = 40
 
 
-@pytest.fixture(scope="module")
-def relay(ray_cluster: None) -> Iterator[App]:
-    app = App.start(
-        "relay", runner="baton", decode_replicas=2, **{"lifecycle.orphan_timeout_s": 300.0}
-    )
-    yield app
-    app.stop()
+relay = app_fixture(
+    "relay", runner="baton", decode_replicas=2, **{"lifecycle.orphan_timeout_s": 300.0}
+)
 
 
 @pytest.mark.timeout(300)

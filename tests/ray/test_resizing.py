@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.replica import ResizeReport
 from quadriga.core.request import FinishReason
 from tests.random_drafter import draft_as_it_pays, draft_at_random
-from tests.ray.apps import App, pids, wait_until
+from tests.ray.apps import App, app_fixture, pids, wait_until
 from tests.ray.ingress import Ingress, Stream, call
 from tests.ray.moves import free_memory, held, order, pause
 
@@ -34,30 +33,26 @@ WHOLE = ExitParams(1.0, "off")
 LOSSLESS = ExitParams(1.0, "lossless")
 
 
-@pytest.fixture(scope="module")
-def resizing(ray_cluster: None) -> Iterator[App]:
-    """One prefill and two decode replicas that hold few sequences at full depth; and scouts.
+resizing = app_fixture(
+    "resizing",
+    **{
+        "decode_replicas": 2,
+        "scheduler.ares.mode": "off",  # moves for balance would be counted with the others
+        "decode.max_slots": 16,
+        "decode.rebatching": "drex",
+        "deterministic": True,
+        "engine.max_model_len": 512,
+        "engine.kv_memory_bytes": 2 << 20,
+        "engine.compile": "wait",
+        "helios.enabled": True,
+        "helios.models": ["quadriga-s"],
+        "lifecycle.orphan_timeout_s": 300.0,
+    },
+)
+"""One prefill and two decode replicas that hold few sequences at full depth; and scouts.
 
-    The scouts wait for profiles that nobody asks for, so that no orders come but the test's own.
-    """
-    app = App.start(
-        "resizing",
-        **{
-            "decode_replicas": 2,
-            "scheduler.ares.mode": "off",  # moves for balance would be counted with the others
-            "decode.max_slots": 16,
-            "decode.rebatching": "drex",
-            "deterministic": True,
-            "engine.max_model_len": 512,
-            "engine.kv_memory_bytes": 2 << 20,
-            "engine.compile": "wait",
-            "helios.enabled": True,
-            "helios.models": ["quadriga-s"],
-            "lifecycle.orphan_timeout_s": 300.0,
-        },
-    )
-    yield app
-    app.stop()
+The scouts wait for profiles that nobody asks for, so that no orders come but the test's own.
+"""
 
 
 def serving(app: App) -> tuple[list[str], str]:
@@ -189,38 +184,6 @@ def memory_bytes(app: App) -> dict[str, int]:
         time.sleep(1.0)
 
 
-@pytest.mark.timeout(200)
-def test_more_fit_where_layers_went(resizing: App) -> None:
-    """The same memory holds more sequences at half the depth."""
-    app = resizing
-    (first, second), _ = serving(app)
-    for name in (first, second):
-        assert resize(name, 8).depth == 8
-    decoding = {}
-    with held((first, second)):
-        for depth in (8, 4):
-            for name in (first, second):
-                assert resize(name, depth).outcome in ("resized", "unchanged")
-            ingress = app.ingress()
-            streams = [submit(ingress, LIMITED, seed, 380) for seed in range(16)]
-            ingress.until(lambda s=streams: all(x.first_token_s is not None for x in s))  # type: ignore[misc]
-            decoding[depth] = num_decoding(app, ingress)
-            ingress.cancel(*streams)
-            app.until_idle(10.0)
-    assert decoding[4] > decoding[8], decoding
-
-
-def num_decoding(app: App, ingress: Ingress) -> int:
-    """Sequences that decode at once, when for two seconds no more have come."""
-    most, since_s = 0, time.monotonic()
-    while time.monotonic() < since_s + 2.0:
-        now = sum(s.num_running for s in app.snapshots() if s.info.role == "decode")
-        if now > most:
-            most, since_s = now, time.monotonic()
-        ingress.poll(0.05)
-    return most
-
-
 @pytest.mark.timeout(400)
 def test_strict_sequences_go_where_the_layers_are(resizing: App) -> None:
     """Layers are not dropped under them; where they lack, the controller moves the sequence."""
@@ -335,14 +298,6 @@ def test_sequences_move_between_depths(resizing: App) -> None:
         assert time.monotonic() < give_up_s, depths
     assert (report.outcome, report.reason.split(":")[0]) == ("refused", "wrong_depth"), report
     app.until_idle()
-
-
-@pytest.mark.timeout(100)
-def test_what_is_refused(resizing: App) -> None:
-    (first, _), _ = serving(resizing)
-    assert resize(first, 3).outcome == "refused"
-    assert resize(first, 99).outcome == "refused"
-    wait_until(lambda: resizing.metric("quadriga_resizes_total") >= 2, 10.0)
 
 
 @pytest.mark.timeout(200)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from actors.rpc.lookup import controller_name, get_actor
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.request import FinishReason
 from quadriga.errors import Unavailable
-from tests.ray.apps import App, pids, wait_until
+from tests.ray.apps import App, app_fixture, pids, wait_until
 from tests.ray.choosing import EASY, UNSURE, OwnIngress
 from tests.ray.ingress import call
 
@@ -27,30 +26,21 @@ NUM_REQUESTS = 8
 NUM_TOKENS = 24
 
 
-@pytest.fixture(scope="module")
-def two_depths(ray_cluster: None) -> Iterator[App]:
-    """Two pools of quadriga-s: one with four of its eight layers, one with all."""
-    pool: dict[str, Any] = {"model": "quadriga-s", "prefill_replicas": 1, "decode_replicas": 1}
-    pool |= {"exits": {"replay_newest": 4}}
-    app = App(
-        "two-depths",
-        {
-            "name": "two-depths",
-            "pools": [pool | {"depth": SHALLOW}, pool],
-            "deterministic": True,
-            "decode.max_slots": 16,
-            "decode.pace": "steady-15ms",
-            "engine.compile": "off",
-            "engine.max_model_len": 512,
-            "engine.resources_cpus": 0.1,
-            "lifecycle.heartbeat_interval_s": 0.5,
-            "lifecycle.orphan_timeout_s": 300.0,
-            "scheduler.snapshot_interval_s": 0.2,
-        },
-    )
-    app.ensure()
-    yield app
-    app.stop()
+POOL: dict[str, Any] = {"model": "quadriga-s", "prefill_replicas": 1, "decode_replicas": 1}
+POOL |= {"exits": {"replay_newest": 4}}
+
+two_depths = app_fixture(
+    "two-depths",
+    **{
+        "pools": [POOL | {"depth": SHALLOW}, POOL],
+        "deterministic": True,
+        "decode.max_slots": 16,
+        "decode.pace": "steady-15ms",
+        "engine.max_model_len": 512,
+        "lifecycle.orphan_timeout_s": 300.0,
+    },
+)
+"""Two pools of quadriga-s: one with four of its eight layers, one with all."""
 
 
 def at(app: App, role: str, depth: int) -> str:

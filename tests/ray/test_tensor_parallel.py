@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from quadriga.control.replica_names import rank_name
 from quadriga.llm import LLM
-from tests.ray.apps import App, pids, wait_until
+from tests.ray.apps import App, app_fixture, pids, wait_until
 from tests.ray.ingress import Stream, call
 from tests.ray.moves import HELD_STEP_S, Mover, held, hold, open_books, order
 from tests.ray.test_mixed import SETTINGS, rebuild, submit
@@ -20,14 +19,10 @@ from tests.ray.test_mixed import SETTINGS, rebuild, submit
 NUM_OUTPUT = 120
 
 
-@pytest.fixture(scope="module")
-def ranked_app(ray_cluster: None) -> Iterator[App]:
-    """A prefill replica and two decode replicas, each of two ranks."""
-    app = App.start(
-        "ranked", **{"engine.tensor_parallel": 2, "engine.resources_cpus": 0.05, **SETTINGS}
-    )
-    yield app
-    app.stop()
+ranked_app = app_fixture(
+    "ranked", **{"engine.tensor_parallel": 2, "engine.resources_cpus": 0.05, **SETTINGS}
+)
+"""A prefill replica and two decode replicas, each of two ranks."""
 
 
 @pytest.fixture

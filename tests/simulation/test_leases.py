@@ -11,21 +11,21 @@ from tests.simulation.leases import Bounds, BrokenPromise, Checker
 
 pytestmark = pytest.mark.timeout(900)  # of many states, on a machine that does much else
 
-MADE = {
+LEAST_STATES = {
     # One destination after the other, or there and on.
-    Bounds(2, lost=1, repeated=0, deaths=1): (26_612, 23),
-    Bounds(2, lost=1, repeated=1, deaths=0): (52_711, 22),
-    Bounds(1, lost=1, repeated=1, deaths=1): (3_588, 13),
+    Bounds(2, lost=1, repeated=0, deaths=1): 10_000,
+    Bounds(2, lost=1, repeated=1, deaths=0): 20_000,
+    Bounds(1, lost=1, repeated=1, deaths=1): 1_000,
 }
-"""By bounds: states, and events to the farthest."""
+"""By bounds; with fewer, events are missing from the search."""
 
 
-@pytest.mark.parametrize("bounds", MADE, ids=str)
+@pytest.mark.parametrize("bounds", LEAST_STATES, ids=str)
 def test_no_order_of_events_makes_two_owners_or_keeps_a_lease(bounds: Bounds) -> None:
     checker = Checker(bounds)
     checker.run()
     print(f"{checker.num_states} states, {checker.num_events} events, {checker.depth} deep")
-    assert (checker.num_states, checker.depth) == MADE[bounds]
+    assert checker.num_states >= LEAST_STATES[bounds]
     assert set(checker.ends) == {"over"}, "a transfer never ended"
 
 

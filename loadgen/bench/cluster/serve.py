@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
 import random
 import statistics
@@ -20,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from loadgen.bench.cluster.process_cpu import service_cpu_s
-from loadgen.bench.cluster.serve_report import Rounds, final_line, print_table
+from loadgen.bench.cluster.serve_report import Rounds, print_final_line, print_table
 from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
 from loadgen.bench.engines.peer_process import PeerProcess
 from loadgen.bench.engines.workloads import Workload, WorkloadRequest
@@ -94,8 +93,7 @@ def run(args: argparse.Namespace) -> int:
         service = stack.enter_context(_service(args, checkpoint, folder))
         measured = _measure(args, checkpoint, workload, file, engine, service)
     print_table(measured, args)
-    line = final_line(args, checkpoint, measured)
-    print(json.dumps(line))
+    line = print_final_line(args, checkpoint, measured)
     ratios = [row["ratio"] for row in line["results"] if "ratio" in row]
     return 1 if args.require is not None and min(ratios) < args.require else 0
 

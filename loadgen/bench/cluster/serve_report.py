@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from loadgen.report import provenance
+from loadgen.report.experiment import print_line, show
 from quadriga.checkpoint.folder import Checkpoint
 
 WANTED_RATIO = 0.8
@@ -48,27 +46,25 @@ def overhead_us(rounds: Rounds, engine: Rounds) -> float:
 def print_table(measured: list[Rounds], args: argparse.Namespace) -> None:
     """Print speeds and shares, and where the CPU time goes; the engine comes first."""
     engine = measured[0]
-    table = Table(
+
+    def over_engine(figure: Callable[[Rounds], str]) -> Callable[[Rounds], str | None]:
+        return lambda rounds: None if rounds is engine else figure(rounds)
+
+    show(
+        measured,
+        {
+            "": lambda r: r.name,
+            "tokens/s": lambda r: f"{r.median:,.0f}",
+            "of engine": over_engine(lambda r: f"{r.median / engine.median:.2f}"),
+            "added µs": over_engine(lambda r: f"{overhead_us(r, engine):,.0f}"),
+            "TTFT ms": lambda r: f"{statistics.median(r.ttft_p50_s) * 1e3:,.0f}",
+            "per write": over_engine(lambda r: f"{statistics.median(r.tokens_per_write):.2f}"),
+            "generator µs": over_engine(lambda r: f"{statistics.median(r.generator_us):.1f}"),
+        },
         title=f"{args.model}, {args.concurrency} at once, prompt {args.prompt_tokens}, "
-        f"output {args.output_tokens}, {args.proxy} proxy, median of {args.rounds}"
+        f"output {args.output_tokens}, {args.proxy} proxy, median of {args.rounds}",
+        width=TABLE_WIDTH,
     )
-    for column in ("", "tokens/s", "of engine", "added µs", "TTFT ms", "per write", "generator µs"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for rounds in measured:
-        cells = [rounds.name, f"{rounds.median:,.0f}"]
-        ttft_ms = f"{statistics.median(rounds.ttft_p50_s) * 1e3:,.0f}"
-        if rounds is engine:
-            cells += ["", "", ttft_ms, "", ""]
-        else:
-            cells += [
-                f"{rounds.median / engine.median:.2f}",
-                f"{overhead_us(rounds, engine):,.0f}",
-                ttft_ms,
-                f"{statistics.median(rounds.tokens_per_write):.2f}",
-                f"{statistics.median(rounds.generator_us):.1f}",
-            ]
-        table.add_row(*cells)
-    Console(width=TABLE_WIDTH).print(table)
     for rounds in measured:
         if rounds.cpu_us:
             medians = {part: statistics.median(us) for part, us in rounds.cpu_us.items()}
@@ -82,10 +78,10 @@ def print_table(measured: list[Rounds], args: argparse.Namespace) -> None:
     )
 
 
-def final_line(
+def print_final_line(
     args: argparse.Namespace, checkpoint: Checkpoint, measured: list[Rounds]
 ) -> dict[str, Any]:
-    """Return the final JSON line: configuration, origin, every round."""
+    """Print and return the last line: configuration, origin, every round."""
     engine, results = measured[0], []
     for rounds in measured:
         row: dict[str, Any] = {"median_tokens_per_s": rounds.median, **asdict(rounds)}
@@ -94,15 +90,13 @@ def final_line(
             row["overhead_us_per_token"] = overhead_us(rounds, engine)
         results.append(row)
     names = ("rounds", "requests", "concurrency", "prompt_tokens", "output_tokens", "threads")
-    return {
-        "benchmark": "serve",
-        "checkpoint": checkpoint.id,
-        "config": {"proxy": args.proxy if args.url is None else None}
+    return print_line(
+        "bench serve",
+        checkpoint=checkpoint.id,
+        config={"proxy": args.proxy if args.url is None else None}
         | {name: getattr(args, name) for name in (*names, "seed")},
-        "warm_up": "one short pass over each transport and the engine, outside the clock",
-        "results": results,
-        "wanted_ratio": WANTED_RATIO,
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
-        "versions": provenance.versions("torch", "ray", "grpcio", "uvloop"),
-    }
+        warm_up="one short pass over each transport and the engine, outside the clock",
+        results=results,
+        wanted_ratio=WANTED_RATIO,
+        packages=("torch", "ray", "grpcio", "uvloop"),
+    )

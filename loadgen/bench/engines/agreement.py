@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
-
-from loadgen.bench.engines.workloads import Workload
+from typing import Any
 
 TIE_LOGITS = 1e-4
 """Two best logits closer than this are a tie: float32 rounding decides, and may differ."""
@@ -21,9 +19,10 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 
 @dataclass(slots=True)
 class Agreement:
-    """How a workload's tokens compare with the reference's.
+    """How the tokens of two engines compare.
 
     Attributes:
+        tie_logits: Two best logits closer than this are a tie.
         ties: Requests that part at a position where the two best logits tie.
         different: Requests that part anywhere else: (request, position, gap of the logits).
     """
@@ -31,52 +30,50 @@ class Agreement:
     requests: int
     ties: int
     different: list[tuple[int, int, float]]
+    tie_logits: float
 
     def describe(self) -> str:
         same = self.requests - self.ties - len(self.different)
-        text = f"{same}/{self.requests} requests equal to transformers"
+        text = f"{same}/{self.requests} requests equal"
         if self.ties:
-            text += f", {self.ties} part at a tie (two best logits within {TIE_LOGITS:g})"
+            text += f", {self.ties} part at a tie (two best logits within {self.tie_logits:g})"
         for request, position, gap in self.different[:3]:
             text += f"; request {request} differs at output {position} (logits {gap:.2g} apart)"
         return text
 
 
-class Reference:
-    """The `transformers` model, consulted where tokens part."""
+def compare(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    ours: Sequence[Sequence[int]],
+    theirs: Sequence[Sequence[int]],
+    *,
+    tie_logits: float = TIE_LOGITS,
+) -> Agreement:
+    """Compare request by request; each is judged at the first position that differs.
 
-    def __init__(self, checkpoint: Path) -> None:
-        import torch
+    Args:
+        model: Of `transformers`; it is consulted where tokens part.
+    """
+    result = Agreement(len(prompts), 0, [], tie_logits)
+    for index, (prompt, a, b) in enumerate(zip(prompts, ours, theirs, strict=True)):
+        at = first_difference(a, b)
+        if at is None:
+            continue
+        gap = float("nan")  # one of them ended
+        if at < min(len(a), len(b)):
+            gap = _gap(model, [*prompt, *a[:at]], a[at], b[at])
+        if gap <= tie_logits:
+            result.ties += 1
+        else:
+            result.different.append((index, at, gap))
+    return result
 
-        from loadgen.bench.engines.hf_transformers import load_model
 
-        self._torch = torch
-        self._model = load_model(checkpoint)
+def _gap(model: Any, token_ids: Sequence[int], a: int, b: int) -> float:
+    """How far below the best logit the lower of two tokens is, after `token_ids`."""
+    import torch
 
-    def compare(
-        self, workload: Workload, ours: Sequence[list[int]], theirs: Sequence[list[int]]
-    ) -> Agreement:
-        """Compare request by request; each is judged at the first position that differs."""
-        result = Agreement(len(workload.requests), 0, [])
-        for index, (request, a, b) in enumerate(zip(workload.requests, ours, theirs, strict=True)):
-            at = first_difference(a, b)
-            if at is None:
-                continue
-            if at == min(len(a), len(b)):
-                result.different.append((index, at, float("nan")))
-                continue
-            gap = self._gap(request.prompt + a[:at], a[at], b[at])
-            if gap <= TIE_LOGITS:
-                result.ties += 1
-            else:
-                result.different.append((index, at, gap))
-        return result
-
-    def _gap(self, token_ids: list[int], a: int, b: int) -> float:
-        """Distance of two tokens' logits after `token_ids`; infinite unless one is the best."""
-        with self._torch.inference_mode():
-            logits = self._model(self._torch.tensor([token_ids])).logits[0, -1]
-        best = float(logits.max())
-        if max(float(logits[a]), float(logits[b])) < best - TIE_LOGITS:
-            return float("inf")
-        return abs(float(logits[a]) - float(logits[b]))
+    with torch.inference_mode():
+        logits = model(torch.tensor([token_ids])).logits[0, -1]
+    return float(logits.max() - torch.minimum(logits[a], logits[b]))

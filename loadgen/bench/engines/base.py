@@ -14,8 +14,7 @@ class GeneratedTokens:
 
     Attributes:
         seconds: From time 0 to the last token.
-        ttft_s: Time of each request's first token since time 0; empty where the engine returns
-            only whole batches and does not tell.
+        ttft_s: Time of each request's first token since time 0.
         token_ids: The tokens generated for each request, in the workload's order.
         cpu_s: Processor time of the engine's process meanwhile; filled in by the worker.
     """

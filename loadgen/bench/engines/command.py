@@ -22,7 +22,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadgen.bench.engines.agreement import Reference
+import numpy as np
+
+from loadgen.bench.engines.agreement import compare
 from loadgen.bench.engines.base import GeneratedTokens
 from loadgen.bench.engines.floor import floor_s, measure_machine, model_costs
 from loadgen.bench.engines.peer_process import PeerProcess, interpreters, is_installed
@@ -30,8 +32,7 @@ from loadgen.bench.engines.peers import PEERS
 from loadgen.bench.engines.quality import measure_quality
 from loadgen.bench.engines.workloads import Workload, WorkloadError, load_workload, make_suite
 from loadgen.options import whole
-from loadgen.report import provenance
-from loadgen.report.experiment import say
+from loadgen.report.experiment import print_line, say
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.checkpoint.packaged_models import packaged_file
 from quadriga.config.engine_spec import WEIGHT_BYTES
@@ -150,7 +151,9 @@ def run(args: argparse.Namespace) -> int:
         for form, quality in found.items():
             print(json.dumps({"weights": form, **asdict(quality)}), flush=True)
     if args.suite:
-        print(json.dumps(_origin(args, checkpoint.id)), flush=True)
+        settings = {name: getattr(args, name) for name in ("weights", "threads", "seed")}
+        packages = ("torch", "transformers")
+        print_line("bench engine", checkpoint=checkpoint.id, packages=packages, **settings)
     return 0 if agreed else 1
 
 
@@ -255,10 +258,8 @@ def _json_lines(results: EngineResults, workloads: Sequence[Workload]) -> list[d
     for workload in workloads:
         for peer, runs in results.runs.items():
             seconds = results.seconds(peer, workload.name)
-            ttfts = sorted(
-                statistics.median(t)
-                for t in zip(*(g.ttft_s for g in runs[workload.name]), strict=True)
-            )
+            of_rounds = [g.ttft_s for g in runs[workload.name]]
+            p50_s, p99_s = np.percentile(np.median(of_rounds, axis=0), [50, 99]).tolist()
             lines.append(
                 {
                     "peer": peer,
@@ -268,16 +269,11 @@ def _json_lines(results: EngineResults, workloads: Sequence[Workload]) -> list[d
                     "tokens_per_s": round(workload.output_tokens / seconds, 2),
                     "cpu_seconds": round(results.cpu_s(peer, workload.name), 6),
                     "memory_bytes": results.memory_bytes[peer],
-                    "ttft_p50": round(_quantile(ttfts, 0.5), 6),
-                    "ttft_p99": round(_quantile(ttfts, 0.99), 6),
+                    "ttft_p50": round(p50_s, 6),
+                    "ttft_p99": round(p99_s, 6),
                 }
             )
     return lines
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed."""
-    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 
 
 def _print_speeds(
@@ -316,25 +312,13 @@ def _print_agreement(
     if REFERENCE not in results.runs:
         print(f"{REFERENCE} is not installed: tokens not compared")
         return True
-    reference = Reference(checkpoint)
+    from loadgen.bench.engines.hf_transformers import load_model
+
+    model = load_model(checkpoint)
     agreed = True
     for w in workloads:
-        found = reference.compare(
-            w, results.runs[OURS][w.name][0].token_ids, results.runs[REFERENCE][w.name][0].token_ids
-        )
-        print(f"{w.name:>12}: {found.describe()}")
+        ours, theirs = (results.runs[peer][w.name][0].token_ids for peer in (OURS, REFERENCE))
+        found = compare(model, [r.prompt for r in w.requests], ours, theirs)
+        print(f"{w.name:>12} against {REFERENCE}: {found.describe()}")
         agreed = agreed and not found.different
     return agreed
-
-
-def _origin(args: argparse.Namespace, checkpoint_id: str) -> dict[str, Any]:
-    return {
-        "benchmark": "engine",
-        "checkpoint": checkpoint_id,
-        "weights": args.weights,
-        "threads": args.threads,
-        "seed": args.seed,
-        "commit": provenance.commit(),
-        "machine": provenance.machine(),
-        "versions": provenance.versions("torch", "transformers"),
-    }

@@ -1,15 +1,12 @@
 """A fake OpenAI service on a raw socket: well-formed by default, wrong in one way when asked.
 
-For the checker's tests and for measuring the generator: `python -m …fake_service.server` runs
-one. It writes its bytes itself, so that it can also write wrong ones.
+For the checker's tests. It writes its bytes itself, so that it can also write wrong ones.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -26,7 +23,6 @@ from loadgen.bench.fake_service.faults import (
 )
 from loadgen.bench.fake_service.generation import FakeGeneration, FakeOptions
 from loadgen.bench.fake_service.model import END_ID, chat_text, detokenize, tokenize
-from loadgen.event_loop import run_event_loop
 
 MODEL = "fake"
 RETRY_AFTER_S = 1
@@ -205,32 +201,3 @@ async def _read_request(reader: asyncio.StreamReader) -> _FakeRequest:
 
 def _error(message: str, code: str) -> Document:
     return {"error": {"message": message, "type": "fake", "param": None, "code": code}}
-
-
-async def _main(args: argparse.Namespace) -> None:
-    options = FakeOptions(
-        fault=args.fault, step_s=args.step_s, tokens_per_write=args.tokens_per_write
-    )
-    server = FakeServer(options)
-    await server.start(args.port)
-    async with AsyncExitStack() as stack:
-        address = ""
-        if args.grpc:
-            from loadgen.bench.fake_service.grpc_server import FakeGrpcOptions, FakeGrpcServer
-
-            fake = FakeGrpcServer(FakeGrpcOptions(tokens_per_write=args.tokens_per_write))
-            address = (await stack.enter_async_context(fake)).address
-        print(json.dumps({"url": server.url, "grpc": address}), flush=True)
-        await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--grpc", action="store_true", help="serve gRPC too, on a free port")
-    parser.add_argument("--fault", choices=FAULTS)
-    parser.add_argument("--step-s", type=float, default=0.0)
-    parser.add_argument("--tokens-per-write", type=int, default=1)
-    parsed = parser.parse_args()
-    with suppress(KeyboardInterrupt):
-        run_event_loop(lambda: _main(parsed))

@@ -1,6 +1,6 @@
 """The contestants: how a batch is put together, everything else being equal.
 
-All but the last run the same model, the same dense batch, and the same passes, on one core, prefill
+All run the same model, the same dense batch, and the same passes, on one core, prefill
 included, and take the queries in the same order. What differs:
 
     run_to_completion  a batch is prefilled padded to its longest prompt, and decodes until its
@@ -8,10 +8,7 @@ included, and take the queries in the same order. What differs:
     split              prefill apart, similar lengths together; batches as above ("PD")
     orca               a query joins when another ends, and all rows are padded to its prompt in
                        that step ("Baton", which the paper equates with Orca)
-    inline             the same without the padding: the others wait while the prompt is computed
-    chunked            the same, a chunk of the prompt between two steps
     baton              prefill apart, and a prefilled query joins when another ends ("Baton-PD")
-    generate           run_to_completion by the `generate` of `transformers`, to look beyond us
 
 A query is answered the moment it is done, whatever becomes of its row.
 """
@@ -21,14 +18,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from loadgen.paper.baton.generate import generate
 from loadgen.paper.baton.inline import InlineRelay
 from loadgen.paper.baton.queries import Query
 from loadgen.paper.baton.record import QueryRecord
 from loadgen.paper.baton.relay import LiveQuery, Relay
 from quadriga.engine.baton.runner import BatonRunner
 
-CHUNK_TOKENS = 256
 PREFILL_AHEAD = 4
 """Queries prefilled at once where prefill is apart, in batches."""
 
@@ -94,35 +89,6 @@ def orca(runner: BatonRunner, record: QueryRecord, queries: Sequence[Query], bat
         relay.step([waiting.popleft() for _ in range(free)])
 
 
-def inline(runner: BatonRunner, record: QueryRecord, queries: Sequence[Query], batch: int) -> None:
-    relay = Relay(runner, record)
-    waiting = deque(queries)
-    running: list[LiveQuery] = []
-    while waiting or running:
-        free = min(batch - len(running), len(waiting))
-        joining = [relay.start(waiting.popleft()) for _ in range(free)]
-        relay.compute(joining)
-        running += joining
-        relay.run_batch(running)
-        running = relay.let_go(running)
-
-
-def chunked(runner: BatonRunner, record: QueryRecord, queries: Sequence[Query], batch: int) -> None:
-    relay = Relay(runner, record, chunk_tokens=CHUNK_TOKENS)
-    waiting = deque(queries)
-    joining: list[LiveQuery] = []
-    running: list[LiveQuery] = []
-    while waiting or joining or running:
-        free = min(batch - len(running) - len(joining), len(waiting))
-        joining += [relay.start(waiting.popleft()) for _ in range(free)]
-        relay.compute(joining, passes=1)
-        running += [live for live in joining if live.state.output_ids]
-        joining = [live for live in joining if not live.state.output_ids]
-        if running:
-            relay.run_batch(running)
-            running = relay.let_go(running)
-
-
 def baton(runner: BatonRunner, record: QueryRecord, queries: Sequence[Query], batch: int) -> None:
     relay = Relay(runner, record)
     stock = _Stock(relay, queries, batch)
@@ -144,8 +110,5 @@ CONTESTANTS: dict[str, Contestant] = {
     "run_to_completion": run_to_completion,
     "split": split,
     "orca": orca,
-    "inline": inline,
-    "chunked": chunked,
     "baton": baton,
-    "generate": generate,
 }

@@ -101,7 +101,7 @@ class QueryRecord:
         return live / taken if taken else 0.0
 
     def gaps_s(self) -> list[float]:
-        """All times between two tokens of a query, ascending."""
+        """All times between two tokens of a query."""
         last: dict[int, float] = {}
         gaps = []
         for time_s, indices in self.tokens:
@@ -109,7 +109,7 @@ class QueryRecord:
                 if index in last:
                     gaps.append(time_s - last[index])
                 last[index] = time_s
-        return sorted(gaps)
+        return gaps
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,13 +32,11 @@ class LiveQuery:
 
     Attributes:
         num_prefilled: Prompt tokens computed so far.
-        is_submitted: It is in the prefill loop's line, or through it.
     """
 
     query: Query
     state: SequenceState
     num_prefilled: int = 0
-    is_submitted: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -50,19 +48,14 @@ class Relay(ColocatedLoop):
 
     A query goes on to decode when its contestant says so, and until it is released: what comes
     after its end is of no use.
-
-    Args:
-        chunk_tokens: Prompt tokens between two steps, at most.
     """
 
-    def __init__(
-        self, runner: BatonRunner, record: QueryRecord, *, chunk_tokens: int = sys.maxsize
-    ) -> None:
+    def __init__(self, runner: BatonRunner, record: QueryRecord) -> None:
         super().__init__(
             runner,
             runner.spec,
             clock=SystemClock(),
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=sys.maxsize,
             kv_capacity_tokens=runner.num_rows * runner.row_capacity_tokens,
         )
         self.runner = runner
@@ -100,18 +93,11 @@ class Relay(ColocatedLoop):
                 del self._live[live.state.sequence_id]
         return [live for live in batch if not live.is_done]
 
-    def compute(self, lives: Sequence[LiveQuery], *, passes: int | None = None) -> None:
-        """Compute prompts, similar lengths together, and their first tokens.
-
-        Args:
-            passes: So many, at most; None: until all are done.
-        """
+    def compute(self, lives: Sequence[LiveQuery]) -> None:
+        """Compute prompts, similar lengths together, and their first tokens."""
         for live in lives:
-            if not live.is_submitted:
-                live.is_submitted = True
-                self.submit(live.state)
-        while self.prefill.has_work and passes != 0:
-            passes = None if passes is None else passes - 1
+            self.submit(live.state)
+        while self.prefill.has_work:
             said = self.step()
             chunks, self._chunks = self._chunks, []
             groups = group_prompts(chunks, max_padding=self.runner.max_padding)

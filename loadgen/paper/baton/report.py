@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from loadgen.paper.baton.record import BatonRow, BatonSetting, QueryRecord
 from loadgen.report.experiment import drawn, show
 
@@ -85,9 +87,9 @@ def as_row(row: BatonRow) -> dict[str, Any]:
         "kv_in_use": middle(lambda r: r.memory_in_use),
         "kv_peak_bytes": int(middle(lambda r: r.peak_bytes)),
         "query_mean_s": middle(lambda r: statistics.fmean(r.done_s.values())),
-        "query_p99_s": middle(lambda r: _quantile(sorted(r.done_s.values()), 0.99)),
+        "query_p99_s": middle(lambda r: float(np.percentile(list(r.done_s.values()), 99))),
         "first_token_mean_s": middle(lambda r: statistics.fmean(r.first_s.values())),
-        "gap_p99_s": middle(lambda r: _quantile(r.gaps_s(), 0.99)),
+        "gap_p99_s": middle(lambda r: float(np.percentile(r.gaps_s() or [0.0], 99))),
         "ties": row.ties,
     }
 
@@ -144,7 +146,3 @@ def _ratios(rows: Sequence[BatonRow], name: str, base: str) -> dict[str, float]:
     settings = {r.setting: None for r in rows if r.setting.name == name}
     found = {s.batch: speedup(rows, s, base, "baton") for s in settings}
     return {str(batch): round(ratio, 3) for batch, ratio in found.items() if ratio is not None}
-
-
-def _quantile(ascending: Sequence[float], share: float) -> float:
-    return ascending[int(share * (len(ascending) - 1))] if ascending else 0.0

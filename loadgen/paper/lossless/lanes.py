@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
+
 from loadgen.load.task_suite import TaskSuite
 from loadgen.paper.clocks import TurnClock
 from loadgen.paper.drex.closed_loop import ClosedLoopRun, closed_loop, run_closed_loop
@@ -150,9 +152,8 @@ def _exits(name: str, threshold: float, full_s: float) -> ExitParams:
 
 
 def gap_p99_s(run: ClosedLoopRun) -> float:
-    """The longest of the shorter 99 % of the times between two deliveries of a sequence."""
-    gaps = sorted(run.gaps_s)
-    return gaps[int(0.99 * len(gaps))]
+    """The 99th percentile of the times between two deliveries of a sequence."""
+    return float(np.percentile(run.gaps_s, 99))
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from loadgen.bench.adapters import write_adapter
 from quadriga.catalogue.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapters
 from quadriga.checkpoint.model_config import read_model_config
 from quadriga.config.loader import load_config
@@ -18,19 +19,19 @@ from quadriga.core.adapters import Adapter, find_adapter
 from quadriga.engine.weights.adapters import load_adapters
 from quadriga.errors import ConfigError, UnknownModel
 from tests.equivalence.models import build, save
-from tests.lora import RANK, write_adapter
 
+RANK = 5
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with one good adapter, `mine`."""
-    return write_adapter(tmp_path / "adapters" / "mine", build("llama")).parent
+    return write_adapter(tmp_path / "adapters" / "mine", build("llama"), rank=RANK).parent
 
 
 def test_what_is_read(folder: Path) -> None:
-    write_adapter(folder / "b-second", build("llama"), use_rslora=True)
+    write_adapter(folder / "b-second", build("llama"), rank=RANK, use_rslora=True)
     (folder / "notes").mkdir()
     second, mine = read_adapters(folder)
     assert (mine.name, mine.rank, mine.scale) == ("mine", RANK, 12 / RANK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 
 from loadgen.__main__ import main
 from loadgen.bench.engines import command as bench
-from loadgen.bench.engines.agreement import Reference
+from loadgen.bench.engines.agreement import Agreement, compare
+from loadgen.bench.engines.base import GeneratedTokens
 from loadgen.bench.engines.floor import MachineRates, ModelCosts, floor_s
-from loadgen.bench.engines.hf_transformers import TransformersPeer
+from loadgen.bench.engines.hf_transformers import TransformersPeer, load_model
 from loadgen.bench.engines.offline import run_offline
 from loadgen.bench.engines.peer_process import PeerProcess, interpreters
 from loadgen.bench.engines.workloads import (
@@ -82,12 +84,16 @@ def test_the_suite_is_reproducible_and_fits() -> None:
     assert outputs[-1] > 4 * outputs[32]  # heavy tail
 
 
+def compared(checkpoint: Path, ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> Agreement:
+    return compare(load_model(checkpoint), [r.prompt for r in mixed().requests], ours, theirs)
+
+
 def test_equal_to_transformers(checkpoint: Path) -> None:
     llm = LLM.over(load_runner(make_spec(checkpoint, num_rows=3)))
     ours = run_offline(llm, mixed())
     assert all(0 < t <= ours.seconds for t in ours.ttft_s)
     theirs = TransformersPeer(checkpoint, 1).generate(mixed())
-    agreement = Reference(checkpoint).compare(mixed(), ours.token_ids, theirs.token_ids)
+    agreement = compared(checkpoint, ours.token_ids, theirs.token_ids)
     assert agreement.ties + len(agreement.different) == 0
     assert "7/7 requests equal" in agreement.describe()
 
@@ -96,9 +102,19 @@ def test_a_difference_is_not_taken_for_a_tie(checkpoint: Path) -> None:
     tokens = TransformersPeer(checkpoint, 1).generate(mixed()).token_ids
     changed = [list(t) for t in tokens]
     changed[4][1] = (changed[4][1] + 1) % 130
-    agreement = Reference(checkpoint).compare(mixed(), changed, tokens)
-    assert [(request, at) for request, at, _ in agreement.different] == [(4, 1)]
+    changed[6].pop()
+    agreement = compared(checkpoint, changed, tokens)
+    last = len(tokens[6]) - 1
+    assert [(request, at) for request, at, _ in agreement.different] == [(4, 1), (6, last)]
     assert agreement.different[0][2] > 1e-4
+
+
+def test_percentiles_of_first_tokens_lie_between_the_values_around_them() -> None:
+    results = bench.EngineResults(memory_bytes={"quadriga": 1})
+    results.add("quadriga", "w", GeneratedTokens(2.0, [0.0, 1.0], [[1], [1]]))
+    workload = Workload("w", 2, [WorkloadRequest([1], 1)] * 2)
+    [line] = bench._json_lines(results, [workload])
+    assert (line["ttft_p50"], line["ttft_p99"]) == (0.5, 0.99)
 
 
 def test_floor_counts_bytes_and_operations() -> None:

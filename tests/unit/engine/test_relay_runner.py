@@ -1,4 +1,4 @@
-"""The relay batch keeps the runner's contract: rows, chunks, callbacks, logprobs, KV in and out."""
+"""The relay batch as a runner: rows, chunks, logprobs, KV in and out."""
 
 from __future__ import annotations
 
@@ -48,19 +48,14 @@ def test_the_native_runner_names_its_families(checkpoint: Path) -> None:
         load_runner(make_spec(checkpoint))
 
 
-def test_rows_are_exclusive(runner: BatonRunner) -> None:
-    runner.attach(0, make_state([1]))
-    with pytest.raises(InvariantViolation, match="row 0 is taken"):
-        runner.attach(0, make_state([1]))
-    runner.detach(0)
-    runner.detach(0)
-    runner.attach(0, make_state([1]))
-    with pytest.raises(InvariantViolation, match="row 1 has no sequence"):
-        runner.decode([1])
+def test_rows_and_positions_that_are_not_there(runner: BatonRunner) -> None:
     with pytest.raises(InvariantViolation, match="row 8 is outside"):
         runner.read_kv(8, 0, 1, 0, 0)
     with pytest.raises(InvariantViolation, match="row -1 is outside"):
         runner.attach(-1, make_state([1]))
+    runner.attach(0, make_state([1]))
+    with pytest.raises(InvariantViolation, match="only 0 positions are computed"):
+        runner.prefill([PrefillChunk(0, [1], 5, True)])
 
 
 def test_a_lost_sequence_is_rebuilt_and_goes_on(runner: BatonRunner) -> None:
@@ -84,21 +79,6 @@ def test_a_lost_sequence_is_rebuilt_and_goes_on(runner: BatonRunner) -> None:
     runner.attach(2, make_state([1]))
     with pytest.raises(InvariantViolation, match="left after 2 layers"):
         runner.prefill([PrefillChunk(2, [1], 0, False, depths=[2])])
-
-
-def test_chunks_must_fit(runner: BatonRunner) -> None:
-    runner.attach(0, make_state([1]))
-    with pytest.raises(InvariantViolation, match=r"positions 30\.\.33"):
-        runner.prefill([PrefillChunk(0, [1] * 3, 30, True)])
-    with pytest.raises(InvariantViolation, match="non-empty"):
-        runner.prefill([PrefillChunk(0, [], 0, True)])
-    with pytest.raises(InvariantViolation, match="only 0 positions are computed"):
-        runner.prefill([PrefillChunk(0, [1], 5, True)])
-
-
-def test_nothing_to_do(runner: BatonRunner) -> None:
-    assert runner.prefill([]) == []
-    assert runner.decode([]) == []
 
 
 def test_a_row_is_named_once(runner: BatonRunner) -> None:
@@ -140,32 +120,6 @@ def test_a_step_may_be_repeated(runner: BatonRunner) -> None:
     once = [t.token_id for t in runner.decode([0, 1])]
     assert [t.token_id for t in runner.decode([0, 1])] == once
     assert [t.token_id for t in runner.decode([1, 0])] == once[::-1]
-
-
-def test_layers_are_announced_when_their_kv_is_complete(runner: BatonRunner) -> None:
-    """Three prompts in two passes: what is announced holds for all of them."""
-    states = {0: make_state([4, 5, 6, 7]), 2: make_state([8, 9, 10]), 5: make_state([3] * 20)}
-    for row, state in states.items():
-        runner.attach(row, state)
-    seen: list[tuple[int, int]] = []
-    copies: list[list[torch.Tensor]] = []
-
-    def on_layers(first: int, count: int) -> None:
-        seen.append((first, count))
-        copies.append(
-            [
-                runner.read_kv(row, first, count, 0, len(state.prompt_ids))
-                for row, state in states.items()
-            ]
-        )
-
-    runner.prefill([whole_prompt(row, state) for row, state in states.items()], on_layers)
-    assert seen == [(0, 1), (1, 1), (2, 1)]
-    for i, (row, state) in enumerate(states.items()):
-        whole = runner.read_kv(row, 0, 3, 0, len(state.prompt_ids))
-        assert torch.equal(torch.cat([copy[i] for copy in copies]), whole)
-        assert whole.shape == (3, 2, 6, len(state.prompt_ids), 8)
-        assert whole.is_contiguous()
 
 
 def test_kv_of_a_running_row_is_the_one_that_prefill_computes(runner: BatonRunner) -> None:

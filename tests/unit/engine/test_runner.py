@@ -1,4 +1,4 @@
-"""The runner's contract: rows, chunks, callbacks, prompt logprobs, KV in and out."""
+"""The native runner: depths, prompt logprobs, KV in and out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from quadriga.core.request import SequenceState
 from quadriga.engine import load_runner
 from quadriga.engine.model_runner import NativeRunner
-from quadriga.errors import ConfigError, InvariantViolation
+from quadriga.errors import ConfigError
 from quadriga.interfaces import PrefillChunk
 from tests.equivalence.models import build, make_spec, make_state, save, start_row, whole_prompt
 
@@ -40,51 +40,6 @@ def prompts(n: int, *, seed: int = 0) -> list[list[int]]:
 def test_importing_the_package_is_cheap() -> None:
     code = "import sys, quadriga.engine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-
-
-def test_rows_are_exclusive(checkpoint: Path) -> None:
-    runner = load_runner(make_spec(checkpoint))
-    runner.attach(0, make_state([1]))
-    with pytest.raises(InvariantViolation, match="row 0 is taken"):
-        runner.attach(0, make_state([1]))
-    runner.detach(0)
-    runner.detach(0)
-    runner.attach(0, make_state([1]))
-    with pytest.raises(InvariantViolation, match="row 1 has no sequence"):
-        runner.decode([1])
-
-
-def test_chunks_must_fit(checkpoint: Path) -> None:
-    runner = load_runner(make_spec(checkpoint, row_capacity_tokens=16))
-    runner.attach(0, make_state([1]))
-    with pytest.raises(InvariantViolation, match=r"positions 10\.\.17"):
-        runner.prefill([PrefillChunk(0, [1] * 7, 10, True)])
-    with pytest.raises(InvariantViolation, match="non-empty"):
-        runner.prefill([PrefillChunk(0, [], 0, True)])
-
-
-def test_nothing_to_do(checkpoint: Path) -> None:
-    runner = load_runner(make_spec(checkpoint))
-    assert runner.prefill([]) == []
-    assert runner.decode([]) == []
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_layers_are_announced_when_their_kv_is_complete(checkpoint: Path, mode: str) -> None:
-    runner = load_runner(make_spec(checkpoint, compile=mode))
-    state = make_state([4, 5, 6, 7])
-    runner.attach(2, state)
-    seen: list[tuple[int, int]] = []
-    copies: list[torch.Tensor] = []
-
-    def on_layers(first: int, count: int) -> None:
-        seen.append((first, count))
-        copies.append(runner.read_kv(2, first, count, 0, 4))
-
-    runner.prefill([whole_prompt(2, state)], on_layers)
-    assert seen == [(0, 1), (1, 1), (2, 1)]
-    assert torch.equal(torch.cat(copies), runner.read_kv(2, 0, 3, 0, 4))
-    assert all(copy.abs().sum() > 0 for copy in copies)
 
 
 def test_partial_depth_reports_its_exit_layer(checkpoint: Path) -> None:

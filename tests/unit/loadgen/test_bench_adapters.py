@@ -12,12 +12,13 @@ import pytest
 
 from loadgen.__main__ import main
 from loadgen.bench import adapters
-from loadgen.bench.adapters import NAME, PROMPT, write_adapter
+from loadgen.bench.adapters import NAME, PROMPT, random_adapter
 from quadriga import LLM, SamplingParams
+from quadriga.checkpoint.folder import ASSETS
 
 
 def test_the_adapter_is_one_and_fits_its_model(tmp_path: Path) -> None:
-    size, floor = write_adapter(tmp_path / NAME, "quadriga-s", 4)
+    size, floor = random_adapter(tmp_path / NAME, ASSETS / "quadriga-s", 4)
     stored = (tmp_path / NAME / "adapter_model.safetensors").stat().st_size
     assert size == pytest.approx(stored, rel=0.1), "all but the header"
     assert 0 < floor < 0.1

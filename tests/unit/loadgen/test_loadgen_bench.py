@@ -1,9 +1,8 @@
-"""Parts of the benchmarks: workloads, child processes, CPU accounting, generator capacity."""
+"""Parts of the benchmarks: workloads, child processes, CPU accounting, early tokens."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -14,14 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.__main__ import main
 from loadgen.bench.cluster.process_cpu import service_cpu_s
 from loadgen.bench.cluster.serve import add_arguments, make_workload
 from loadgen.bench.cluster.serve_report import Rounds, overhead_us
 from loadgen.bench.cluster.service import started_service
+from loadgen.bench.depth_forecast import share_early
+from loadgen.model_costs.engine import sequence
 from loadgen.model_costs.subprocesses import python_process, read_line
 from quadriga.checkpoint.exits import NO_EXITS
 from quadriga.checkpoint.folder import Checkpoint
+from quadriga.core.request import SamplingParams
 from quadriga.errors import ConfigError
 
 CHECKPOINT = Checkpoint(
@@ -65,6 +66,14 @@ def test_workload_beyond_the_context_is_refused() -> None:
 def test_overhead_is_the_time_added_per_token() -> None:
     engine, service = Rounds("engine", [1000.0, 2000.0, 9000.0]), Rounds("http", [1600.0])
     assert overhead_us(service, engine) == pytest.approx(125.0)
+
+
+def test_tokens_that_all_leave_at_one_exit_left_early() -> None:
+    state = sequence("s", [1], SamplingParams(4), exit_layers=[3, 3, 3, 3])
+    assert share_early([state], 8) == 1.0
+    state.exit_layers += [8, 8, 8]
+    assert share_early([state], 8) == 0.5
+    assert share_early([sequence("t", [1], SamplingParams(4))], 8) == 0.0
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -134,12 +143,3 @@ def test_service_that_cannot_start_says_why(tmp_path: Path) -> None:
         started_service(["banana=1"], log=log),
     ):
         pass
-
-
-def test_generator_measures_both_transports(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--requests", "4", "--tokens", "16", "--concurrency", "2"]
-    assert main(["bench", "generator", *words]) == 0
-    line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [c["transport"] for c in line["capacities"]] == ["http", "grpc"]
-    assert all(c["tokens"] == 64 and c["read_us"] > 0 for c in line["capacities"])
-    assert {"commit", "machine"} <= line.keys()

@@ -11,8 +11,8 @@ import torch
 from transformers import GPT2Config, LlamaConfig, PreTrainedModel
 
 from loadgen.__main__ import main
-from loadgen.paper.baton.check import count_ties
 from loadgen.paper.baton.contestants import CONTESTANTS, rows_needed
+from loadgen.paper.baton.experiment import count_ties
 from loadgen.paper.baton.inline import InlineRelay
 from loadgen.paper.baton.queries import Query, brief_queries, mixed_queries, step_ceiling
 from loadgen.paper.baton.record import QueryRecord
@@ -80,7 +80,7 @@ def test_idle_rows_are_counted(runner: BatonRunner) -> None:
     assert (record.steps, record.computed, record.useful) == (4, 3 * 6 + 4 * 3, 12 + 1 + 4 + 2)
     assert record.idle_share == pytest.approx(1 - 19 / 30)
     relay = QueryRecord(ManualClock().now_s)
-    CONTESTANTS["inline"](runner, relay, queries, BATCH)
+    CONTESTANTS["baton"](runner, relay, queries, BATCH)
     # The prompt of 4 shares a pass with that of 6; that of 2 is too short for it.
     assert (relay.steps, relay.computed, relay.useful) == (4, 2 * 6 + 2 + 7, 19)
 
@@ -146,14 +146,14 @@ def test_tokens_that_differ_without_a_tie_are_an_error(
 ) -> None:
     (query,) = queries_of((6, 4))
     wanted = {0: generate(model, list(query.prompt_ids), 4)}
-    assert count_ties(runner.model, [query], wanted, wanted) == 0
+    assert count_ties(runner, [query], wanted, wanted) == 0
     with torch.no_grad():
         logits = model(torch.tensor([list(query.prompt_ids)])).logits[0, -1]
     wrong = {0: [int(logits.argmin()), *wanted[0][1:]]}
-    with pytest.raises(InvariantViolation, match="parts at token 0"):
-        count_ties(runner.model, [query], wanted, wrong)
-    with pytest.raises(InvariantViolation, match="3 and 4 of 4"):
-        count_ties(runner.model, [query], wanted, {0: wanted[0][:3]})
+    with pytest.raises(InvariantViolation, match="request 0 differs at output 0"):
+        count_ties(runner, [query], wanted, wrong)
+    with pytest.raises(InvariantViolation, match="request 0 differs at output 3"):
+        count_ties(runner, [query], wanted, {0: wanted[0][:3]})
 
 
 def test_the_command(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +172,7 @@ def test_the_command(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert whole["headline"] == headline
     found = {(row["set"], row["contestant"]) for row in whole["rows"]}
     assert found == {("mixed", name) for name in CONTESTANTS} | {
-        ("brief", name) for name in ("run_to_completion", "baton", "generate")
+        ("brief", name) for name in ("run_to_completion", "baton")
     }
     assert all(len(row["seconds_by_round"]) == 2 for row in whole["rows"])
     assert len(list(tmp_path.glob("*.png"))) == 6

@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 
 from loadgen.paper.clocks import ProcessorClock
+from loadgen.paper.drex.closed_loop import ClosedLoopRun
 from loadgen.paper.lossless.experiment import LosslessRow, headline
-from loadgen.paper.lossless.lanes import ASKED, BOUNDED, DRAFTS, LOSSLESS, OFF, SMOOTH, race
+from loadgen.paper.lossless.lanes import (
+    ASKED,
+    BOUNDED,
+    DRAFTS,
+    LOSSLESS,
+    OFF,
+    SMOOTH,
+    gap_p99_s,
+    race,
+)
 
 
 def row(
@@ -31,6 +41,10 @@ def test_one_token_that_differs_is_told_but_of_bounded_exits(mode: str) -> None:
     assert headline(rows)["identical"]
     rows.append(row(1, mode, 1.0, same=False))
     assert not headline(rows)["identical"]
+
+
+def test_the_p99_gap_lies_between_the_gaps_around_it() -> None:
+    assert gap_p99_s(ClosedLoopRun(gaps_s=[1.0, 0.0])) == pytest.approx(0.99)
 
 
 def test_contestants_do_the_same_prompts_each_in_its_own_way() -> None:

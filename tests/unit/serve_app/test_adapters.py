@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from loadgen.bench.adapters import write_adapter
 from quadriga.config.loader import load_config
 from quadriga.errors import ConfigError
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.grpc.server import GrpcServer
 from serve_app.openai.models import ModelDirectory
 from tests.equivalence.models import build
-from tests.lora import write_adapter
 from tests.unit.serve_app.conftest import MakeStand
 from tests.unit.serve_app.test_engine_client import until
 from tests.unit.serve_app.test_grpc_server import KEYS, Context

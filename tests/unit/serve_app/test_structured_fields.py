@@ -69,6 +69,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"guided_json": 5}, "guided_json"),
     ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": {"type": "nothing"}}, "guided_json"),
     ({"guided_json": DEEP}, "guided_json"),
     ({"guided_json": {"$ref": "http://example.com/schema"}}, "guided_json"),
     ({"guided_json": {"enum": ["a" * 200_000]}}, "guided_json"),
