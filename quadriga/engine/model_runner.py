@@ -288,12 +288,14 @@ class NativeRunner:
         head = self.model.weights.heads[depth]
         for chunk, span in zip(chunks, spans, strict=True):
             own = x[span.begin : span.end]
-            self._reads.add(
-                chunk,
-                self._sampler(chunk.row).state,
-                lambda count, own=own: decoder.logits(own[:count], depth),
-                lambda first, own=own: last_states(own[first:], head, config),
-            )
+
+            def logits(count: int, own: torch.Tensor = own) -> torch.Tensor:
+                return decoder.logits(own[:count], depth)
+
+            def states(first: int, own: torch.Tensor = own) -> torch.Tensor:
+                return last_states(own[first:], head, config)
+
+            self._reads.add(chunk, self._sampler(chunk.row).state, logits, states)
         ended = [i for i, chunk in enumerate(chunks) if chunk.is_last]
         self.exited = None
         if not ended:

@@ -331,12 +331,14 @@ class BatonRunner:
         )
         ended = []
         for at, (i, last) in enumerate(zip(group, lasts, strict=True)):
-            self._reads.add(
-                chunks[i],
-                states[at],
-                lambda count, at=at: logits[at, :count],
-                lambda first, at=at, stop=last + 1: found[0][at, first:stop],
-            )
+
+            def first_logits(count: int, at: int = at) -> torch.Tensor:
+                return logits[at, :count]
+
+            def last_states(first: int, at: int = at, stop: int = last + 1) -> torch.Tensor:
+                return found[0][at, first:stop]
+
+            self._reads.add(chunks[i], states[at], first_logits, last_states)
             if chunks[i].is_last:
                 ended.append((i, logits[at, last if keep is None else keep.index(last)]))
         return ended
