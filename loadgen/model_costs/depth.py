@@ -32,7 +32,6 @@ CONTEXT_TOKENS = 128
 PROMPT_TOKENS = 64
 MAX_ANSWER_TOKENS = 400
 ROW_TOKENS = 1024
-COMPILE_TIMEOUT_S = 300.0
 ENERGY_S = 0.5
 ROUNDS = 5
 
@@ -104,9 +103,6 @@ def measure(
     load_s = time.perf_counter() - started_s
     memory_bytes = max(0, resident_bytes() - before_bytes)
     say({"done": 1})
-    wait = getattr(runner, "wait_compiled", None)
-    if wait is not None:
-        wait(COMPILE_TIMEOUT_S)
     meter = EnergyMeter("cpu", time.process_time, watts=job.watts)
     steps = dict.fromkeys(job.batches, math.inf)
     for number in range(ROUNDS):  # interleaved: what disturbs the machine hits all alike

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from loadgen.model_costs.engine import engine_spec
 from quadriga.checkpoint.exits import SKIPPED_KV_WEIGHTS, SkippedKV
 from quadriga.checkpoint.folder import Checkpoint
@@ -10,12 +12,21 @@ from quadriga.engine.model_runner import NativeRunner
 
 VALUE_BYTES = DTYPE_BYTES["float32"]
 ROW_CAPACITY_TOKENS = 1024
-COMPILE_TIMEOUT_S = 300.0
 
 
 def row_tokens(checkpoint: Checkpoint) -> int:
     """Most tokens of one sequence."""
     return min(ROW_CAPACITY_TOKENS, checkpoint.max_model_len)
+
+
+def held_bytes(native: NativeRunner, rows: Sequence[int]) -> int:
+    """KV, hidden states that wait and those that are kept, as far as they are in use."""
+    extents = [extent for row in rows for extent in native.extents(row)]
+    kv = sum(e.num_tokens * len(e.layers) for e in extents) * 2 * native.model.config.kv_size
+    states = 0
+    if native.skipped is not None:
+        states = sum(1 + native.skipped.num_kept(row) for row in rows) * native.hidden.shape[1]
+    return (kv + states) * native.hidden.element_size()
 
 
 def load_native(
@@ -37,7 +48,7 @@ def load_native(
     depth, capacity = depth or checkpoint.num_layers, row_tokens(checkpoint)
     has_maps = (checkpoint.heads_path / SKIPPED_KV_WEIGHTS).is_file()
     plan = checkpoint.exits
-    native = NativeRunner.load(
+    return NativeRunner.load(
         engine_spec(
             checkpoint,
             num_rows=num_rows,
@@ -53,5 +64,3 @@ def load_native(
             * checkpoint.kv_bytes_per_token(checkpoint.num_layers, VALUE_BYTES),
         )
     )
-    native.wait_compiled(COMPILE_TIMEOUT_S)
-    return native

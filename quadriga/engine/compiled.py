@@ -36,8 +36,7 @@ from quadriga.engine.kernels.library import (
     pointer,
 )
 from quadriga.engine.kv_cache import KV_BLOCK
-from quadriga.engine.models.decoder import Candidates, Decoder
-from quadriga.engine.models.layers import TokenSpan
+from quadriga.engine.models.decoder import AnyDecoder, Candidates, Decoder
 from quadriga.engine.weights.checkpoint_weights import Head, LayerAdapters
 from quadriga.engine.weights.loading import load_spec
 from quadriga.interfaces import DraftPlan
@@ -86,7 +85,7 @@ class _Workers:
         weakref.finalize(self, library.pool_free, self.pool)
 
 
-class CompiledDecoder:
+class CompiledDecoder(AnyDecoder):
     """`Decoder`'s operations on the kernels; float32 on CPUs.
 
     Results of a token depend on nothing but its own row: not on the batch, the chunking or the
@@ -100,7 +99,8 @@ class CompiledDecoder:
         self._workers = workers
         self._pool = workers.pool
         self._layers = (CLayer * eager.num_layers)(*_layers(eager))
-        self._failure: Exception | None = None  # of `_total`, which cannot raise through a kernel
+        # Of `_total`, which cannot raise through a kernel.
+        self._failure: BaseException | None = None
         self._model = _model(eager, self._layers)
         if eager.total is not None:
             self._model.total = CTotal(self._total)
@@ -141,18 +141,6 @@ class CompiledDecoder:
         """See `Decoder.plan_tokens`."""
         return KernelPass(rows, positions)
 
-    def plan(self, spans: Sequence[TokenSpan]) -> KernelPass:
-        """See `Decoder.plan`."""
-        if all(s.end - s.begin == 1 for s in spans):
-            return KernelPass(
-                np.array([s.row for s in spans], dtype=np.int64),
-                np.array([s.start for s in spans], dtype=np.int64),
-            )
-        return KernelPass(
-            np.repeat([s.row for s in spans], [s.end - s.begin for s in spans]).astype(np.int64),
-            np.concatenate([np.arange(s.start, s.stop, dtype=np.int64) for s in spans]),
-        )
-
     def embed(self, token_ids: Sequence[int], batch: KernelPass) -> torch.Tensor:
         """See `Decoder.embed`."""
         w, c = self._eager.weights, self.config
@@ -166,10 +154,6 @@ class CompiledDecoder:
             x = w.project_in.linear(x)
         return x if w.positions is None else x + w.positions[torch.from_numpy(batch.positions)]
 
-    def begin(self, token_ids: Sequence[int], batch: KernelPass, stop: int) -> torch.Tensor:
-        """See `AnyDecoder.begin`."""
-        return self.run_layers(self.embed(token_ids, batch), batch, 0, stop)
-
     def run_layers(self, x: torch.Tensor, batch: KernelPass, first: int, stop: int) -> torch.Tensor:
         """See `Decoder.run_layers`; works in place."""
         self._library.layers(self._pool, self._model, *self._over(x, batch, first, stop))
@@ -182,12 +166,10 @@ class CompiledDecoder:
         total = self._eager.total
         if self._failure is not None or total is None:
             return
-        summands = torch.frombuffer(
-            (ctypes.c_float * count).from_address(address), dtype=torch.float32
-        )
         try:
-            total(summands)
-        except Exception as exc:  # a border: raised again once the kernel is back
+            memory = (ctypes.c_float * count).from_address(address)
+            total(torch.frombuffer(memory, dtype=torch.float32))
+        except BaseException as exc:  # a border: raised again once the kernel is back
             self._failure = exc
 
     def project_kv(
@@ -515,12 +497,10 @@ class KernelSwap:
         self._eager = eager
         self._has_moved = False
         self._spec = spec
-        self._thread: threading.Thread | None = None
         if kernels.library is not None:
             self._finish(kernels.library, eager)
         elif kernels.in_background:
-            self._thread = threading.Thread(target=self._build, name="kernel-build", daemon=True)
-            self._thread.start()
+            threading.Thread(target=self._build, name="kernel-build", daemon=True).start()
 
     def take(self) -> CompiledDecoder | None:
         """Return the compiled decoder once it is there; never blocks."""
@@ -534,11 +514,6 @@ class KernelSwap:
         """Prepare for another decoder instead; on the thread that calls `take`."""
         self._eager = eager
         self._has_moved = True
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for a build under way, if there is one."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
 
     def _build(self) -> None:
         eager = self._eager

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quadriga.engine.memory import reserve
+from quadriga.engine.memory import give_back, reserve
 from quadriga.errors import InvariantViolation
 
 KV_BLOCK = 16
@@ -216,13 +216,9 @@ class RowKVCache:
         """See `KVCache.release`; keeps the pages for the next sequence if all rows fit anyway."""
         if not self._is_overcommitted:
             return
-        begin = -(-row * self._row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (row + 1) * self._row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
-        if end <= begin:
-            return
         for layer in self._maps:
             for buffer in layer:
-                buffer.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+                give_back(buffer, row * self._row_bytes, (row + 1) * self._row_bytes)
 
     @property
     def share_tokens(self) -> int:

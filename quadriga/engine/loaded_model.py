@@ -201,19 +201,6 @@ class LoadedModel:
         """Name of what the next pass computes with; another one once kernels step in."""
         return numerics(self.spec, self.fastest().code)
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the next pass runs on the compiled kernels; on GPUs, as a graph."""
-        if not isinstance(self._eager, Decoder):
-            return self._eager.is_compiled
-        return self._swap is None or self._swap.take() is not None
-
-    def wait_compiled(self, timeout_s: float) -> bool:
-        """Wait for a compilation under way; return `is_compiled`."""
-        if self._swap is not None:
-            self._swap.wait(timeout_s)
-        return self.is_compiled
-
     def close(self) -> None:
         """Give the device memory that is not tensors' back."""
         if not isinstance(self._eager, Decoder):

@@ -11,8 +11,11 @@ import contextlib
 import math
 import mmap
 import sys
+from collections.abc import Iterator
 
 import torch
+
+from quadriga.errors import DeviceMemoryExhausted
 
 HUGE_PAGE_BYTES = 2 << 20
 _SLAB_BYTES = 64 << 20
@@ -47,6 +50,35 @@ def reserve(num_bytes: int, *, huge: bool) -> tuple[mmap.mmap, torch.Tensor]:
             # What is left over would commit a whole huge page.
             buffer.madvise(mmap.MADV_NOHUGEPAGE, offset + whole)
     return buffer, view[offset : offset + num_bytes]
+
+
+def give_back(buffer: mmap.mmap, begin: int, end: int) -> None:
+    """Give the whole pages among bytes [begin, end) of a map back to the system."""
+    begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = end // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > begin:
+        buffer.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+@contextlib.contextmanager
+def passes_of(device: torch.device) -> Iterator[None]:
+    """Around a pass, which may lack the device's memory.
+
+    Raises: DeviceMemoryExhausted: It did; what nobody uses is given back to the device.
+    """
+    failure = None
+    try:
+        yield
+    except torch.OutOfMemoryError as exc:
+        failure = str(exc).partition("\n")[0]
+        exc.__traceback__ = None  # its frames hold what the pass had computed so far
+    if failure is not None:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise DeviceMemoryExhausted(
+            f"a pass needs more memory than the device has free: {failure}; lower "
+            "decode.max_slots, prefill.chunk_tokens or engine.gpu_memory_share"
+        )
 
 
 class Arena:

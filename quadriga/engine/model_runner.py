@@ -9,8 +9,8 @@ while sequences are in their rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,14 +35,15 @@ from quadriga.engine.loaded_model import (
     kept_at_end,
     load_rows,
 )
+from quadriga.engine.memory import passes_of
 from quadriga.engine.models.decoder import AnyDecoder, Decoder
 from quadriga.engine.models.layers import TokenSpan, last_states
-from quadriga.engine.prompt_scores import PooledStates, PromptScores, pooled_from, wants_scores
+from quadriga.engine.prompt_scores import PromptReads
 from quadriga.engine.sampler import RowSampler, Sampler, SamplerAhead, make_sampler, sample
 from quadriga.engine.suspended_row import HostTensor, RowRest, SuspendedRow
 from quadriga.engine.transfers import index_on, to_device
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
-from quadriga.errors import ConfigError, DeviceMemoryExhausted, InvariantViolation, UnknownModel
+from quadriga.errors import ConfigError, InvariantViolation, UnknownModel
 from quadriga.interfaces import MAX_DRAFTED, Drafted, DraftPlan, LayersDone, PrefillChunk
 
 if TYPE_CHECKING:
@@ -90,8 +91,7 @@ class NativeRunner:
         self._samplers: list[RowSampler | None] = [None] * num_rows
         self._exit: ExitLogits | None = None
         self._drafts = Drafts(num_rows, self.hidden)
-        self._scores = PromptScores()
-        self._pooled = PooledStates()
+        self._reads = PromptReads()
         self._sampling: SamplingTensors | None = None
         if self._device.type != "cpu":
             from quadriga.engine.cuda.sampling import SamplingTensors
@@ -146,15 +146,6 @@ class NativeRunner:
         """See `LoadedModel.numerics`."""
         return self.model.numerics
 
-    @property
-    def is_compiled(self) -> bool:
-        """See `LoadedModel.is_compiled`."""
-        return self.model.is_compiled
-
-    def wait_compiled(self, timeout_s: float) -> bool:
-        """Wait for a compilation under way; return `is_compiled`."""
-        return self.model.wait_compiled(timeout_s)
-
     def close(self) -> None:
         """Give the device memory that is not tensors' back; the runner is of no use afterwards."""
         self.model.close()
@@ -196,8 +187,7 @@ class NativeRunner:
         """See `ModelRunner.detach`; a free row may be detached again."""
         self._samplers[row] = None
         self._drafts.drop((row,))
-        self._scores.take(row)
-        self._pooled.drop(row)
+        self._reads.drop(row)
         self._cache.release(row)
         if self.skipped is not None:
             self.skipped.release(row)
@@ -294,32 +284,28 @@ class NativeRunner:
     ) -> list[SampledToken | None]:
         """Head and sampling for prompts that end here; logprobs and embeddings for who asks."""
         results: list[SampledToken | None] = [None] * len(chunks)
+        decoder, depth, config = self._decoder, self.num_layers, self.model.config
+        head = self.model.weights.heads[depth]
         for chunk, span in zip(chunks, spans, strict=True):
-            state = self._sampler(chunk.row).state
-            if wants_scores(chunk, state):
-                targets = self._scores.begin(chunk, state)
-                if targets:
-                    states = x[span.begin : span.begin + len(targets)]
-                    logits = self._decoder.logits(states, self.num_layers)
-                    self._scores.add(chunk.row, state, logits, targets)
-            first = pooled_from(chunk, state)
-            if first is not None:
-                head = self.model.weights.heads[self.num_layers]
-                states = x[span.begin + first : span.end]
-                self._pooled.add(chunk, state, last_states(states, head, self.model.config))
+            own = x[span.begin : span.end]
+
+            def logits(count: int, own: torch.Tensor = own) -> torch.Tensor:
+                return decoder.logits(own[:count], depth)
+
+            def states(first: int, own: torch.Tensor = own) -> torch.Tensor:
+                return last_states(own[first:], head, config)
+
+            self._reads.add(chunk, self._sampler(chunk.row).state, logits, states)
         ended = [i for i, chunk in enumerate(chunks) if chunk.is_last]
         self.exited = None
         if not ended:
             return results
         last = x.index_select(0, index_on(self._device, [spans[i].end - 1 for i in ended]))
-        logits = self._decoder.logits(last, self.num_layers)
         samplers = [self._sampler(chunks[i].row) for i in ended]
-        self.exited = ExitedTokens(self.num_layers, samplers, last)
-        for i, token in zip(ended, sample(logits, samplers, self.num_layers), strict=True):
-            row, state = chunks[i].row, self._sampler(chunks[i].row).state
-            token.prompt_logprobs = self._scores.take(row)
-            token.embedding = self._pooled.take(row, state)
-            results[i] = token
+        self.exited = ExitedTokens(depth, samplers, last)
+        tokens = sample(decoder.logits(last, depth), samplers, depth)
+        for i, sampler, token in zip(ended, samplers, tokens, strict=True):
+            results[i] = self._reads.end(chunks[i].row, sampler.state, token)
         return results
 
     @torch.inference_mode()
@@ -519,7 +505,8 @@ class NativeRunner:
             if len(places) == 1:
                 raise
             exc.__traceback__ = None  # its frames hold what was computed so far
-        self._empty_cache()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
         half = len(places) // 2
         return self._sampled(at, places[:half]) + self._sampled(at, places[half:])
 
@@ -555,7 +542,9 @@ class NativeRunner:
 
     def _goes_on(self, stop: int) -> bool:
         """Whether a pass may go on behind segment `stop`: then `hidden` keeps states of there."""
-        return stop < len(self.model.ends) or self._may_deepen
+        return stop < len(self.model.ends) or (
+            self.skipped is not None and self.num_layers < self.full_depth
+        )
 
     def _run_stretch(
         self,
@@ -587,35 +576,25 @@ class NativeRunner:
             if went is not None:
                 skipped.carried(went, x[count:], stop)
                 x = x[:count]
-        except torch.OutOfMemoryError:
+        except BaseException:  # want of memory, or an interrupt: other rows' streams go on
             skipped.take_back(rows, marks)
             raise
         return x
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """A pass inside that lacks the device's memory changes nothing.
+        """A pass inside that fails changes nothing.
 
-        Raises: DeviceMemoryExhausted: It did; what nobody uses is given back to the device.
+        Raises: DeviceMemoryExhausted: See `passes_of`.
         """
-        num_run, pooled, failure = self._drafts.num_run.copy(), self._pooled.copy(), None
-        try:
-            yield
-        except torch.OutOfMemoryError as exc:
-            failure = str(exc).partition("\n")[0]
-            exc.__traceback__ = None  # its frames hold what the pass had computed so far
-        if failure is not None:
-            self._drafts.num_run[:], self._pooled = num_run, pooled
-            self._exit = self.exited = None
-            self._empty_cache()
-            raise DeviceMemoryExhausted(
-                f"a pass needs more memory than the device has free: {failure}; lower "
-                "decode.max_slots, prefill.chunk_tokens or engine.gpu_memory_share"
-            )
-
-    def _empty_cache(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        num_run = self._drafts.num_run.copy()
+        with passes_of(self._device):
+            try:
+                yield
+            except BaseException:
+                self._drafts.num_run[:] = num_run
+                self._exit = self.exited = None
+                raise
 
     def _layers_of(self, first: int, stop: int) -> tuple[int, int]:
         """Layers [begin, end) of segments [first, stop)."""
@@ -628,52 +607,11 @@ class NativeRunner:
         return self.model.decoder
 
     @property
-    def _may_deepen(self) -> bool:
-        """Whether a token that went through all layers may have to go on in more."""
-        return self.skipped is not None and self.num_layers < self.full_depth
-
-    @property
     def num_filled(self) -> int:
         """See `ModelRunner.num_filled`."""
         return 0 if self.skipped is None else self.skipped.num_filled
 
-    @property
-    def exit_rows(self) -> list[int]:
-        """Rows at the exit of the last `advance`."""
-        return list(self._exit.index) if self._exit is not None else []
-
-    @contextmanager
-    def dry_run(self) -> Iterator[None]:
-        """Let passes be run for their time alone: afterwards all is as it was.
-
-        Between two segments of a token only; KV that such a pass writes is either what the real
-        pass will write again, or is marked as missing again.
-        """
-        hidden, positions, exit_ = self.hidden.clone(), self.positions.copy(), self._exit
-        if exit_ is not None:  # what it has of the device may be buffers of passes
-            found = replace(exit_.found, logits=exit_.found.logits.clone())
-            exit_ = replace(exit_, found=found, hidden=exit_.hidden.clone())
-        with self.skipped.dry_run() if self.skipped is not None else nullcontext():
-            yield
-        self.hidden, self.positions, self._exit = hidden, positions, exit_
-
     # The ways out of a row and back into one.
-
-    def held_bytes(self, rows: Sequence[int]) -> int:
-        """Bytes of KV, of hidden states that wait and of kept ones, as far as they are in use."""
-        layers = np.diff(np.array([0, *self.model.ends]))
-        unit = 2 * self.model.config.kv_size * self.hidden.element_size()
-        total = 0
-        for row in rows:
-            tokens = self._sampler(row).state.num_tokens - 1
-            if self.skipped is None:
-                total += tokens * self.model.spec.depth * unit
-            else:
-                total += int((self.skipped.computed(row, tokens) * layers).sum()) * unit
-        if self.skipped is None:
-            return total
-        staged = len(rows) * self.hidden.shape[1] * self.hidden.element_size()
-        return total + staged + self.skipped.kept_bytes()
 
     @torch.inference_mode()
     def suspend(self, row: int) -> SuspendedRow:

@@ -6,10 +6,11 @@ Log-probabilities of their own tokens, and embeddings: their last hidden states,
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import torch
 
-from quadriga.core.request import SequenceState, TokenLogprob
+from quadriga.core.request import SampledToken, SequenceState, TokenLogprob
 from quadriga.engine.sampler import token_logprobs
 from quadriga.interfaces import PrefillChunk
 
@@ -17,34 +18,6 @@ from quadriga.interfaces import PrefillChunk
 def wants_scores(chunk: PrefillChunk, state: SequenceState) -> bool:
     """Whether a chunk's tokens are to be scored; a rebuilt sequence was scored before."""
     return state.sampling.num_prompt_logprobs is not None and chunk.depths is None
-
-
-class PromptScores:
-    """The scores computed so far, by row."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, list[TokenLogprob]] = {}
-
-    def begin(self, chunk: PrefillChunk, state: SequenceState) -> list[int]:
-        """The prompt tokens that a chunk's hidden states predict: those at start + 1, …"""
-        if chunk.start == 0:
-            self._found[chunk.row] = [TokenLogprob(state.prompt_ids[0], None)]
-        first = chunk.start + 1
-        del self._found.setdefault(chunk.row, [])[first:]  # of a pass that is run again
-        return state.prompt_ids[first : first + len(chunk.token_ids)]
-
-    def add(self, row: int, state: SequenceState, logits: torch.Tensor, targets: list[int]) -> None:
-        """Score what `begin` returned.
-
-        Args:
-            logits: float32 [len(targets), vocab].
-        """
-        num_top = state.sampling.num_prompt_logprobs or 0
-        self._found[row] += token_logprobs(logits, targets, num_top)
-
-    def take(self, row: int) -> list[TokenLogprob] | None:
-        """All of a row's, which is forgotten; None where nothing was scored."""
-        return self._found.pop(row, None)
 
 
 def pooled_from(chunk: PrefillChunk, state: SequenceState) -> int | None:
@@ -56,38 +29,64 @@ def pooled_from(chunk: PrefillChunk, state: SequenceState) -> int | None:
     return None
 
 
-class PooledStates:
-    """What is gathered so far, by row: the sum of the hidden states, or the last one."""
+class PromptReads:
+    """What is gathered so far, by row.
 
-    def __init__(self, found: dict[int, torch.Tensor] | None = None) -> None:
-        self._found = found or {}
+    What a chunk added is replaced where its pass is run again, as a whole or in part.
+    """
 
-    def copy(self) -> PooledStates:
-        """The same, which later chunks do not change."""
-        return PooledStates(dict(self._found))
+    def __init__(self) -> None:
+        self._scores: dict[int, list[TokenLogprob]] = {}
+        # Sums of hidden states before a row's newest chunk and behind it, by position.
+        self._sums: dict[int, dict[int, torch.Tensor]] = {}
 
-    def add(self, chunk: PrefillChunk, state: SequenceState, states: torch.Tensor) -> None:
-        """Take a chunk's hidden states, from the token that `pooled_from` named.
+    def add(
+        self,
+        chunk: PrefillChunk,
+        state: SequenceState,
+        logits: Callable[[int], torch.Tensor],
+        states: Callable[[int], torch.Tensor],
+    ) -> None:
+        """Take what a chunk's tokens say.
 
-        They are added one by one in float64, so the sum does not depend on where chunks end.
+        Hidden states are added one by one in float64, so a sum does not depend on where chunks end.
 
         Args:
-            states: After the final norm, [n, hidden].
+            logits: Of the first so many tokens: float32 [n, vocab].
+            states: Of those from one on, after the final norm: [n, hidden].
         """
-        wide = states.double()
+        if wants_scores(chunk, state):
+            before = [TokenLogprob(state.prompt_ids[0], None)]
+            if chunk.start:
+                before = self._scores.get(chunk.row, [])[: chunk.start + 1]
+            # Hidden states predict the tokens at start + 1, …
+            targets = state.prompt_ids[chunk.start + 1 : chunk.stop + 1]
+            if targets:
+                num_top = state.sampling.num_prompt_logprobs or 0
+                before += token_logprobs(logits(len(targets)), targets, num_top)
+            self._scores[chunk.row] = before
+        first = pooled_from(chunk, state)
+        if first is None:
+            return
+        wide, sums = states(first).double(), {}
         if state.sampling.pooling == "mean":
-            before = [] if chunk.start == 0 else [self._found[chunk.row][None]]
-            wide = torch.cumsum(torch.cat([*before, wide]), dim=0)
-        self._found[chunk.row] = wide[-1]
+            if chunk.start:
+                sums[chunk.start] = self._sums[chunk.row][chunk.start]
+                wide = torch.cat([sums[chunk.start][None], wide])
+            wide = torch.cumsum(wide, dim=0)
+        self._sums[chunk.row] = sums | {chunk.stop: wide[-1]}
 
-    def take(self, row: int, state: SequenceState) -> array[float] | None:
-        """A row's embedding, which is forgotten; None where nothing was gathered."""
-        found = self._found.pop(row, None)
-        if found is None:
-            return None
-        count = len(state.prompt_ids) if state.sampling.pooling == "mean" else 1
-        return array("f", (found / count).float().cpu().numpy().tobytes())
+    def end(self, row: int, state: SequenceState, token: SampledToken) -> SampledToken:
+        """Give all that was gathered of a row, which is forgotten, to its first token."""
+        token.prompt_logprobs = self._scores.pop(row, None)
+        sums = self._sums.pop(row, None)
+        if sums is not None:
+            count = len(state.prompt_ids) if state.sampling.pooling == "mean" else 1
+            pooled = (sums[max(sums)] / count).float().cpu()
+            token.embedding = array("f", pooled.numpy().tobytes())
+        return token
 
     def drop(self, row: int) -> None:
         """Forget what was gathered of a row."""
-        self._found.pop(row, None)
+        self._scores.pop(row, None)
+        self._sums.pop(row, None)

@@ -141,9 +141,10 @@ class RowSampler:
         logits -= p.presence_penalty * (counts > 0)
 
     def _count_new_tokens(self, counts: torch.Tensor) -> None:
-        for token_id in self.state.output_ids[self._counted :]:
-            counts[token_id] += 1
-        self._counted = len(self.state.output_ids)
+        new = self.state.output_ids[self._counted :]
+        if new:
+            counts.index_add_(0, index_on(counts.device, new), counts.new_ones(len(new)))
+            self._counted = len(self.state.output_ids)
 
 
 class SamplerAhead:
@@ -286,6 +287,14 @@ def _failed(num_tokens: int, failure: str) -> InvalidRequest:
     )
 
 
+def _not_finite(row: Sampler) -> InvalidRequest:
+    return InvalidRequest(
+        f"the model's numbers are not finite after {len(row.said)} tokens: no token can be drawn; "
+        "ask for less logit_bias, or serve the model in bfloat16 or float32",
+        code="numbers_not_finite",
+    )
+
+
 def choose(logits: torch.Tensor, rows: Sequence[Sampler], exit_layer: int) -> list[SampledToken]:
     """`sample` for logits that are already processed; keeps them."""
     best = logits.argmax(dim=-1)
@@ -304,6 +313,12 @@ def choose(logits: torch.Tensor, rows: Sequence[Sampler], exit_layer: int) -> li
     for i, row in enumerate(rows):
         if row.matcher is not None:
             sampled[i].error = row.error
+    vocab_size = logits.shape[-1]
+    if drawn and max(chosen) == vocab_size:
+        for i in drawn:
+            if chosen[i] == vocab_size:
+                chosen[i] = sampled[i].token_id = vocab_size - 1
+                sampled[i].error = sampled[i].error or _not_finite(rows[i])
     for num_top in {n for row in rows if (n := row.params.num_logprobs) is not None}:
         places = [i for i, row in enumerate(rows) if row.params.num_logprobs == num_top]
         asked = logits.index_select(0, index_on(logits.device, places))
@@ -370,6 +385,8 @@ def _column(values: Sequence[float], dtype: type[np.generic]) -> torch.Tensor:
 def invert_cdf(probs: npt.NDArray[np.float64], u: npt.NDArray[np.float64]) -> list[int]:
     """First id, in vocabulary order, at which the cumulative probability exceeds u · total.
 
+    The size of the vocabulary, which is no id, where the probabilities are not numbers.
+
     Args:
         probs: float64 [n, vocab], non-negative, not necessarily summing to one.
         u: [n] in [0, 1).
@@ -378,8 +395,10 @@ def invert_cdf(probs: npt.NDArray[np.float64], u: npt.NDArray[np.float64]) -> li
     chosen = []
     for row, target in zip(cumulative, u * cumulative[:, -1], strict=True):
         index = int(np.searchsorted(row, target, side="right"))
-        # Rounding may carry `target` to the total; the last id with probability is meant then.
-        chosen.append(min(index, int(np.searchsorted(row, row[-1], side="left"))))
+        if index == len(row) and not math.isnan(target):
+            # Rounding carried `target` to the total; the last id with probability is meant.
+            index = int(np.searchsorted(row, target, side="left"))
+        chosen.append(index)
     return chosen
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling import preemption
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
-from tests.equivalence.models import begin, build, make_spec, make_state, save
+from tests.equivalence.models import begin, build, make_spec, make_state, save, start_row
 from tests.equivalence.test_lossless import make_loop as colocated
 
 NUM_SEQUENCES = 6
@@ -235,6 +236,25 @@ def test_a_pass_of_one_sequence_that_lacks_memory_says_what_to_lower(checkpoint:
     fail_every(1, loop, is_lone=True)
     with pytest.raises(DeviceMemoryExhausted, match=r"1 GiB; lower decode\.max_slots"):
         run(loop, states()[:1])
+
+
+def test_a_pass_that_is_interrupted_has_filled_nothing_in(checkpoint: Path) -> None:
+    spec = make_spec(checkpoint)
+    runner = NativeRunner.load(replace(spec, exits=spec.checkpoint.exits))
+    state = states()[0]
+    start_row(runner, 0, state)
+    for _ in range(3):
+        runner.advance([0], 0, 1)
+        state.output_ids.append(runner.emit([0])[0].token_id)
+    runner.advance([0], 0, 1)
+    assert runner.skipped is not None
+    before = runner.skipped.computed(0, 96).tolist()
+    interrupted = patch.object(runner.model.decoder, "run_layers", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        runner.advance([0], 1, 3)
+    assert runner.skipped.computed(0, 96).tolist() == before
+    runner.advance([0], 1, 3)
+    assert runner.skipped.computed(0, 96).tolist() != before
 
 
 def test_the_important_keep_running(checkpoint: Path) -> None:

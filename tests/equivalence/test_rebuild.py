@@ -164,7 +164,7 @@ def test_a_rebuilt_sequence_is_the_one_that_was_lost(
     model: str, mode: SkippedKV, threshold: float
 ) -> None:
     of = runner(model, mode)
-    assert of.is_compiled
+    assert of.numerics.startswith("float32 kernels ")
     whole = [run_alone(of, s) for s in states(model, threshold)]
     assert len({k for s in whole for k in s.exit_layers[1:]}) > 1, "not all leave at one depth"
     for i, state in enumerate(whole):

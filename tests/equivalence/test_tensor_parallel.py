@@ -276,6 +276,26 @@ def test_a_rank_that_is_lost_ends_the_engine(
     runner.close()
 
 
+@pytest.mark.parametrize("compiled", ["wait", "off"])
+def test_an_interrupt_in_the_midst_of_a_pass_ends_the_ranks_and_is_raised(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, compiled: str
+) -> None:
+    def interrupted(_: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ranks_module, "SILENCE_TIMEOUT_S", SILENCE_S)
+    spec = spec_of(checkpoints["llama"], compile=compiled, tensor_parallel=2)
+    runner = NativeRunner.load(spec)
+    runner.model.decoder._part.eager.total = interrupted  # type: ignore[attr-defined]
+    state = make_state([3, 4, 5])
+    runner.attach(0, state)
+    with pytest.raises(KeyboardInterrupt):
+        run_prompt(runner, state)
+    with pytest.raises(RanksLost, match="layers: KeyboardInterrupt"):
+        run_prompt(runner, state)
+    runner.close()
+
+
 def run_prompt(runner: NativeRunner, state: SequenceState) -> None:
     from tests.equivalence.models import whole_prompt
 

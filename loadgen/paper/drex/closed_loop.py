@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from loadgen.load.task_suite import TaskPrompt
 from loadgen.model_costs.engine import sequence
 from loadgen.paper.clocks import TurnClock
+from loadgen.paper.native import held_bytes
 from loadgen.paper.token_times import TokenTimes
 from quadriga.checkpoint.exits import ExitCounters, ExitParams
 from quadriga.clock import Clock
@@ -170,7 +171,7 @@ def closed_loop(
                 tokens = outcome.counters.tokens
                 outcome.at_exit = {k: n - warm_up.get(k, 0) for k, n in tokens.items()}
             if outcome.steps % _BYTES_EVERY == 0:
-                outcome.peak_bytes = max(outcome.peak_bytes, native.held_bytes(decode.rows))
+                outcome.peak_bytes = max(outcome.peak_bytes, held_bytes(native, decode.rows))
         if not loop.has_work:
             continue  # the only slot's last sequence has ended
         emissions = loop.step()

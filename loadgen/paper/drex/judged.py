@@ -12,7 +12,8 @@ costs beside the runner, f what filling in the KV of a token that leaves will ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
@@ -46,6 +47,23 @@ class Decisions:
     def share_right(self) -> float | None:
         """None where none was judged."""
         return self.right / self.count if self.count else None
+
+
+@contextmanager
+def rehearsed(native: NativeRunner, rows: Sequence[int]) -> Iterator[None]:
+    """Let passes over rows be run for their time alone: afterwards all is as it was.
+
+    Between two segments of a token only; KV that such a pass writes is either what the real pass
+    will write again, or is marked as missing again.
+    """
+    skipped, at_exit, hidden = native.skipped, native._exit, native.hidden.clone()
+    assert skipped is not None, "there are exits"
+    num_filled = skipped.num_filled
+    kept = {row: skipped.suspend(row, int(native.positions[row]) + 1) for row in rows}
+    yield
+    for row, left in kept.items():
+        skipped.restore(row, left, native.model.decoder)
+    native._exit, native.hidden, skipped.num_filled = at_exit, hidden, num_filled
 
 
 class JudgedRebatcher(DrexRebatcher):
@@ -89,11 +107,13 @@ class JudgedRebatcher(DrexRebatcher):
         at = group.ran.stop - 1
         # Only rows that have reached this exit may be passed on: the real pass repeats what a
         # rehearsal writes for them.
-        rows = [*self._native.exit_rows, *self._waiting_rows(at)]
+        at_exit = self._native._exit
+        assert at_exit is not None, "a decision follows a pass"
+        rows = [*at_exit.index, *self._waiting_rows(at)]
         r, w = group.remaining.count, group.waiting.count
         leavers = len(group.passed) - r
         batch = min(self.flush_batch(at, r + w), len(rows))
-        with self._native.dry_run():
+        with rehearsed(self._native, rows):
             # What these rows lack of skipped KV is owed by both branches: not timed.
             self._time_s(at, rows)
             times = [

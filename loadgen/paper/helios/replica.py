@@ -15,7 +15,7 @@ from typing import Any
 from loadgen.model_costs.engine import sequence
 from loadgen.paper.clocks import TurnClock
 from loadgen.paper.helios.record import ServedRequest
-from loadgen.paper.native import VALUE_BYTES, load_native
+from loadgen.paper.native import VALUE_BYTES, held_bytes, load_native
 from quadriga.checkpoint.exits import NEVER, ExitCounters, ExitParams
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.clock import Clock
@@ -173,7 +173,7 @@ class LocalReplica:
     @property
     def kv_bytes(self) -> int:
         """KV, hidden states kept and those that wait, as far as they are in use."""
-        return self._native.held_bytes(self._loop.decode.rows)
+        return held_bytes(self._native, self._loop.decode.rows)
 
     @property
     def num_running(self) -> int:

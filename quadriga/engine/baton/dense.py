@@ -256,22 +256,22 @@ class DenseBatch:
         return max(slots, num_slots), max(columns, num_columns)
 
     def _rebuild(self, slots: int, columns: int, *, begin: int) -> None:
-        """Move everything into new buffers, a layer at a time; `begin` is where it starts there."""
-        g = self._geometry
+        """Move everything into new buffers, where it starts at `begin`.
+
+        All of them at once: where memory lacks for one, nothing has moved.
+        """
+        g, device = self._geometry, self._device
         shape = (slots, g.num_kv_heads, columns, g.head_dim)
+        made = [
+            torch.zeros(shape, dtype=self._dtype, device=device) for _ in range(2 * g.num_layers)
+        ]
+        mask = torch.zeros((slots, columns), dtype=torch.int64, device=device)
         count, width = len(self._rows), self.width
         old, new = slice(self._begin, self._end), slice(begin, begin + width)
-        for buffers in (self._keys, self._values):
-            for layer in range(g.num_layers):
-                buffer = torch.zeros(shape, dtype=self._dtype, device=self._device)
-                if layer < len(buffers):
-                    buffer[:count, :, new] = buffers[layer][:count, :, old]
-                    buffers[layer] = buffer
-                else:
-                    buffers.append(buffer)
-        mask = torch.zeros((slots, columns), dtype=torch.int64, device=self._device)
+        for buffer, before in zip(made, (*self._keys, *self._values), strict=False):
+            buffer[:count, :, new] = before[:count, :, old]
         mask[:count, new] = self._mask[:count, old]
-        self._mask = mask
+        self._keys, self._values, self._mask = made[: g.num_layers], made[g.num_layers :], mask
         self._begin, self._end = begin, begin + width
 
     def _drop(self) -> None:

@@ -78,7 +78,7 @@ class RelayRows:
                     )
             for row in self.batch.rows:
                 if past.get(row) != self.batch.length(row):
-                    self._unseat(row)
+                    self._unseat(row, self._device)
             joining = [row for row in past if row not in self.batch]
             for row in sorted(joining, key=lambda r: -past[r]):  # the longest extends it for all
                 self.batch.insert(row, self._own(row).prefix(past[row]))
@@ -95,9 +95,9 @@ class RelayRows:
     def own(self, row: int) -> RowKV:
         """The row's own tensor, for a prefill pass; it leaves the batch if it is there."""
         with self._lock:
-            if row in self.batch:
-                self._unseat(row)
-            return self._own(row)
+            kv = self._own(row)
+            kv.move(self._device)
+            return kv
 
     def drop(self, row: int) -> None:
         """The row's K/V is garbage from now on."""
@@ -110,18 +110,17 @@ class RelayRows:
         """Take a row's K/V out, into host memory; the row is empty afterwards."""
         with self._lock:
             if row in self.batch:
-                self._unseat(row)
+                self._unseat(row, HOST)
             kv = self._own(row)
-            del self._outside[row]
             kv.move(HOST)
+            del self._outside[row]
             return kv
 
     def restore(self, row: int, kv: RowKV) -> None:
-        """Put what `suspend` returned into an empty row, on the device."""
+        """Put what `suspend` returned into an empty row; its next pass takes it to the device."""
         with self._lock:
             if self._length(row):
                 raise InvariantViolation(f"row {row} holds {self._length(row)} positions already")
-            kv.move(self._device)
             self._outside[row] = kv
 
     @torch.no_grad()
@@ -138,8 +137,6 @@ class RelayRows:
     def write(self, row: int, first_layer: int, start: int, kv: torch.Tensor) -> None:
         """Store what `read` of a peer returned; see `RowKV.write`."""
         with self._lock:
-            if row in self.batch:
-                self._unseat(row)
             self._own(row).write(first_layer, start, kv)
 
     def memory(self) -> RelayMemory:
@@ -155,11 +152,16 @@ class RelayRows:
                 idle_cells=self._idle_cells,
             )
 
-    def _unseat(self, row: int) -> None:
-        """Take a row out of the batch, into a tensor of its own."""
-        kv = self.batch.read(row, 0, self._geometry.num_layers, 0, self.batch.length(row))
+    def _unseat(self, row: int, device: torch.device) -> None:
+        """Take a row out of the batch, into a tensor of its own.
+
+        Layer by layer: a device whose memory is full has none for two more copies of the row.
+        """
+        kv = RowKV(self._geometry, self._dtype, device, max_tokens=self._capacity)
+        for layer in range(self._geometry.num_layers):
+            kv.write(layer, 0, self.batch.read(row, layer, 1, 0, self.batch.length(row)))
         self.batch.remove(row)
-        self._own(row).write(0, 0, kv)
+        self._outside[row] = kv
 
     def _length(self, row: int) -> int:
         if row in self.batch:
@@ -167,7 +169,9 @@ class RelayRows:
         return self._outside[row].length if row in self._outside else 0
 
     def _own(self, row: int) -> RowKV:
-        """The row's own tensor; an empty one if it has none."""
+        """The row's own tensor, out of the batch; an empty one if it has none."""
+        if row in self.batch:
+            self._unseat(row, self._device)
         if row not in self._outside:
             self._outside[row] = RowKV(
                 self._geometry, self._dtype, self._device, max_tokens=self._capacity

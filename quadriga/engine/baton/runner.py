@@ -18,8 +18,9 @@ from quadriga.engine.baton.probe import probe
 from quadriga.engine.baton.prompts import PASS_TOKENS, PromptSpan, group_prompts
 from quadriga.engine.baton.row_kv import CacheGeometry, RowKV
 from quadriga.engine.baton.rows import RelayRows
+from quadriga.engine.memory import passes_of
 from quadriga.engine.numerics import numerics, torch_code
-from quadriga.engine.prompt_scores import PooledStates, PromptScores, pooled_from, wants_scores
+from quadriga.engine.prompt_scores import PromptReads, pooled_from, wants_scores
 from quadriga.engine.sampler import RowSampler, choose, make_sampler, process, sample
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import LayersDone, PrefillChunk
@@ -60,8 +61,7 @@ class BatonRunner:
         )
         self.max_padding = min(model.max_padding, PASS_TOKENS[model.device.type])
         self._samplers: list[RowSampler | None] = [None] * spec.num_rows
-        self._scores = PromptScores()
-        self._pooled = PooledStates()
+        self._reads = PromptReads()
         self._at_end: tuple[dict[int, int], torch.Tensor] | None = None
 
     @classmethod
@@ -123,15 +123,6 @@ class BatonRunner:
         """See `ModelRunner.segment_ends`: unmodified models have no early exits."""
         return (self.num_layers,)
 
-    @property
-    def is_compiled(self) -> bool:
-        """Unmodified models run as they are."""
-        return False
-
-    def wait_compiled(self, timeout_s: float) -> bool:
-        """Nothing is compiled; returns `is_compiled` at once."""
-        return self.is_compiled
-
     def close(self) -> None:
         """All it holds are tensors, which go with it."""
 
@@ -145,8 +136,7 @@ class BatonRunner:
     def detach(self, row: int) -> None:
         """See `ModelRunner.detach`; a free row may be detached again."""
         self._samplers[row] = None
-        self._scores.take(row)
-        self._pooled.drop(row)
+        self._reads.drop(row)
         self._rows.drop(row)
 
     def prefill(
@@ -157,8 +147,15 @@ class BatonRunner:
         Layers are announced while the last group is computed.
 
         Raises:
+            DeviceMemoryExhausted: See `passes_of`.
             InvariantViolation: A chunk is empty, too long, or leaves a gap.
         """
+        with passes_of(self._model.device):
+            return self._prefill(chunks, on_layers)
+
+    def _prefill(
+        self, chunks: Sequence[PrefillChunk], on_layers: LayersDone | None
+    ) -> list[SampledToken | None]:
         results: list[SampledToken | None] = [None] * len(chunks)
         spans = [self._span(chunk) for chunk in chunks]
         groups = group_prompts(chunks, max_padding=self.max_padding)
@@ -170,38 +167,40 @@ class BatonRunner:
             logits = torch.stack([row for _, row in ended])
             samplers = [self._sampler(chunks[i].row) for i, _ in ended]
             tokens = sample(logits, samplers, self.num_layers)
-            for (i, _), token in zip(ended, tokens, strict=True):
-                row, state = chunks[i].row, self._sampler(chunks[i].row).state
-                token.prompt_logprobs = self._scores.take(row)
-                token.embedding = self._pooled.take(row, state)
-                results[i] = token
+            for (i, _), sampler, token in zip(ended, samplers, tokens, strict=True):
+                results[i] = self._reads.end(chunks[i].row, sampler.state, token)
         return results
 
     def decode(self, rows: Sequence[int]) -> list[SampledToken]:
         """See `ModelRunner.decode`; rows join and leave the dense batch as they come and go.
 
         Raises:
+            DeviceMemoryExhausted: See `passes_of`.
             InvariantViolation: A row has no sequence, lacks K/V of its past, or is full.
         """
         if not rows:
             return []
-        of_row, logits = self._step(rows)
-        samplers = [self._sampler(row) for row in of_row]
-        tokens = sample(logits, samplers, self.num_layers)
+        with passes_of(self._model.device):
+            of_row, logits = self._step(rows)
+            samplers = [self._sampler(row) for row in of_row]
+            tokens = sample(logits, samplers, self.num_layers)
         return [tokens[of_row[row]] for row in rows]
 
     def advance(self, rows: Sequence[int], first: int, stop: int) -> list[float]:
         """See `ModelRunner.advance`; the one segment is the whole model.
 
         Raises:
+            DeviceMemoryExhausted: See `passes_of`.
             InvariantViolation: As `decode`, or there is no such segment.
         """
         if (first, stop) != (0, 1):
             raise InvariantViolation(f"segments {first}..{stop}: an unmodified model has one")
-        of_row, logits = self._step(rows)
-        process(logits, [self._sampler(row) for row in of_row])
+        self._at_end = None
+        with passes_of(self._model.device):
+            of_row, logits = self._step(rows)
+            process(logits, [self._sampler(row) for row in of_row])
+            best = torch.topk(torch.softmax(logits, dim=-1), 2, dim=-1).values
         self._at_end = (of_row, logits)
-        best = torch.topk(torch.softmax(logits, dim=-1), 2, dim=-1).values
         is_margin = self.spec.exits.criterion == "margin"
         confidences = (best[:, 0] - best[:, 1] if is_margin else best[:, 0]).tolist()
         return [confidences[of_row[row]] for row in rows]
@@ -316,10 +315,11 @@ class BatonRunner:
         """Run one pass; return (chunk, logits [vocab]) of the prompts that end in it."""
         lasts = [len(chunks[i].token_ids) - 1 for i in group]
         states = [self._sampler(chunks[i].row).state for i in group]
-        wants_all = [wants_scores(chunks[i], s) for i, s in zip(group, states, strict=True)]
-        keep = None if any(wants_all) else sorted(set(lasts))
+        each = list(zip([chunks[i] for i in group], states, strict=True))
+        wants_all = any(wants_scores(*one) for one in each)
+        keep = None if wants_all else sorted(set(lasts))
         announce = _one_by_one(on_layers)
-        pooled = [pooled_from(chunks[i], s) for i, s in zip(group, states, strict=True)]
+        pools = any(pooled_from(*one) is not None for one in each)
         found: list[torch.Tensor] = []
         logits = prompt_pass(
             self._model,
@@ -327,18 +327,18 @@ class BatonRunner:
             [spans[i] for i in group],
             keep,
             announce,
-            found.append if any(first is not None for first in pooled) else None,
+            found.append if pools else None,
         )
         ended = []
         for at, (i, last) in enumerate(zip(group, lasts, strict=True)):
-            if wants_all[at]:
-                targets = self._scores.begin(chunks[i], states[at])
-                if targets:
-                    scored = logits[at, : len(targets)]
-                    self._scores.add(chunks[i].row, states[at], scored, targets)
-            first = pooled[at]
-            if first is not None:
-                self._pooled.add(chunks[i], states[at], found[0][at, first : last + 1])
+
+            def first_logits(count: int, at: int = at) -> torch.Tensor:
+                return logits[at, :count]
+
+            def last_states(first: int, at: int = at, stop: int = last + 1) -> torch.Tensor:
+                return found[0][at, first:stop]
+
+            self._reads.add(chunks[i], states[at], first_logits, last_states)
             if chunks[i].is_last:
                 ended.append((i, logits[at, last if keep is None else keep.index(last)]))
         return ended

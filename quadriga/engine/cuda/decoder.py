@@ -25,6 +25,7 @@ from quadriga.engine.models.layers import (
     linear,
     mapped_kv,
     run_layer,
+    tokens_of,
 )
 from quadriga.engine.models.rope import rope_table
 from quadriga.engine.numerics import torch_code
@@ -120,11 +121,6 @@ class PagedDecoder:
         return f"{torch_code(self._device)} {self.attention.name}"
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether passes of single tokens run as graphs."""
-        return self.graphs is not None
-
-    @property
     def reads_depths(self) -> bool:
         return False
 
@@ -142,8 +138,7 @@ class PagedDecoder:
         if (counts == 1).all():
             return self.plan_tokens(rows, stops - 1)
         tokens = np.zeros((3, int(counts.sum())), dtype=np.int64)
-        tokens[0] = np.repeat(rows, counts)
-        tokens[1] = np.concatenate([np.arange(s.start, s.stop, dtype=np.int64) for s in spans])
+        tokens[0], tokens[1] = tokens_of(spans)
         return PagedPass(tokens, rows, stops, spans)
 
     def embed(self, token_ids: Sequence[int], batch: PagedPass) -> torch.Tensor:

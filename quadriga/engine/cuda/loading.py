@@ -206,18 +206,23 @@ def dummy_step(
     The most tokens at once, and a token drawn with top-p in every row.
     """
     tokens, dtype, device = max(spec.pass_tokens, most_tokens(spec)), weights.dtype, weights.device
+    longest = min(tokens, spec.row_capacity_tokens)  # a table of positions ends there
+    spans = [
+        TokenSpan(row, begin, min(begin + longest, tokens), 0)
+        for row, begin in enumerate(range(0, tokens, longest))
+    ]
     cache = PagedKVCache(
         segment_ends=(spec.depth,),
-        num_rows=1,
+        num_rows=len(spans),
         num_kv_heads=config.num_kv_heads,
-        capacity=tokens,
+        capacity=longest,
         head_dim=config.head_dim,
         dtype=dtype,
         budget_tokens=tokens,
         device=device,
     )
     decoder = PagedDecoder(config, weights, cache, attention, operations)
-    batch = decoder.plan([TokenSpan(0, 0, tokens, 0)])
+    batch = decoder.plan(spans)
     decoder.run_layers(decoder.embed([0] * tokens, batch), batch, 0, spec.depth)
     x = torch.zeros(spec.num_rows, config.hidden_size, dtype=dtype, device=device)
     params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.5)

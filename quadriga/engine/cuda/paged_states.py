@@ -45,10 +45,6 @@ class PagedStates:
         self._states = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
-    def state_bytes(self) -> int:
-        return self._states.shape[1] * self._states.element_size()
-
-    @property
     def device(self) -> torch.device:
         return self._states.device
 
@@ -65,14 +61,6 @@ class PagedStates:
     def release(self, row: int) -> None:
         """See `RowStates.release`."""
         self.pages.release(row)
-
-    def snapshot(self) -> torch.Tensor:
-        """See `RowStates.snapshot`."""
-        return self._states.clone()
-
-    def reset(self, snapshot: torch.Tensor) -> None:
-        """See `RowStates.reset`."""
-        self._states.copy_(snapshot)
 
     def _places(self, rows: Ints, slots: Ints) -> torch.Tensor:
         size = self.pages.page_tokens

@@ -71,6 +71,7 @@ def draw_into(
 def invert_cdf_on_device(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """`invert_cdf` where the probabilities are: float64 [n, vocab] and [n] → int64 [n].
 
+    Both searches pass by all that is not a number, so such a row gives the vocabulary's size too.
     A device sums in another order: where a target lies within rounding, 1e-16 or so, of a border,
     it may choose the neighbour.
     """

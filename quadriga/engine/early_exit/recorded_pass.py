@@ -9,7 +9,6 @@ KV is that of the sequence that was lost.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from quadriga.core.request import SequenceState
 from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
 from quadriga.engine.kv_cache import KVCache
 from quadriga.engine.models.decoder import AnyDecoder
-from quadriga.engine.models.layers import TokenSpan
+from quadriga.engine.models.layers import TokenSpan, runs_of, tokens_of
 from quadriga.engine.transfers import to_device
 from quadriga.interfaces import LayersDone, PrefillChunk
 
@@ -70,11 +69,7 @@ class RecordedPass:
         self._cache = cache
         self._mode = mode
         self._depths = depths
-        counts = [s.end - s.begin for s in spans]
-        self._rows = np.repeat(np.array([s.row for s in spans], dtype=np.int64), counts)
-        self._positions = np.concatenate(
-            [np.arange(s.start, s.stop, dtype=np.int64) for s in spans]
-        )
+        self._rows, self._positions = tokens_of(spans)
 
     def run(
         self, x: torch.Tensor, batch: Any, ends: Sequence[int], on_layers: LayersDone | None
@@ -99,7 +94,8 @@ class RecordedPass:
                 x = x.index_select(0, _index(np.flatnonzero(goes_on), x))
                 running = running[goes_on]
                 if running.size:
-                    batch = self._decoder.plan(self._runs(running))
+                    runs = runs_of(self._rows[running], self._positions[running])
+                    batch = self._decoder.plan(runs)
             # Before the layers run: tokens that go on attend to those that stopped.
             self._stand_in(left, begin, end)
             for layer in range(begin, end):
@@ -122,16 +118,6 @@ class RecordedPass:
             states = left.index_select(0, _index(of, left))
             plan = self._decoder.plan_tokens(rows, positions)
             self._decoder.project_kv(states, plan, first, stop, depth)
-
-    def _runs(self, of: Ints) -> list[TokenSpan]:
-        """Some of the tokens, as runs of consecutive positions of one row."""
-        rows, positions = self._rows[of], self._positions[of]
-        breaks = np.flatnonzero((np.diff(rows) != 0) | (np.diff(positions) != 1)) + 1
-        edges = [0, *breaks.tolist(), len(of)]
-        return [
-            TokenSpan(int(rows[begin]), begin, end, int(positions[begin]))
-            for begin, end in pairwise(edges)
-        ]
 
 
 def _place(left: torch.Tensor, at: Ints, x: torch.Tensor, of: Ints) -> None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import mmap
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quadriga.engine.memory import reserve
+from quadriga.engine.memory import give_back, reserve
 
 Ints = npt.NDArray[np.int64]
 
 
 class RowStates(Protocol):
     """Where `SkippedKVStore` keeps hidden states; one thread calls it."""
-
-    @property
-    def state_bytes(self) -> int: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -32,12 +28,6 @@ class RowStates(Protocol):
     def release(self, row: int) -> None:
         """The row's states are garbage from now on; their memory may be given back."""
 
-    def snapshot(self) -> torch.Tensor:
-        """Copy of all there is."""
-
-    def reset(self, snapshot: torch.Tensor) -> None:
-        """Put a copy of all there was back."""
-
 
 class MappedStates:
     """The CPU form: dense rows, committed by the first write."""
@@ -47,10 +37,6 @@ class MappedStates:
         self._row_bytes = capacity * hidden_size * dtype.itemsize
         self._map, memory = reserve(num_rows * self._row_bytes, huge=False)
         self._states = memory.view(dtype).view(-1, hidden_size)  # [num_rows · capacity, hidden]
-
-    @property
-    def state_bytes(self) -> int:
-        return self._row_bytes // self._capacity
 
     @property
     def device(self) -> torch.device:
@@ -66,15 +52,4 @@ class MappedStates:
 
     def release(self, row: int) -> None:
         """See `RowStates.release`."""
-        begin = -(-row * self._row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (row + 1) * self._row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > begin:
-            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
-
-    def snapshot(self) -> torch.Tensor:
-        """See `RowStates.snapshot`."""
-        return self._states.clone()
-
-    def reset(self, snapshot: torch.Tensor) -> None:
-        """See `RowStates.reset`."""
-        self._states.copy_(snapshot)
+        give_back(self._map, row * self._row_bytes, (row + 1) * self._row_bytes)

@@ -29,8 +29,7 @@ Source: mechanisms of DREX and of LayerSkip-like systems differ here and the DRE
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,7 +77,6 @@ class SkippedKVStore:
 
     Attributes:
         num_filled: Positions × segments filled in so far.
-        num_forgotten: States that were kept for later layers and given up again.
         depths: uint8 [rows, positions]: layers run there, or `COMPLETE`.
         keeps_states: Whether fills are made of hidden states: then a row can lack positions of
             which none was kept, and owes them.
@@ -107,7 +105,6 @@ class SkippedKVStore:
         self.keeps_states = mode not in ("alias", "copy")
         self.may_owe = False
         self.num_filled = 0
-        self.num_forgotten = 0
         self.copied_bytes = 0
         self._keep_tokens = keep_tokens
         self._replay_newest = replay_newest if mode in ("linear", "project") else 0
@@ -160,7 +157,6 @@ class SkippedKVStore:
         if stop <= base:
             return
         newest = self._newest_of(row)
-        self.num_forgotten += max(0, min(stop, newest) - base)
         kept = np.arange(stop, newest, dtype=np.int64)
         states = self._states.take(np.full_like(kept, row), kept - base) if kept.size else None
         self._states.release(row)
@@ -173,19 +169,6 @@ class SkippedKVStore:
         self.start(row, 0)
         if self.keeps_states:
             self._states.release(row)
-
-    @contextmanager
-    def dry_run(self) -> Iterator[None]:
-        """Forget afterwards what passes inside have filled in."""
-        filled, base, counts = self._filled.copy(), self._base.copy(), self.num_filled
-        depths = self._depths.copy()
-        replays = self.mode == "replay" or self._replay_newest > 0
-        states = self._states.snapshot() if replays else None
-        yield
-        self._filled, self._base, self.num_filled = filled, base, counts
-        self._depths[:] = depths
-        if states is not None:
-            self._states.reset(states)
 
     def suspend(self, row: int, num_tokens: int) -> SuspendedSkips:
         """Copy what a row's first `num_tokens` positions left behind."""
@@ -331,12 +314,11 @@ class SkippedKVStore:
         if self.mode != "replay":
             self._depths[went.rows, went.positions] = self._ends[stop - 1]
 
-    def kept_bytes(self) -> int:
-        """Bytes of hidden states that a deeper pass may still want."""
+    def num_kept(self, row: int) -> int:
+        """Hidden states of the row that a deeper pass may still want."""
         if not self.keeps_states or (len(self._ends) == 1 and not self.keeps_last):
             return 0
-        pending = int((self._newest - self._base).clip(min=0).sum())
-        return pending * self._states.state_bytes
+        return max(0, self._newest_of(row) - int(self._base[row]))
 
     def _fill(
         self, decoder: AnyDecoder, begin: int, end: int, rows: Ints, starts: Ints, counts: Ints
@@ -434,7 +416,8 @@ class SkippedKVStore:
     @property
     def is_owed(self) -> bool:
         """Whether some row owes positions."""
-        return bool(self.keeps_states and (self._filled[:, -1] < self._base).any())
+        deeper = len(self._ends) > 1 and self.keeps_states
+        return bool(deeper and (self._filled[:, -1] < self._base).any())
 
     def _owes(self, row: int) -> bool:
         deepest = len(self._ends) - 1
@@ -484,13 +467,6 @@ class SkippedKVStore:
         """One past the newest of a row's first positions that left early; 0 where none did."""
         early = np.flatnonzero(self._depths[row, :num_tokens] != COMPLETE)
         return int(early[-1]) + 1 if early.size else 0
-
-    @property
-    def _newest(self) -> Ints:
-        """Per row, one past the newest position that left early."""
-        early = self._depths != COMPLETE
-        last: Ints = early.shape[1] - early[:, ::-1].argmax(axis=1)
-        return np.where(early.any(axis=1), last, 0)
 
     def _deepen(self, row: int, before: tuple[int, ...], length: int) -> None:
         """Positions that were complete are complete no longer."""

@@ -22,6 +22,8 @@ from quadriga.engine.models.layers import (
     embed,
     layer_forward,
     project_kv,
+    runs_of,
+    tokens_of,
 )
 from quadriga.engine.models.rope import rope_table
 from quadriga.engine.numerics import torch_code
@@ -69,7 +71,9 @@ class AnyDecoder(Protocol):
     def reads_depths(self) -> bool:
         """Whether attention reads skipped layers' KV through `depths` by itself."""
 
-    def plan(self, spans: Sequence[TokenSpan]) -> Any: ...
+    def plan(self, spans: Sequence[TokenSpan]) -> Any:
+        """Lay out one pass over the spans' tokens, in their order."""
+        return self.plan_tokens(*tokens_of(spans))
 
     def plan_tokens(self, rows: Ints, positions: Ints) -> Any: ...
 
@@ -156,38 +160,24 @@ class Decoder(AnyDecoder):
         return False
 
     def plan_tokens(self, rows: Ints, positions: Ints) -> Pass:
-        """Lay out a pass of single tokens, each at its own (row, position)."""
-        return self.plan(
-            [
-                TokenSpan(row, i, i + 1, position)
-                for i, (row, position) in enumerate(
-                    zip(rows.tolist(), positions.tolist(), strict=True)
-                )
-            ]
-        )
-
-    def plan(self, spans: Sequence[TokenSpan]) -> Pass:
-        """Lay out one pass over the spans' tokens, in their order."""
-        rows = torch.tensor([s.row for s in spans for _ in range(s.begin, s.end)])
-        positions = torch.tensor([p for s in spans for p in range(s.start, s.stop)])
-        cos = None if self.cos is None else self.cos[positions, None]
-        sin = None if self.sin is None else self.sin[positions, None]
+        """Lay out one pass over tokens, each at its own (row, position)."""
+        spans, at = runs_of(rows, positions), torch.from_numpy(positions)
         return Pass(
-            rows=rows,
-            positions=positions,
-            spans=list(spans),
-            cos=cos,
-            sin=sin,
-            is_decode=all(s.end - s.begin == 1 for s in spans),
-            context=max(s.stop for s in spans),
+            rows=torch.from_numpy(rows),
+            positions=at,
+            spans=spans,
+            cos=None if self.cos is None else self.cos[at, None],
+            sin=None if self.sin is None else self.sin[at, None],
+            is_decode=len({s.row for s in spans}) == len(rows),
+            context=int(positions.max()) + 1,
             adapted=self._adapted(rows),
         )
 
-    def _adapted(self, rows: torch.Tensor) -> dict[int, torch.Tensor]:
+    def _adapted(self, rows: Ints) -> dict[int, torch.Tensor]:
         """See `Pass.adapted`."""
         if self.adapter_of is None:
             return {}
-        used = torch.from_numpy(self.adapter_of[rows.numpy()])
+        used = torch.from_numpy(self.adapter_of[rows])
         return {i: torch.nonzero(used == i)[:, 0] for i in set(used.tolist()) if i >= 0}
 
     def embed(self, token_ids: Sequence[int], batch: Pass) -> torch.Tensor:

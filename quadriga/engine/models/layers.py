@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import MappingProxyType
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
@@ -27,6 +30,7 @@ from quadriga.engine.weights.checkpoint_weights import (
     Norm,
 )
 
+Ints = npt.NDArray[np.int64]
 Adapted = Mapping[int, torch.Tensor]
 """See `Pass.adapted`."""
 Total = Callable[[torch.Tensor], torch.Tensor]
@@ -53,6 +57,25 @@ class TokenSpan:
         return self.start + self.end - self.begin
 
 
+def tokens_of(spans: Sequence[TokenSpan]) -> tuple[Ints, Ints]:
+    """Rows and positions of all tokens of a pass: int64 [T] each."""
+    counts = [s.end - s.begin for s in spans]
+    rows = np.repeat(np.array([s.row for s in spans], dtype=np.int64), counts)
+    offsets = np.array([s.start - s.begin for s in spans], dtype=np.int64)
+    return rows, np.arange(len(rows)) + np.repeat(offsets, counts)
+
+
+def runs_of(rows: Ints, positions: Ints) -> list[TokenSpan]:
+    """The tokens of a pass as runs of consecutive positions of one row."""
+    breaks = np.flatnonzero((np.diff(rows) != 0) | (np.diff(positions) != 1)) + 1
+    edges = [0, *breaks.tolist(), len(rows)]
+    firsts = zip(rows[edges[:-1]].tolist(), positions[edges[:-1]].tolist(), strict=True)
+    return [
+        TokenSpan(row, begin, end, start)
+        for (row, start), (begin, end) in zip(firsts, pairwise(edges), strict=True)
+    ]
+
+
 @dataclass(slots=True)
 class Pass:
     """One forward pass over T tokens.
@@ -61,7 +84,7 @@ class Pass:
         rows, positions: int64 [T].
         spans: The tokens grouped by sequence, in order.
         cos, sin: [T, 1, head_dim / 2]; None without RoPE.
-        is_decode: Every span is a single token.
+        is_decode: Every token is of a row of its own.
         context: Longest context of any token, itself included.
         adapted: Adapter → which of the tokens it applies to, int64 [n] each.
     """
@@ -344,7 +367,7 @@ def first_visible(start: int, window: int) -> int:
 def _attend_decode(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: Pass, window: int
 ) -> torch.Tensor:
-    """One query per sequence, over the batch's rows: float32 [T, q_size]."""
+    """One query per sequence, over a copy of each one's row: float32 [T, q_size]."""
     rows, context = batch.rows, batch.context
     num_blocks = -(-context // KV_BLOCK)
     # [T, num_blocks, kv_heads, KV_BLOCK, head_dim] → [T, kv_heads, context, head_dim]

@@ -18,7 +18,6 @@ from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.compiled import CompiledDecoder
 from quadriga.engine.kv_cache import check_range, check_shape
 from quadriga.engine.models.decoder import AnyDecoder
-from quadriga.engine.models.layers import TokenSpan
 from quadriga.engine.numerics import torch_code
 from quadriga.engine.tensor_parallel.part import Part
 from quadriga.engine.tensor_parallel.ranks import Op, Ranks, Tokens
@@ -52,11 +51,6 @@ class ParallelDecoder(AnyDecoder):
         return self._part.eager.num_layers
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether the ranks' passes run on the compiled kernels."""
-        return isinstance(self._part.decoder, CompiledDecoder)
-
-    @property
     def code(self) -> str:
         """See `LoadedModel.numerics`: sums are those of so many ranks."""
         decoder = self._part.decoder
@@ -69,16 +63,7 @@ class ParallelDecoder(AnyDecoder):
 
     def plan_tokens(self, rows: Ints, positions: Ints) -> Tokens:
         """See `Decoder.plan_tokens`."""
-        return Tokens(rows, positions, are_spans=False)
-
-    def plan(self, spans: Sequence[TokenSpan]) -> Tokens:
-        """See `Decoder.plan`."""
-        counts = [s.end - s.begin for s in spans]
-        return Tokens(
-            np.repeat(np.array([s.row for s in spans], dtype=np.int64), counts),
-            np.concatenate([np.arange(s.start, s.stop, dtype=np.int64) for s in spans]),
-            are_spans=True,
-        )
+        return Tokens(rows, positions)
 
     def embed(self, token_ids: Sequence[int], batch: Tokens) -> torch.Tensor:
         """See `Decoder.embed`."""
@@ -167,7 +152,7 @@ class ParallelCache:
 
     def copy_layers(self, rows: Ints, positions: Ints, source: int, first: int, stop: int) -> None:
         """See `KVCache.copy_layers`."""
-        tokens = Tokens(rows, positions, are_spans=False)
+        tokens = Tokens(rows, positions)
         with self._ranks.order(Op.COPY_LAYERS, source, first, stop, tokens=tokens):
             self._own.copy_layers(rows, positions, source, first, stop)
 

@@ -68,11 +68,7 @@ class Part:
     def plan(self, tokens: Tokens) -> Any:
         """This rank's plan of a pass, made once."""
         if tokens.plan is None:
-            tokens.plan = (
-                self.decoder.plan(tokens.spans())
-                if tokens.are_spans
-                else self.decoder.plan_tokens(tokens.rows, tokens.positions)
-            )
+            tokens.plan = self.decoder.plan_tokens(tokens.rows, tokens.positions)
         return tokens.plan
 
     def embed(self, ids: torch.Tensor, tokens: Tokens) -> torch.Tensor:

@@ -23,7 +23,6 @@ import numpy.typing as npt
 import torch
 import torch.distributed
 
-from quadriga.engine.models.layers import TokenSpan
 from quadriga.process_groups import make_group
 
 dist: Any = torch.distributed  # its classes are made in C++ and unknown to type checkers
@@ -32,7 +31,7 @@ SILENCE_TIMEOUT_S = 30.0
 """A rank that does not take part for so long is lost, and all others with it."""
 PULSE_S = SILENCE_TIMEOUT_S / 6
 NUM_ARGUMENTS = 6
-_NUMBERS = 6 + NUM_ARGUMENTS
+_NUMBERS = 5 + NUM_ARGUMENTS
 
 Ints = npt.NDArray[np.int64]
 
@@ -64,26 +63,13 @@ class Tokens:
 
     Attributes:
         rows, positions: int64 [T].
-        are_spans: Runs of one row go through attention together; else each token by itself.
         plan: Of this rank's decoder; None until it is made.
     """
 
-    def __init__(self, rows: Ints, positions: Ints, *, are_spans: bool) -> None:
+    def __init__(self, rows: Ints, positions: Ints) -> None:
         self.rows = rows
         self.positions = positions
-        self.are_spans = are_spans
         self.plan: Any = None
-
-    def spans(self) -> list[TokenSpan]:
-        """Runs of consecutive positions of one row."""
-        rows, positions = self.rows, self.positions
-        breaks = np.flatnonzero((np.diff(rows) != 0) | (np.diff(positions) != 1)) + 1
-        begins = [0, *breaks.tolist()]
-        ends = [*begins[1:], len(rows)]
-        return [
-            TokenSpan(int(rows[b]), b, e, int(positions[b]))
-            for b, e in zip(begins, ends, strict=True)
-        ]
 
 
 class Order:
@@ -189,7 +175,7 @@ class Ranks:
         One order at a time, from whatever thread.
 
         Raises:
-            RanksLost: It failed, or one before it.
+            RanksLost: It failed, or one before it. What interrupts it is raised as it is.
         """
         with self._lock:
             if self._reason is not None:
@@ -197,8 +183,10 @@ class Ranks:
             try:
                 self._tell(op, numbers, tokens, states)
                 yield
-            except Exception as exc:
+            except BaseException as exc:
                 self._fail(f"{op.name.lower()}: {str(exc).splitlines()[0] if str(exc) else exc!r}")
+                if not isinstance(exc, Exception):
+                    raise
                 raise RanksLost(self._reason) from exc
 
     def computed(self, states: torch.Tensor) -> torch.Tensor:
@@ -221,17 +209,16 @@ class Ranks:
         news = tokens if tokens is not None and tokens is not self._tokens else None
         fresh = states if states is not None and states is not self._states else None
         header = torch.zeros(_NUMBERS, dtype=torch.int64)
-        header[:6] = torch.tensor(
+        header[:5] = torch.tensor(
             (
                 op,
                 0 if news is None else len(news.rows),
-                0 if news is None else news.are_spans,
                 fresh is not None,
                 *((0, 0) if fresh is None else fresh.shape),
             )
         )
         if numbers:
-            header[6 : 6 + len(numbers)] = torch.tensor(numbers)
+            header[5 : 5 + len(numbers)] = torch.tensor(numbers)
         self.broadcast(header)
         if news is not None:
             self.broadcast(torch.from_numpy(np.stack([news.rows, news.positions])))
@@ -258,10 +245,10 @@ class Ranks:
     def hear(self) -> Order:
         """Wait for rank 0's next order. Raises: RuntimeError: It died or fell silent."""
         header = self.broadcast(torch.zeros(_NUMBERS, dtype=torch.int64)).tolist()
-        op, num_tokens, are_spans, has_states, num_states, width, *numbers = header
+        op, num_tokens, has_states, num_states, width, *numbers = header
         if num_tokens:
             where = self.broadcast(torch.empty(2, num_tokens, dtype=torch.int64)).numpy()
-            self._tokens = Tokens(where[0], where[1], are_spans=bool(are_spans))
+            self._tokens = Tokens(where[0], where[1])
         if has_states:
             self._states = self.broadcast(torch.empty(num_states, width, dtype=self._dtype))
         return Order(Op(op), numbers, self._tokens, self._states)

@@ -229,7 +229,8 @@ def _exit_norm(files: TensorFiles, config: ModelConfig, name: str) -> Norm:
 def _read_ends(files: TensorFiles, config: ModelConfig, num_positions: int) -> ModelWeights:
     """What lies before the first layer."""
     c = config
-    weights = _model(files, files.matrix(_embedding(c), c.vocab_size, c.embed_size))
+    source, embed = files.source, files.matrix(_embedding(c), c.vocab_size, c.embed_size)
+    weights = ModelWeights(source.dtype, source.device, source.form, embed)
     if c.family != "opt":
         return weights
     # OPT's position table starts with two rows that belong to padding.
@@ -242,11 +243,6 @@ def _read_ends(files: TensorFiles, config: ModelConfig, num_positions: int) -> M
 
 def _embedding(config: ModelConfig) -> str:
     return f"{_OPT if config.family == 'opt' else 'model'}.embed_tokens.weight"
-
-
-def _model(files: TensorFiles, embed: Matrix) -> ModelWeights:
-    source = files.source
-    return ModelWeights(source.dtype, source.device, source.form, embed)
 
 
 def read_final_head(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import DEFAULT, Mock, patch
+
 import pytest
 import torch
 
@@ -186,6 +188,24 @@ def test_a_suspended_row_takes_its_memory_along() -> None:
     assert rows.read(2, 0, 1, 0, 10).eq(1.0).all()
     assert rows.read(1, 0, 1, 0, 3).eq(5.0).all()
     assert rows.suspend(3).length == 0, "a row that holds nothing"
+
+
+@pytest.mark.parametrize("num_allocated", range(5))
+def test_a_step_that_lacks_memory_may_be_begun_again(num_allocated: int) -> None:
+    """Wherever it fails: rows are where they were, or where the step wants them."""
+    rows = RelayRows(
+        GEOMETRY, torch.float32, CPU, num_rows=4, row_capacity_tokens=99, release_columns=4
+    )
+    for row, length in ((0, 5), (1, 3), (2, 40)):
+        rows.write(row, 0, 0, kv(length, 1.0 + row))
+    rows.begin_step({0: 5, 1: 3})
+    found = [*[DEFAULT] * num_allocated, torch.OutOfMemoryError]
+    scarce = Mock(wraps=torch.zeros, side_effect=found)
+    with patch.object(torch, "zeros", scarce), pytest.raises(torch.OutOfMemoryError):
+        rows.begin_step({1: 3, 2: 40})
+    assert sorted(rows.begin_step({1: 3, 2: 40}).rows) == [1, 2]
+    for row, length in ((0, 5), (1, 3), (2, 40)):
+        assert rows.read(row, 0, 1, 0, length).eq(1.0 + row).all()
 
 
 def test_a_step_that_cannot_be_changes_nothing() -> None:

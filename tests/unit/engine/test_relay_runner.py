@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,15 @@ from transformers import PreTrainedModel
 
 from quadriga.checkpoint.exits import Criterion, ExitSpec
 from quadriga.engine import load_runner
+from quadriga.engine.baton.model import CausalModel
 from quadriga.engine.baton.runner import BatonRunner
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.scheduling.transfer.rebuild import chunk_of
 from tests.equivalence.models import make_spec, make_state, save, start_row, whole_prompt
 from tests.equivalence.relay_models import FAMILIES, VOCAB, build_relay, generate
+from tests.equivalence.test_lossless import make_loop
+from tests.equivalence.test_pause import lacking
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +43,6 @@ def test_the_factory_takes_the_runner_the_spec_names(checkpoint: Path) -> None:
     runner: ModelRunner = load_runner(make_spec(checkpoint, runner="baton", num_rows=3))
     assert isinstance(runner, BatonRunner)
     assert (runner.num_layers, runner.num_rows, runner.row_capacity_tokens) == (3, 3, 96)
-    assert not runner.is_compiled
-    assert not runner.wait_compiled(0.0)
 
 
 def test_the_native_runner_names_its_families(checkpoint: Path) -> None:
@@ -230,6 +232,25 @@ def test_suspended_here_restored_there(runner: BatonRunner, model: PreTrainedMod
         runner.restore(1, state, suspended)
     with pytest.raises(InvariantViolation, match="row 4 has no sequence"):
         runner.suspend(4)
+
+
+def test_passes_that_lack_memory_are_run_in_smaller_parts(
+    checkpoint: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is enough for eight tokens a prompt's pass, and for two rows a step."""
+
+    def lacks(_: CausalModel, ids: torch.Tensor, *__: Any) -> bool:
+        return ids.numel() > 8 if ids.shape[1] > 1 else len(ids) > 2
+
+    loop = make_loop(BatonRunner.load(make_spec(checkpoint, runner="baton")), None)
+    monkeypatch.setattr(CausalModel, "__call__", lacking(CausalModel.__call__, lacks))
+    made = [
+        replace(make_state(list(range(3 + i, 15 + 3 * i)), max_tokens=8), sequence_id=f"s{i}")
+        for i in range(4)
+    ]
+    list(loop.run(made))
+    for state in made:
+        assert state.output_ids == generate(model, state.prompt_ids, 8)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

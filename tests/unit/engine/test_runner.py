@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -121,5 +122,22 @@ def test_half_precision_runs_eagerly(checkpoint: Path, dtype: str) -> None:
     state = make_state([4, 5, 6])
     start_row(runner, 0, state)
     step(runner, [0], [state])
-    assert not runner.is_compiled
+    assert " torch " in runner.numerics
     assert len(state.output_ids) == 2
+
+
+@torch.inference_mode()
+def test_tokens_of_one_row_attend_to_it_together(checkpoint: Path) -> None:
+    """Also where others lie between them: no token copies the row for itself."""
+    decoder = load_runner(make_spec(checkpoint)).model.decoder
+    ids = [3 + 5 * i % 120 for i in range(64)]
+    rows, positions = np.array([0, 2, *[0] * 63]), np.array([63, 0, *range(63)])
+    batch = decoder.plan_tokens(rows, positions)
+    assert [(s.row, s.begin, s.end) for s in batch.spans] == [(0, 0, 1), (2, 1, 2), (0, 2, 65)]
+    assert not batch.is_decode
+    found = decoder.begin([ids[63], 7, *ids[:63]], batch, 3)
+    for i in range(64):
+        alone = decoder.plan_tokens(np.array([1]), np.array([i]))
+        assert alone.is_decode
+        wanted = decoder.begin(ids[i : i + 1], alone, 3)[0]
+        torch.testing.assert_close(found[0 if i == 63 else i + 2], wanted, rtol=1e-4, atol=1e-4)

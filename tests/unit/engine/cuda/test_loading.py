@@ -212,6 +212,15 @@ def test_the_dummy_step_computes_the_largest_passes(spec: EngineSpec) -> None:
     assert seen == [4 * (1 + MAX_DRAFTED)] * 3, "as many as are verified"
 
 
+def test_the_dummy_step_needs_no_positions_behind_the_longest_row(tmp_path: Path) -> None:
+    """OPT's table of positions ends there, and a chunk may be of several rows."""
+    path = save(build("opt-pre-norm"), tmp_path)
+    spec = make_spec(path, row_capacity_tokens=8, pass_tokens=20)
+    config = read_model_config(path)
+    weights = load_weights(WeightSource(path, torch.float32), config, 3, 8)
+    loading.dummy_step(spec, config, weights, TorchAttention(config), Operations(config))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_it_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine\.device: 'cuda' .* no GPU"):

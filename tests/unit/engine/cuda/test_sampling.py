@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from quadriga.engine import sampler
 from quadriga.engine.cuda import sampling
 from quadriga.engine.cuda.sampling import SamplingTensors, truncate
-from quadriga.engine.sampler import RowSampler, choose
+from quadriga.engine.sampler import RowSampler, choose, process
 from quadriga.engine.transfers import to_device
 from tests.fake_gpu import FakeGpu
 from tests.unit.engine.test_sampler import VOCAB, logits_for, row, truncated_rows
@@ -59,3 +61,34 @@ def test_a_device_draws_what_a_host_draws(
             gpu.waits.clear()
             assert choose(here, rows, 1) == wanted
         assert len(gpu.waits) == 1 or first_ranked == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_rows_that_are_not_finite_end_in_an_error_and_no_others(value: float) -> None:
+    asked = [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1, "num_logprobs": 1}]
+    rows = [row([1], temperature=1.0, **a) for a in asked + asked]
+    logits = logits_for(len(rows), seed=1)
+    wanted = choose(logits, rows, 1)
+    logits[:4] = value
+    found = [choose(logits, rows, 1)]
+    with FakeGpu() as gpu:
+        attached(rows, gpu)
+        found.append(choose(to_device(logits.numpy(), gpu.device), rows, 1))
+    for tokens in found:
+        assert all("are not finite" in str(token.error) for token in tokens[:4])
+        assert all(token.token_id < VOCAB for token in tokens[:4])
+        assert tokens[4:] == wanted[4:]
+
+
+def test_the_tokens_of_an_answer_that_is_resumed_are_counted_at_once() -> None:
+    kernels = []
+    for count in (1, 500):
+        output = [i * i % VOCAB for i in range(count)]
+        resumed = row([1], output, frequency_penalty=0.5)
+        with FakeGpu() as gpu:
+            process(to_device(logits_for(1, seed=1).numpy(), gpu.device), [resumed])
+            assert resumed._output_counts is not None
+            counts = resumed._output_counts.cpu()
+        assert counts.tolist() == torch.bincount(torch.tensor(output), minlength=VOCAB).tolist()
+        kernels.append(gpu.kernels)
+    assert kernels[0] == kernels[1]
