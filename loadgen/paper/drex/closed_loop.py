@@ -170,7 +170,8 @@ def closed_loop(
                 tokens = outcome.counters.tokens
                 outcome.at_exit = {k: n - warm_up.get(k, 0) for k, n in tokens.items()}
             if outcome.steps % _BYTES_EVERY == 0:
-                outcome.peak_bytes = max(outcome.peak_bytes, native.held_bytes(decode.rows))
+                held_bytes = native.held_bytes([s.row for s in decode.batch.decoding])
+                outcome.peak_bytes = max(outcome.peak_bytes, held_bytes)
         if not loop.has_work:
             continue  # the only slot's last sequence has ended
         emissions = loop.step()
