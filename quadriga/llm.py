@@ -86,6 +86,7 @@ class LLM:
                 calibrate(passes, clock, max_rows=runner.num_rows),
                 counters,
                 deterministic=config.deterministic,
+                clock=clock,
             ),
             counters=counters,
             is_partial=spec.depth < spec.checkpoint.num_layers,

@@ -76,6 +76,7 @@ class DecodeEngine:
             counters,
             deterministic=replica.config.deterministic,
             is_surveyed=self._is_watched,  # HELIOS judges depths by where tokens could leave
+            clock=replica.clock,
         )
         self.loop = self._make_loop(spec, rebatcher, counters)
         self.forecasting = Forecasting(

@@ -150,4 +150,4 @@ def _modelled(model: StepModel, shares: list[float], slots: int, tokens: float) 
     apart_s = sum(
         model.token_s(stays[i : i + 1], context[:1], num[:1], 1) for i in range(len(stays))
     )
-    return 1.0 - apart_s / mixed_s
+    return float(1.0 - apart_s / mixed_s)

@@ -164,7 +164,8 @@ class ReplicaSnapshot(RelativeTimeMixin):
         reserved_tokens: Tokens promised to the sequences held; see `Reservation`. At a mixed
             replica those of queued prompts count, too: they come before what moves there.
         tokens_per_s: Recent rate: prefilled (prefill) or emitted (decode, mixed).
-        step_time_s: EWMA of the decode step (decode, mixed), or seconds per prefill chunk.
+        step_time_s: Recent time from one token of a sequence to its next, prompts between them
+            included (decode, mixed), or seconds per prefill chunk.
         computed_per_s, chunk_time_s: Mixed only: what the two before are at a prefill replica.
         draining: Takes nothing new.
         forecast: Decode only; None until the replica can forecast.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quadriga.checkpoint.exits import ExitCounters
+from quadriga.clock import Clock
 from quadriga.policies.baselines.exits import EagerExits, LazyExits, MajorityExits, NoExits
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.policies.drex.rebatcher import SURVEY_EVERY
@@ -26,11 +27,13 @@ def make_rebatcher(
     *,
     deterministic: bool = False,
     is_surveyed: bool = False,
+    clock: Clock | None = None,
 ) -> Rebatcher:
     """Return a policy by name, one of `POLICIES`.
 
     Args:
         is_surveyed: Somebody wants to know where tokens could leave; see `DrexRebatcher`.
+        clock: Of the loop; see `DrexRebatcher`.
     """
     if name == "drex":
         return DrexRebatcher(
@@ -38,5 +41,6 @@ def make_rebatcher(
             counters=counters,
             deterministic=deterministic,
             survey_every=SURVEY_EVERY if is_surveyed else 0,
+            clock=clock,
         )
     return _GROUPED[name](costs)

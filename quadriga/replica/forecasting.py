@@ -169,7 +169,7 @@ class Forecasting:
         )
         shares = held.share[: loop.num_running]
         context = sum([n * share for n, share in zip(held.tokens, shares, strict=False)])
-        self._times.observe(step_s, sum(shares), context)
+        self._times.observe(loop.pass_time_s, sum(shares), context)
         self._outcomes.look(states)
         self._seen = _SequenceSeen(held, self._times.shape, step_s, loop.front_share)
         self.seconds += self._clock.now_s() - now_s

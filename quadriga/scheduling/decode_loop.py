@@ -109,8 +109,9 @@ class DecodeLoop:
         self.export = SequenceExport(self.batch)
         self.depth = DepthChanges(self.batch)
         self._rate = RateMeter(window_s=RATE_WINDOW_S, now_s=clock.now_s())
-        self._token_time = Ewma(0.1)
-        self._tokenless_s = 0.0  # in passes since the last that gave a token
+        self._step_time, self._pass_time = Ewma(0.1), Ewma(0.1)
+        self._tokens_at_s = 0.0  # when the last tokens came, of the time in which there was work
+        self._in_passes_s = 0.0  # since then
         self._drafts = DraftRounds(self.batch)
 
     def promise(
@@ -233,24 +234,19 @@ class DecodeLoop:
             return None
         if before is not MOVING:
             self.answers.ended(len(sequence.state.output_ids))
+        if not self.has_work:
+            self.meter.rest(self._clock.now_s())
         return sequence.state
 
-    def pause(self, sequence_id: str) -> bool:
-        """Move a decoding sequence to host memory; it comes back by itself. False if none is."""
-        return self.preemption.pause(sequence_id)
-
-    def take_depth(self, prepared: Any) -> int:
+    def take_depth(self, prepared: Any) -> None:
         """Go on with the deeper model that the runner prepared; between two steps.
-
-        Returns:
-            KV tokens promised beyond what fits now: they are given back as sequences end.
 
         Raises:
             ConfigError: The layers do not fit this runner as it is now; nothing has changed.
         """
         self.depth.runner().take_depth(prepared)
         self._forget_blocks()
-        return self.depth.changed()
+        self.depth.changed()
 
     def drop_to(self, depth: int) -> Shrunk:
         """Let the layers behind the first `depth` go; between two steps.
@@ -266,6 +262,7 @@ class DecodeLoop:
         emissions: Emissions = []
         if depth in ends:
             first = ends.index(depth)
+            self.meter.begin(self._clock.now_s())
             self.depth.repay_parked(first)
             for segment in range(first + 1, len(ends)):
                 groups = self.batch.groups()  # those that stop on the way wait further down
@@ -274,7 +271,8 @@ class DecodeLoop:
                     self._run(ran, groups[segment], groups, emissions)
         runner.drop_to(depth)
         self._forget_blocks()
-        return Shrunk(emissions=emissions, excess_tokens=self.depth.changed())
+        self.depth.changed()
+        return Shrunk(emissions=emissions)
 
     def _forget_blocks(self) -> None:
         """Blocks have as many layers as there were."""
@@ -288,7 +286,7 @@ class DecodeLoop:
         self.preemption.balance()
         self.depth.repay()
         if self.batch.num_budgeted:
-            lower_thresholds(self.batch, self._token_time.value)
+            lower_thresholds(self.batch, self.step_time_s)
         while num_able := self.batch.num_decoding - self.batch.num_parked:
             try:
                 self._run_next(emissions)
@@ -405,11 +403,15 @@ class DecodeLoop:
 
     def _count_time(self, num_tokens: int, seconds: float, now_s: float) -> None:
         """Note what a pass took, and how many tokens came of it, while all are there that ran."""
-        self._tokenless_s += seconds
-        if num_tokens:
-            self._token_time.add(self._tokenless_s / num_tokens * self.batch.num_decoding)
-            self._tokenless_s = 0.0
-            self._rate.add(num_tokens, now_s=now_s)
+        self._in_passes_s += seconds
+        if not num_tokens:
+            return
+        turns = (self.batch.num_decoding - self.batch.num_parked) / num_tokens  # until all had one
+        busy_s = self.meter.busy_s(now_s)
+        self._step_time.add((busy_s - self._tokens_at_s) * turns)
+        self._pass_time.add(self._in_passes_s * turns)
+        self._tokens_at_s, self._in_passes_s = busy_s, 0.0
+        self._rate.add(num_tokens, now_s=now_s)
 
     def _commit(
         self, leavers: Group, tokens: list[list[SampledToken]], now_s: float, emissions: Emissions
@@ -522,15 +524,6 @@ class DecodeLoop:
         batch = self.batch
         return [s.state for s in batch.decoding + batch.having(PAUSED) + batch.having(MOVING)]
 
-    @property
-    def rows(self) -> list[int]:
-        """Rows of the decoding sequences, in order of joining."""
-        return [s.row for s in self.batch.decoding]
-
-    def rows_waiting_at(self, exit_index: int) -> list[int]:
-        """Rows whose token waits at a non-final exit."""
-        return [s.row for s in self.batch.groups()[exit_index + 1]]
-
     def is_paused(self, sequence_id: str) -> bool:
         """Whether a sequence is in host memory."""
         return self.batch.find(sequence_id, PAUSED) is not None
@@ -603,5 +596,10 @@ class DecodeLoop:
 
     @property
     def step_time_s(self) -> float:
-        """Recent time from one token of a sequence to its next."""
-        return self._token_time.value
+        """Recent time from one token of a sequence to its next, with all that it waits for."""
+        return self._step_time.value
+
+    @property
+    def pass_time_s(self) -> float:
+        """The part of `step_time_s` in passes of this batch: what they cost."""
+        return self._pass_time.value

@@ -40,12 +40,10 @@ class Shrunk:
     Attributes:
         blocked_by: Sequences that need the layers; if there are any, nothing has changed.
         emissions: Tokens of sequences that waited for layers that went.
-        excess_tokens: KV promised beyond what fits.
     """
 
     blocked_by: list[str] = field(default_factory=list)
     emissions: Emissions = field(default_factory=list)
-    excess_tokens: int = 0
 
 
 class DepthChanges:
@@ -120,12 +118,8 @@ class DepthChanges:
                 self.num_repayments += 1
                 self._settle(sequence)
 
-    def changed(self) -> int:
-        """Follow a change of the runner's depth.
-
-        Returns:
-            KV tokens promised beyond what fits now.
-        """
+    def changed(self) -> None:
+        """Follow a change of the runner's depth."""
         batch, runner = self._batch, self.runner()
         before = batch.ends
         batch.num_depth_changes += 1
@@ -144,7 +138,7 @@ class DepthChanges:
             for sequence in batch.decoding:
                 if sequence.is_parked and sequence.next_segment == len(before):
                     self._go_on(sequence)
-        return batch.slots.resize(runner.kv_capacity_tokens)
+        batch.slots.resize(runner.kv_capacity_tokens)
 
     def _settle(self, sequence: RunningSequence) -> None:
         """The KV of a sequence is complete as far as it was to be."""

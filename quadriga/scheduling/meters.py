@@ -54,6 +54,10 @@ class StepMeter:
         """No other follows at once."""
         self._close(now_s)
 
+    def busy_s(self, now_s: float) -> float:
+        """`StepTotals.busy_s`, with the step that is under way so far."""
+        return self.totals.busy_s + (now_s - self._began_s if self._is_open else 0.0)
+
     def _close(self, now_s: float) -> None:
         if not self._is_open:
             return

@@ -178,21 +178,11 @@ class SlotTable:
         self._free_rows.sort(reverse=True)
         return slot
 
-    def resize(self, kv_capacity_tokens: int) -> int:
-        """Change how many tokens may be promised; what is promised stays so.
-
-        Returns:
-            `excess_tokens`.
-        """
+    def resize(self, kv_capacity_tokens: int) -> None:
+        """Change how many tokens may be promised; what is promised stays so, and where that is
+        more, nothing is promised before it is given back."""
         self.kv_capacity_tokens = kv_capacity_tokens
         self.on_promise()
-        return self.excess_tokens
-
-    @property
-    def excess_tokens(self) -> int:
-        """Tokens promised beyond a capacity that was lowered since; no new one comes in before
-        they are given back."""
-        return max(0, self._reserved_tokens - self.kv_capacity_tokens)
 
     def get(self, sequence_id: str) -> Slot | None:
         return self._slots.get(sequence_id)

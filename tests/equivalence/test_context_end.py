@@ -101,7 +101,7 @@ def test_an_answer_that_fills_the_context(
         finish, paused = None, 0
         while finish is None:
             if len(state.output_ids) in (max_tokens // 2, max_tokens - 1):
-                paused += loop.pause("s")  # it comes back by itself
+                paused += loop.preemption.pause("s")  # it comes back by itself
             for _, emission in loop.step():
                 finish = emission.finish
         assert finish is FinishReason.LENGTH

@@ -73,7 +73,7 @@ def test_judging_both_branches_leaves_no_trace(native: NativeRunner, suite: Task
             decisions=decisions,
             native=native,
             clock=SystemClock(),
-            waiting_rows=lambda at: loops[0].rows_waiting_at(at),
+            waiting_rows=lambda at: [s.row for s in loops[0].batch.groups()[at + 1]],
         )
 
     watched = run(native, suite, judged, 0.9, loops.append)

@@ -196,7 +196,7 @@ def test_paused_is_undisturbed(llm: LLM) -> None:
         said += news.token_ids
         for state in list(llm.loop.decode.running):
             if len(said) % 5 == 2:
-                assert llm.loop.decode.pause(state.sequence_id)
+                assert llm.loop.decode.preemption.pause(state.sequence_id)
     assert said == wanted
 
 

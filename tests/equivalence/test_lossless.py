@@ -224,7 +224,7 @@ def test_paused_in_the_middle_of_a_draft(agreeing: NativeRunner) -> None:
         nonlocal paused_drafts
         drafting = [s for s in loop.decode.batch.decoding if s.num_drafted]
         if step % 5 == 0 and drafting:
-            paused_drafts += loop.decode.pause(drafting[-1].state.sequence_id)
+            paused_drafts += loop.decode.preemption.pause(drafting[-1].state.sequence_id)
             loop.check()
 
     got = run(loop, states(lambda i: LOSSLESS), disturb)

@@ -189,7 +189,7 @@ class Traffic:
             running = [(m, s.sequence_id) for m in members for s in m.loop.running]
             if running and rng.random() < self._pauses:
                 member, sequence_id = rng.choice(running)
-                member.loop.pause(sequence_id)
+                member.loop.preemption.pause(sequence_id)
             if running and len(self._under_way) < 3:
                 source, sequence_id = rng.choice(running)
                 if sequence_id not in self._under_way:

@@ -243,7 +243,7 @@ async def test_paused_sequences(network: Network) -> None:
     got = start(one)
     preemption = one.bench.loop.preemption
     preemption._resume_one = lambda: False  # type: ignore[method-assign]
-    assert one.bench.loop.pause(got[2].sequence_id)
+    assert one.bench.loop.preemption.pause(got[2].sequence_id)
     assert (await migrate(one, other, got[2].sequence_id)).outcome == "moved"
     assert not one.bench.loop.is_paused(got[2].sequence_id)
     got[2] = here(other, got[2].sequence_id)

@@ -89,7 +89,7 @@ def run(loop: DecodeLoop, sequences: list[SequenceState], pause_every: int = 0) 
         loop.step()
         loop.check()
         if pause_every and step % pause_every == 0 and loop.running:
-            loop.pause(loop.running[step % len(loop.running)].sequence_id)
+            loop.preemption.pause(loop.running[step % len(loop.running)].sequence_id)
             loop.check()
     raise AssertionError("the sequences did not end")
 

@@ -157,7 +157,7 @@ def test_paused_and_resumed(
         nonlocal paused
         running = loop.decode.running
         if step % 4 == 0 and running:
-            paused += loop.decode.pause(running[-1].sequence_id)
+            paused += loop.decode.preemption.pause(running[-1].sequence_id)
 
     got = run(loop, states(mixed, PROMPTS), disturb)
     assert tokens_of(got) == tokens_of(run(make_loop(load(spec)), states(mixed, PROMPTS)))

@@ -128,7 +128,7 @@ class Replica:
         if depth == self.runner.num_layers:
             return True
         if depth > self.runner.num_layers:
-            excess = self.loop.take_depth(depth)
+            self.loop.take_depth(depth)
         else:
             before = self.runner.num_layers
             depth_of = self.depths()
@@ -137,9 +137,7 @@ class Replica:
                 assert self.runner.num_layers == before and not shrunk.emissions
                 return False
             self.note([e for _, e in shrunk.emissions], depth_of)
-            excess = shrunk.excess_tokens
         assert self.slots.kv_capacity_tokens == self.runner.kv_capacity_tokens
-        assert excess == max(0, self.slots.reserved_tokens - self.slots.kv_capacity_tokens)
         self.loop.check()
         return True
 
@@ -207,7 +205,7 @@ def test_any_life(
                 loop.leave(name)
                 cancelled.add(name)
             elif here and life.pause == step:
-                loop.pause(name)
+                loop.preemption.pause(name)
         if step in changes:
             replica.go(changes[step])
         replica.step()

@@ -78,7 +78,7 @@ def test_everybody_ends_with_their_own_words(
             waiting.pop(0)
         replica.step()
         if pause_every and step % (3 * pause_every) == 0 and loop.running:
-            loop.pause(loop.running[step % len(loop.running)].sequence_id)
+            loop.preemption.pause(loop.running[step % len(loop.running)].sequence_id)
         if step > 60 and not waiting and not loop.has_work:
             break
     assert not waiting, "somebody was never let in"

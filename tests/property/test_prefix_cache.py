@@ -335,7 +335,7 @@ def test_answers_outlive_moves_pauses_rebuilds_and_deaths(
             running = place.loop.running
             name = running[pick % len(running)].sequence_id
             if kind == "pause":
-                place.loop.pause(name)
+                place.loop.preemption.pause(name)
             elif not place.loop.is_paused(name):
                 with suppress(KVCacheExhausted):
                     move(place, other, name)

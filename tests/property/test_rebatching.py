@@ -270,7 +270,7 @@ def test_random_lives(
             if life.arrival == step:
                 waiting.append(number)
             if life.pause == step:
-                replica.loop.pause(f"s{number}")
+                replica.loop.preemption.pause(f"s{number}")
                 replica.loop.check()
             if life.cancel == step:
                 if number in waiting:

@@ -72,7 +72,7 @@ def pause(replica: str, sequence_id: str) -> bool:
 
         def fill(core: Any) -> None:
             core.loop.preemption._resume_one = lambda: False
-            actor.has_paused = core.loop.pause(sequence_id)
+            actor.has_paused = core.loop.preemption.pause(sequence_id)
 
         actor.engine._inbox.put(fill)
 

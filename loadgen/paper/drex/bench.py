@@ -225,7 +225,8 @@ class DrexBench:
             runner=runner,
             native=self._native,
             clock=clock,
-            make_rebatcher=make or (lambda counters: make_rebatcher(policy, costs, counters)),
+            make_rebatcher=make
+            or (lambda counters: make_rebatcher(policy, costs, counters, clock=clock)),
             slots=slots or self._batch,
             exits=ExitParams(threshold),
             max_tokens=self._max_tokens,
@@ -265,7 +266,7 @@ class DrexBench:
                 decisions=decisions,
                 native=self._native,
                 clock=clock,
-                waiting_rows=lambda at: loops[0].rows_waiting_at(at),
+                waiting_rows=lambda at: [s.row for s in loops[0].batch.groups()[at + 1]],
             ),
             on_loop=loops.append,
         )

@@ -171,7 +171,8 @@ def closed_loop(
                 tokens = outcome.counters.tokens
                 outcome.at_exit = {k: n - warm_up.get(k, 0) for k, n in tokens.items()}
             if outcome.steps % _BYTES_EVERY == 0:
-                outcome.peak_bytes = max(outcome.peak_bytes, held_bytes(native, decode.rows))
+                rows = [sequence.row for sequence in decode.batch.decoding]
+                outcome.peak_bytes = max(outcome.peak_bytes, held_bytes(native, rows))
         if not loop.has_work:
             continue  # the only slot's last sequence has ended
         emissions = loop.step()

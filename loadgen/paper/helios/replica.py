@@ -153,6 +153,7 @@ class LocalReplica:
                 model.costs.resized(full_ends, native.segment_ends),
                 self._counters,
                 deterministic=not self._limits.is_adaptive,
+                clock=self._clock,
             ),
             counters=self._counters,
             is_partial=depth_class.depth < checkpoint.num_layers,
@@ -173,7 +174,8 @@ class LocalReplica:
     @property
     def kv_bytes(self) -> int:
         """KV, hidden states kept and those that wait, as far as they are in use."""
-        return held_bytes(self._native, self._loop.decode.rows)
+        rows = [sequence.row for sequence in self._loop.decode.batch.decoding]
+        return held_bytes(self._native, rows)
 
     @property
     def num_running(self) -> int:

@@ -11,6 +11,7 @@ sources whose own memory will run out, or has, the soonest first."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
@@ -122,8 +123,7 @@ def unpack(
 ) -> ClusterForecast | None:
     """Put the packed snapshots of one model together, of one depth class or of several.
 
-    Replicas without a forecast, and those whose grid is not the grid of the most, are left out:
-    they can neither give nor take.
+    Those that are not `comparable` are left out: they can neither give nor take.
 
     Args:
         whose_rows: Rows are most of the bytes; those of other replicas are left packed. None: all.
@@ -131,12 +131,11 @@ def unpack(
     Returns:
         None where fewer than two replicas can be compared.
     """
-    grid = common_grid(snapshots)
-    able = [s for s in snapshots if s.forecast is not None and s.forecast.grid_s == grid]
-    if grid is None or len(able) < 2:
-        return None
-    able.sort(key=lambda s: s.info.name)
+    able = comparable(snapshots)
     forecasts = [s.forecast for s in able if s.forecast is not None]
+    if len(able) < 2:
+        return None
+    grid_s = forecasts[0].grid_s
     forecasts = with_usual_lengths(forecasts, [s.step_time_s for s in able])
     free = [0 if s.draining else s.info.num_slots - s.num_running - s.num_waiting for s in able]
     depth = np.array([s.info.depth_class.depth for s in able], dtype=np.int64)
@@ -151,7 +150,7 @@ def unpack(
             _stacked([f.running for f in forecasts], NUM_LOADS) * layers[:, None],
             _stacked([f.context for f in forecasts], NUM_LOADS) * layers[:, None],
         ),
-        grid_s=np.array(grid),
+        grid_s=np.array(grid_s),
         tokens=_stacked([f.tokens for f in forecasts], NUM_LOADS).astype(np.float64),
         step_s=np.array([max(s.step_time_s, 1e-9) for s in able]),
         capacity_tokens=np.array([s.info.kv_capacity_tokens for s in able], dtype=np.float64),
@@ -211,14 +210,12 @@ def _stacked(parts: list[bytes], columns: int) -> NDArray[np.float32]:
     return np.frombuffer(b"".join(parts), dtype=_WIRE).reshape(-1, columns)
 
 
-def common_grid(snapshots: Sequence[ReplicaSnapshot]) -> tuple[float, ...] | None:
-    """The grid most replicas use; the smallest among equals."""
-    counts: dict[tuple[float, ...], int] = {}
-    for snapshot in snapshots:
-        if snapshot.forecast is not None:
-            grid = snapshot.forecast.grid_s
-            counts[grid] = counts.get(grid, 0) + 1
-    return min(counts, key=lambda grid: (-counts[grid], grid), default=None)
+def comparable(snapshots: Sequence[ReplicaSnapshot]) -> list[ReplicaSnapshot]:
+    """Those with the grid that most forecasts have, the smallest of several, by name."""
+    counts = Counter(s.forecast.grid_s for s in snapshots if s.forecast is not None)
+    grid = min(counts, key=lambda grid: (-counts[grid], grid), default=None)
+    able = [s for s in snapshots if s.forecast is not None and s.forecast.grid_s == grid]
+    return sorted(able, key=lambda s: s.info.name)
 
 
 def by_class(snapshots: Sequence[ReplicaSnapshot]) -> dict[DepthClass, list[ReplicaSnapshot]]:

@@ -82,38 +82,41 @@ class StepModel:
         stays: NDArray[np.float64],
         tokens: NDArray[np.float64],
         num: NDArray[np.float64],
-        num_replicas: int,
-    ) -> float:
-        """Seconds that a token takes, summed over the sequences of equal replicas.
+        num_replicas: NDArray[np.int64] | int,
+    ) -> NDArray[np.float64]:
+        """Seconds that a token takes, summed over the sequences of equal replicas: [...].
+
+        Many cases are computed together: a scheduler that computed one by one would stand still.
 
         Args:
             stays: [groups], of a sequence of each group.
             tokens: [groups], KV tokens of a sequence of each, on average.
-            num: [groups], sequences of each, on all replicas together.
+            num: [..., groups], sequences of each, on all replicas together.
+            num_replicas: [...].
         """
-        count = num / num_replicas
-        total = float(num.sum())
+        count = num / np.asarray(num_replicas)[..., None]
         adds = count * (self.per_sequence_s + self.per_token_s * tokens)
-        full_s = self.base_s + float(adds.sum())
-        best = total * full_s
+        full_s = self.base_s + adds.sum(axis=-1)
+        best = num.sum(axis=-1) * full_s
         leaves = 1.0 - stays
-        front_s, came = 0.0, np.zeros(len(stays))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            log_shallow = np.where(count > 0.0, count * np.log(leaves), 0.0).sum(axis=-1)
+        front_s, came = np.zeros_like(full_s), np.zeros(len(stays))
         left = np.ones(len(stays))  # u^j
-        passes = 0
-        while True:
-            front_s += self.front_share * (self.base_s + float(left @ adds))
+        passes, is_short = 0, np.ones_like(full_s, dtype=bool)
+        while is_short.any():
+            front_s += self.front_share * (self.base_s + adds @ left)
             left = left * leaves
             came = came + left
             passes += 1
-            with np.errstate(divide="ignore"):
-                no_deep = float(np.exp(np.where(count > 0.0, count * np.log(left), 0.0).sum()))
-            deep_s = self.base_s * (1.0 - no_deep) + float((1.0 - left) @ adds)
+            deep_s = self.base_s * (1.0 - np.exp(passes * log_shallow)) + adds @ (1.0 - left)
             round_s = front_s + (1.0 - self.front_share) * deep_s
-            if passes > 1 and round_s > MOST_GAP * full_s:
-                return best
-            best = min(best, round_s * float((num / (came + 1.0 - left)).sum()))
+            is_short &= (passes == 1) | (round_s <= MOST_GAP * full_s)
+            token_s = round_s * (num @ (1.0 / (came + 1.0 - left)))
+            best = np.where(is_short, np.minimum(best, token_s), best)
             if passes > 1 and self.front_share * passes > MOST_GAP:
-                return best
+                break
+        return np.asarray(best)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,27 +197,21 @@ def plan_pools(
     )
     share, tokens, num = _groups(rows)
     stays = model.stays(share)
-    mixed_s = model.token_s(stays, tokens, num, n)
+    mixed_s = float(model.token_s(stays, tokens, num, n))
     slots = (cluster.free_slots + np.bincount(cluster.owner, minlength=n)).mean()
     room = settings.memory_limit * cluster.capacity_tokens.mean()
-    best_s, best = np.inf, (0, 0)
-    for size in _sizes(n):
-        for at in range(1, len(share)):
-            sides = ((slice(0, at), size), (slice(at, None), n - size))
-            fits = all(
-                num[part].sum() <= slots * of and (num[part] @ tokens[part]) <= room * of
-                for part, of in sides
-            )
-            if not fits:
-                continue
-            split_s = sum(
-                model.token_s(stays[part], tokens[part], num[part], of) for part, of in sides
-            )
-            if split_s < best_s:
-                best_s, best = split_s, (size, at)
+    # Both sides of every split: [2, sizes, cuts, groups].
+    sizes = np.array(_sizes(n))
+    replicas = np.stack((sizes, n - sizes))[:, :, None]
+    is_shallow = np.tri(len(share) - 1, len(share), dtype=bool)
+    held = num * np.stack((is_shallow, ~is_shallow))[:, None]
+    fits = (held.sum(axis=-1) <= slots * replicas) & (held @ tokens <= room * replicas)
+    split_s = model.token_s(stays, tokens, held, replicas).sum(axis=0)
+    split_s[~fits.all(axis=0)] = np.inf
+    best_s = float(split_s.min(initial=np.inf))
     total = float(num.sum())
     members = frozenset(cluster.names)
-    if not best[0]:
+    if best_s == np.inf:
         return DepthPools(frozenset(), 1.0, 0.0, mixed_s / total, 0.0, now_unix_s, members)
     gain = 1.0 - best_s / mixed_s
     points = num_memory_points(settings, cluster.grid_s)
@@ -222,7 +219,8 @@ def plan_pools(
     has_room = peak <= ROOM_SHARE and not cluster.num_paused.any()
     was_on = last is not None and last.is_on
     is_on = has_room and gain >= (LEAVE_GAIN if was_on else ENTER_GAIN)
-    size, at = best
+    best = np.unravel_index(split_s.argmin(), split_s.shape)
+    size, at = int(sizes[best[0]]), int(best[1]) + 1
     cut = float(share[at - 1] + share[at]) / 2.0
     shallow = _shallow(cluster, last, size) if is_on else frozenset[str]()
     work = num * share

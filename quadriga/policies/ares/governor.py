@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +19,13 @@ from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
-from quadriga.policies.ares.cluster import ClusterForecast, by_class, by_model, unpack
+from quadriga.policies.ares.cluster import (
+    ClusterForecast,
+    by_class,
+    by_model,
+    comparable,
+    unpack,
+)
 from quadriga.policies.ares.depth_pools import DepthPools, is_due, plan_pools
 from quadriga.policies.ares.forecast import with_fixed
 from quadriga.policies.ares.orders import MoveTracker
@@ -86,23 +92,7 @@ class DriftMonitor:
 
 def settings_of(config: SchedulerConfig) -> AresSettings:
     """The policies' constants as configured."""
-    ares = config.ares
-    return AresSettings(
-        theta=ares.theta,
-        decay=ares.decay,
-        min_gain=ares.min_gain,
-        memory_limit=ares.memory_limit,
-        memory_horizon_s=ares.memory_horizon_s,
-        rescue_limit=ares.rescue_limit,
-        rescue_within_s=ares.rescue_within_s,
-        cooldown_s=ares.cooldown_s,
-        max_moves=ares.max_moves,
-        cost_factor=ares.cost_factor,
-        remaining_factor=ares.remaining_factor,
-        hold_share=ares.hold_share,
-        overload=ares.overload,
-        depth_pools=ares.depth_pools,
-    )
+    return AresSettings(**config.ares.model_dump(include={f.name for f in fields(AresSettings)}))
 
 
 @dataclass(slots=True)
@@ -129,6 +119,7 @@ class Governor:
     Attributes:
         overload: What overload calls for, by model; only of models that are overloaded.
         num_held: Sequences of these that wait for a decode replica.
+        drift: What is known of the predictions, by model.
         pools: Of classes with exits in use, whether shallow and deep sequences run apart.
     """
 
@@ -138,7 +129,7 @@ class Governor:
         self.num_held: dict[str, int] = {}
         self.pools: dict[DepthClass, DepthPools] = {}
         self._link = LinkMeter()
-        self._drift: dict[str, DriftMonitor] = {}
+        self.drift: dict[str, DriftMonitor] = {}
         self.last = TickSummary()
         self.moves = MoveTracker(
             max_concurrent=config.ares.max_concurrent_moves, backoff_s=config.ares.backoff_s
@@ -166,17 +157,12 @@ class Governor:
 
     def is_distrusted(self, model: str) -> bool:
         """Whether a model's predictions are not to be believed now."""
-        monitor = self._drift.get(model)
+        monitor = self.drift.get(model)
         return monitor is not None and monitor.is_drifting
-
-    @property
-    def drift(self) -> dict[str, DriftMonitor]:
-        """What is known of the predictions, by model."""
-        return self._drift
 
     def ended_lengths(self, model: str, outcomes: Sequence[LengthOutcome]) -> None:
         """Sequences of a model have ended by themselves."""
-        monitor = self._drift.setdefault(model, DriftMonitor())
+        monitor = self.drift.setdefault(model, DriftMonitor())
         for outcome in outcomes:
             monitor.ended(outcome.prediction, outcome.remaining_tokens)
 
@@ -262,10 +248,9 @@ class Governor:
         is_used = config.ares.mode == "ares" and config.placement == "ares"
         if not is_used or not config.ares.depth_pools:
             return None
-        names = [s.info.name for s in members if s.forecast is not None and not s.draining]
-        if last is not None and not is_due(last, names, now_unix_s):
+        able = comparable([s for s in members if not s.draining])
+        if last is not None and not is_due(last, [s.info.name for s in able], now_unix_s):
             return last
-        able = [s for s in members if s.info.name in names]
         cluster = unpack(able)
         return None if cluster is None else plan_pools(cluster, self.settings, last, now_unix_s)
 

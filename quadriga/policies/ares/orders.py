@@ -43,13 +43,6 @@ class MoveDecision:
     report: MigrationReport | None = None
 
 
-@dataclass(slots=True)
-class _Settling:
-    """A replica whose last snapshot may be older than its last move."""
-
-    since_s: float
-
-
 class MoveTracker:
     """What takes part in a move, and what is left alone after one that failed.
 
@@ -68,7 +61,7 @@ class MoveTracker:
         self.recent: deque[MoveDecision] = deque(maxlen=MAX_RECENT)
         self.outcomes: Counter[str] = Counter()
         self._out: dict[str, MoveDecision] = {}
-        self._settling: dict[str, _Settling] = {}
+        self._settling: dict[str, float] = {}  # replica → since when its snapshot may be too old
         self._resting: dict[str, float] = {}  # replica → until when
         self._strikes: dict[str, tuple[int, float]] = {}  # sequence → (failures, until when)
 
@@ -83,9 +76,7 @@ class MoveTracker:
 
     def busy(self, now_s: float) -> frozenset[str]:
         """Replicas that shall neither give nor take now."""
-        self._settling = {
-            name: s for name, s in self._settling.items() if now_s - s.since_s < SETTLE_S
-        }
+        self._settling = {n: at for n, at in self._settling.items() if now_s - at < SETTLE_S}
         self._resting = {name: until for name, until in self._resting.items() if until > now_s}
         taking_part = {name for o in self.under_way for name in (o.source, o.destination)}
         return frozenset(taking_part | self._settling.keys() | self._resting.keys())
@@ -128,7 +119,7 @@ class MoveTracker:
         self.outcomes[report.outcome] += 1
         if report.outcome in ("moved", "unknown"):
             for name in (order.source, order.destination):
-                self._settling[name] = _Settling(now_s)
+                self._settling[name] = now_s
         if report.outcome in ("refused", "failed", "unknown"):
             count = self._strikes.get(order.sequence_id, (0, 0.0))[0] + 1
             pause_s = self.backoff_s * min(2.0 ** (count - 1), MAX_BACKOFF_FACTOR)
@@ -140,8 +131,7 @@ class MoveTracker:
 
     def reported(self, replica: str, now_s: float) -> None:
         """A replica's snapshot has arrived, taken after everything that ended before."""
-        settling = self._settling.get(replica)
-        if settling is not None and settling.since_s < now_s:
+        if self._settling.get(replica, now_s) < now_s:
             del self._settling[replica]
 
     def replica_died(self, replica: str) -> None:

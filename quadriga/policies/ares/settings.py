@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import overload
 
@@ -44,6 +44,18 @@ def horizon_s(reference_step_s: float) -> tuple[float, ...]:
             f"reference_step_s: {reference_step_s} must lie in 0..1000 s", param="reference_step_s"
         )
     return tuple((TOKENS_AHEAD * reference_step_s).tolist())
+
+
+_MOST = {
+    "memory_horizon_s": 1e6,
+    "rescue_within_s": 1e6,
+    "cooldown_s": 3600.0,
+    "max_moves": 1000,
+    "cost_factor": 1e3,
+    "remaining_factor": 1e3,
+    "hold_share": 10.0,
+}
+"""The most that a setting may be, where that is not 1; the least is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +100,12 @@ class AresSettings:
     depth_pools: bool = True
 
     def __post_init__(self) -> None:
-        _in_range("theta", self.theta, 0.0, 1.0)
-        _in_range("decay", self.decay, 0.0, 1.0)
-        _in_range("min_gain", self.min_gain, 0.0, 1.0)
-        _in_range("memory_limit", self.memory_limit, 0.0, 1.0)
-        _in_range("memory_horizon_s", self.memory_horizon_s, 0.0, 1e6)
-        _in_range("rescue_limit", self.rescue_limit, 0.0, 1.0)
-        _in_range("rescue_within_s", self.rescue_within_s, 0.0, 1e6)
-        _in_range("cooldown_s", self.cooldown_s, 0.0, 3600.0)
-        _in_range("max_moves", self.max_moves, 0, 1000)
-        _in_range("moves_share", self.moves_share, 0.0, 1.0)
-        _in_range("cost_factor", self.cost_factor, 0.0, 1e3)
-        _in_range("remaining_factor", self.remaining_factor, 0.0, 1e3)
-        _in_range("hold_share", self.hold_share, 0.0, 10.0)
+        for field in fields(self):
+            most, value = _MOST.get(field.name, 1.0), getattr(self, field.name)
+            if not 0.0 <= value <= most:
+                raise ConfigError(
+                    f"{field.name}: {value} must lie in 0..{most:g}", param=field.name
+                )
 
     @property
     def weights(self) -> NDArray[np.float64]:
@@ -164,11 +169,6 @@ class TransferCosts:
 def num_memory_points(settings: AresSettings, grid_s: ArrayLike) -> int:
     """Points of the grid at which memory is looked at: now, and those inside the horizon."""
     return int(np.asarray(grid_s).searchsorted(settings.memory_horizon_s, side="right"))
-
-
-def _in_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ConfigError(f"{name}: {value} must lie in {low:g}..{high:g}", param=name)
 
 
 FIRST_BANDWIDTH_BYTES_PER_S = 100e6

@@ -4,7 +4,7 @@ Source: *Dynamic Rebatching for Early-Exit Inference*; the two-level profit mode
 """
 
 from quadriga.policies.drex.costs import SegmentCosts
-from quadriga.policies.drex.plan import RebatchPlan, make_plan
+from quadriga.policies.drex.plan import RebatchPlan
 from quadriga.policies.drex.rebatcher import DrexRebatcher
 
-__all__ = ["DrexRebatcher", "RebatchPlan", "SegmentCosts", "make_plan"]
+__all__ = ["DrexRebatcher", "RebatchPlan", "SegmentCosts"]

@@ -26,9 +26,9 @@ split. This form is ours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from math import sqrt
 from random import Random
 from statistics import NormalDist
@@ -92,10 +92,14 @@ class Demand:
     max_gap_s: float
 
 
+Planning = Generator[None, None, RebatchPlan]
+"""Returns a plan; yields after each play, as a replica's batch must not wait for them all."""
+
+
 def make_plan(
     costs: SegmentCosts, demand: Demand, *, must_test: bool = False, gain: float = GAIN
-) -> RebatchPlan:
-    """Return the best steady state.
+) -> Planning:
+    """Find the best steady state.
 
     Args:
         must_test: Leave no exit out (deterministic answers); only the batches are chosen.
@@ -104,26 +108,22 @@ def make_plan(
     exits = range(len(demand.left_by))
     table = _Table(costs, demand)
     if must_test and exits:
-        return _best_targets(table, demand, tuple(exits))
+        return (yield from _best_targets(table, demand, tuple(exits)))
     n = demand.running
     best = RebatchPlan((), (), n / table.seconds(0, costs.num_segments, n))
     bar = gain * best.tokens_per_s
     if len(demand.left_by) <= _EXHAUSTIVE:
-        subsets = [s for k in range(1, len(exits) + 1) for s in combinations(exits, k)]
-        plans = [_best_targets(table, demand, s) for s in subsets if _is_worth(demand, s)]
+        plans: list[RebatchPlan] = []
+        for subset in chain.from_iterable(combinations(exits, k + 1) for k in exits):
+            if _is_worth(demand, subset):
+                plan = yield from _best_targets(table, demand, subset)
+                plans.append(plan)
     else:
-        plans = _grow(table, demand)
+        plans = yield from _grow(table, demand)
     for plan in plans:  # fewer exits first
         if plan.tokens_per_s > max(bar, _MORE * best.tokens_per_s):
             best = plan
     return best
-
-
-def evaluate(
-    costs: SegmentCosts, demand: Demand, exits: tuple[int, ...], targets: tuple[int, ...]
-) -> RebatchPlan:
-    """Return the steady state of these exits and batches; throughput 0 where a gap is too long."""
-    return _play(_Table(costs, demand), demand, exits, targets)
 
 
 def _is_worth(demand: Demand, exits: Sequence[int]) -> bool:
@@ -131,7 +131,7 @@ def _is_worth(demand: Demand, exits: Sequence[int]) -> bool:
     return min(_shares(demand, exits)) >= _LEAST_SHARE
 
 
-def _grow(table: _Table, demand: Demand) -> list[RebatchPlan]:
+def _grow(table: _Table, demand: Demand) -> Generator[None, None, list[RebatchPlan]]:
     """Add the exit that helps most, while one does; batches are chosen for the ones taken."""
     plans: list[RebatchPlan] = []
     chosen: tuple[int, ...] = ()
@@ -142,19 +142,21 @@ def _grow(table: _Table, demand: Demand) -> list[RebatchPlan]:
                 subset = tuple(sorted((*chosen, e)))
                 if _is_worth(demand, subset):
                     options.append(_play(table, demand, subset, (1,) * len(subset)))
+                    yield
         best = max(options, key=lambda plan: plan.tokens_per_s, default=None)
         if best is not None:
-            best = _best_targets(table, demand, best.exits)
+            best = yield from _best_targets(table, demand, best.exits)
         if best is None or (plans and best.tokens_per_s <= plans[-1].tokens_per_s):
             return plans
         plans.append(best)
         chosen = best.exits
 
 
-def _best_targets(table: _Table, demand: Demand, exits: tuple[int, ...]) -> RebatchPlan:
+def _best_targets(table: _Table, demand: Demand, exits: tuple[int, ...]) -> Planning:
     """Choose each stage's batch in turn, from the last to the first, twice over."""
     targets = [1] * len(exits)
     best = _play(table, demand, exits, tuple(targets))  # the shortest gaps there are
+    yield
     for _ in range(2 if len(exits) > 1 else 1):
         for i in reversed(range(len(exits))):
             worse = 0
@@ -162,6 +164,7 @@ def _best_targets(table: _Table, demand: Demand, exits: tuple[int, ...]) -> Reba
                 if size > demand.running or worse > 1:
                     break
                 plan = _play(table, demand, exits, (*targets[:i], size, *targets[i + 1 :]))
+                yield
                 worse = 0 if plan.tokens_per_s >= best.tokens_per_s else worse + 1
                 if plan.tokens_per_s > best.tokens_per_s:
                     best = plan
@@ -172,7 +175,7 @@ def _best_targets(table: _Table, demand: Demand, exits: tuple[int, ...]) -> Reba
 def _play(
     table: _Table, demand: Demand, exits: tuple[int, ...], targets: tuple[int, ...]
 ) -> RebatchPlan:
-    """Play a steady state through."""
+    """Play a steady state through; throughput 0 where a gap is too long."""
     last = len(exits) - 1
     stops = [*(e + 1 for e in exits), table.num_segments]
     times = [table.line(0, stops[0])]

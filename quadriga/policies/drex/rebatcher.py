@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from random import Random
 
 from quadriga.checkpoint.exits import ExitCounters
+from quadriga.clock import Clock, ManualClock
 from quadriga.policies.drex.costs import SegmentCosts
-from quadriga.policies.drex.plan import Demand, RebatchPlan, make_plan
+from quadriga.policies.drex.plan import Demand, Planning, RebatchPlan, make_plan
 from quadriga.policies.rebatching import BatchDecision, ExitGroup, Range, Waiting
 
 EXPLORE_EVERY = 64  # decisions, and passes from the front, at the least
@@ -21,6 +22,7 @@ _FIRST_LOOKS = 3  # at every exit, before its rate is believed
 _FIRST_SURVEYS = 8  # whatever they cost
 SURVEY_EVERY = 8  # passes from the front, where surveys are wanted, at the least
 SURVEY_SHARE = 0.02  # of the time, that surveys may cost at the most
+PLAN_SHARE = 0.02  # of the time, that making plans may take at the most
 _GAP = 1.5  # times a full pass: what a token may take by default
 _LEEWAY = 1.05  # of a plan's gaps, which are played, not measured
 _SKIPPED_PRIOR = 512.0  # segments of tokens, all thought to be filled in, before some were seen
@@ -50,6 +52,8 @@ class DrexRebatcher:
             could have left; tokens leave where the plan lets them, as always. It is put off while
             surveys cost more than `SURVEY_SHARE` of the time, by the forecast.
         overhead_s: First guess of what a pass costs beside the runner's own time.
+        clock: By which plans are made little by little between passes, all but the first; None:
+            each at once.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class DrexRebatcher:
         survey_every: int = 0,
         overhead_s: float = 20e-6,
         seed: int = 0,
+        clock: Clock | None = None,
     ) -> None:
         self.costs = costs
         self._survey_every = self._until_survey = survey_every
@@ -78,8 +83,11 @@ class DrexRebatcher:
         self._until_look = 0
         self._looks = 0
         self._patience = 1  # looks
-        self._plans: dict[int, RebatchPlan] = {}  # by the number of sequences, for the same reasons
+        self._plans: dict[int, RebatchPlan] = {}  # by the number of sequences, the last of each
         self._planned_for = 0
+        self._planning: Planning | None = None  # the next plan, while it is made
+        self._plan_clock = clock or ManualClock()
+        self._plan_credit_s = float("inf")  # that planning may go on for; below 0 it waits
         self._basis: tuple[float, ...] = ()  # what the plan was made of
         self._until_exploration = EXPLORE_EVERY  # splits
         self._until_probe = EXPLORE_EVERY  # passes from the front; apart, or one starves the other
@@ -103,6 +111,7 @@ class DrexRebatcher:
             deterministic=self._deterministic,
             survey_every=self._survey_every,
             overhead_s=self.overhead_s,
+            clock=self._plan_clock,
         )
         other._busy_s, other._surveyed_s = self._busy_s, self._surveyed_s
         other._random = self._random
@@ -154,10 +163,7 @@ class DrexRebatcher:
         is_planned = self.tests(at)
         if self._probe == at:
             self._probe = None
-        stay_s = profit_s = 0.0
-        if is_planned:
-            stay_s, flush_s = self._branches_s(group)
-            profit_s = stay_s - flush_s - self.overhead_s - self.skip_s(at, may_leave)
+        stay_s, profit_s = self.split_s(group) if is_planned else (0.0, 0.0)
         if not is_planned:
             splits = False  # probed: it was worth a look, the plan decides
         elif self._deterministic or not may_leave:
@@ -194,6 +200,8 @@ class DrexRebatcher:
         self._filled = self._filled * _FORGET + filled
         self.costs.filled_share = min(1.0, self._filled / max(1.0, self._skipped))
         self._busy_s += seconds
+        # What is not used is not kept: together it would make the batch wait.
+        self._plan_credit_s = min(0.0, self._plan_credit_s) + PLAN_SHARE * seconds
         self._idle_since_s = self._pass_from_s + seconds
         if ran.first == 0:
             self._last_front_s = seconds
@@ -239,9 +247,9 @@ class DrexRebatcher:
     def _front_range(self, front: Waiting, waiting: Sequence[Waiting]) -> Range:
         self._until_look -= 1
         running = front.count + sum([w.count for w in waiting])
-        changed = abs(running - self._planned_for) > max(1, self._planned_for // 4)
-        if self._until_look <= 0 or changed:
-            self._look(running, front, waiting, must_plan=changed)
+        if self._planning is None and (self._until_look <= 0 or self._is_for_others(running)):
+            self._look(running, front, waiting)
+        self._plan_on()
         self._is_survey = self._survey_is_due(front)
         if self._is_survey:
             self._probe = None
@@ -307,10 +315,12 @@ class DrexRebatcher:
             return self.plan.exits
         return tuple(sorted({*self.plan.exits, self._probe}))
 
-    def _look(
-        self, running: int, front: Waiting, waiting: Sequence[Waiting], *, must_plan: bool
-    ) -> None:
-        """Make a new plan where the old one's reasons no longer hold."""
+    def _is_for_others(self, running: int) -> bool:
+        """Whether the plan was made for far more or far fewer sequences."""
+        return abs(running - self._planned_for) > max(1, self._planned_for // 4)
+
+    def _look(self, running: int, front: Waiting, waiting: Sequence[Waiting]) -> None:
+        """Begin a new plan where the old one's reasons no longer hold."""
         self._until_look = REPLAN_EVERY
         self._looks += 1
         tokens = front.num_tokens + sum([w.num_tokens for w in waiting])
@@ -323,11 +333,11 @@ class DrexRebatcher:
         drift = max(
             (abs(a - b) for a, b in zip(basis, self._basis, strict=False)), default=float("inf")
         )
+        if self._plans and self._is_for_others(running):
+            self._planned_for = min(self._plans, key=lambda count: abs(count - running))
+            self.plan = self._plans[self._planned_for]
         is_time = drift > _DRIFT and self._looks >= self._patience
-        if not must_plan and not is_time and self._looks < REPLAN_LATEST:
-            return
-        if must_plan and drift <= _DRIFT and running in self._plans:
-            self.plan, self._planned_for = self._plans[running], running
+        if not (is_time or self._is_for_others(running) or self._looks >= REPLAN_LATEST):
             return
         self._basis, self._looks, self._planned_for = basis, 0, running
         demand = Demand(
@@ -337,12 +347,22 @@ class DrexRebatcher:
             overhead_s=self.overhead_s,
             max_gap_s=_LEEWAY * self.target_gap_s(running),
         )
-        self.plan = make_plan(self.costs, demand, must_test=self._deterministic)
-        if drift > _DRIFT:
-            self._plans.clear()
-        self._plans[running] = self.plan
+        self._planning = make_plan(self.costs, demand, must_test=self._deterministic)
         # Planning takes as long as some passes: the longer the replica runs, the rarer it is.
         self._patience = min(2 * self._patience, REPLAN_LATEST)
+
+    def _plan_on(self) -> None:
+        """Go on with the plan that is being made, for as long as passes have paid for it."""
+        while self._planning is not None and self._plan_credit_s >= 0.0:
+            started_s = self._plan_clock.now_s()
+            try:
+                next(self._planning)
+            except StopIteration as end:
+                self._planning, self.plan = None, end.value
+                self._plans[self._planned_for] = self.plan
+            took_s = self._plan_clock.now_s() - started_s
+            self._plan_credit_s -= took_s
+            self._pass_from_s += took_s  # a pass costs none of it
 
     def _full_s(self, count: int) -> float:
         return self.costs.forecast_s(
@@ -364,19 +384,13 @@ class DrexRebatcher:
         stop = next((e + 1 for e in self.plan.exits if e >= first), self.costs.num_segments)
         return Range(first, stop, tests=stop < self.costs.num_segments)
 
-    def profit_s(self, group: ExitGroup) -> float:
-        """Δ: seconds that splitting saves against carrying the whole group down."""
-        stay_s, flush_s = self._branches_s(group)
-        leavers = len(group.passed) - group.remaining.count
-        return stay_s - flush_s - self.overhead_s - self.skip_s(group.ran.stop - 1, leavers)
-
     def flush_batch(self, at: int, count: int) -> int:
         """The batch in which `count` rows at an exit will go on: as planned, or as of late."""
         expected = self._flush_rows[at] or self._target(at)
         return max(count, min(self._target(at), round(expected)), 1)
 
-    def _branches_s(self, group: ExitGroup) -> tuple[float, float]:
-        """What carrying the whole group down costs now, and what the flush of those that must go.
+    def split_s(self, group: ExitGroup) -> tuple[float, float]:
+        """What carrying the whole group down costs now, and Δ, what splitting saves of it.
 
         Whoever waits there anyway would go down with the whole group; that much is not its cost.
         """
@@ -386,7 +400,9 @@ class DrexRebatcher:
         both = len(group.passed) + alone
         stay_s = self._stage_s(at, both, both * tokens_each)
         stay_s -= self._flush_share_s(at, alone, tokens_each)
-        return stay_s, self._flush_share_s(at, group.remaining.count, tokens_each)
+        saved_s = stay_s - self._flush_share_s(at, group.remaining.count, tokens_each)
+        leavers = len(group.passed) - group.remaining.count
+        return stay_s, saved_s - self.overhead_s - self.skip_s(at, leavers)
 
     def skip_s(self, at: int, leavers: int) -> float:
         """What filling in the KV of those who leave at an exit will take."""

@@ -9,7 +9,6 @@ requests."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from quadriga.core.replica import DepthClass, Role
 from quadriga.policies.helios.messages import Order, ReplicaReport, Resize, Switch
@@ -140,18 +139,13 @@ MAX_BACKOFF_S = 3600.0
 LATE = "no answer in time"
 
 
-@dataclass(slots=True)
-class _Backoff:
-    until_s: float
-    delay_s: float
-
-
 class PendingAction:
     """Writes orders and remembers the one under way.
 
     Args:
         timeout_s: An order without an answer by then has failed.
-        retry_s: A replica whose order failed is left alone for this long, doubling.
+        retry_s: A replica is not asked again for what it failed to do for this long, doubling; for
+            something else it is asked at once.
 
     Attributes:
         order: The one under way, or None.
@@ -160,7 +154,7 @@ class PendingAction:
     def __init__(self, timeout_s: float, retry_s: float) -> None:
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._num_orders = 0
-        self._backoff: dict[str, _Backoff] = {}
+        self._failed: dict[tuple[str, DepthClass], tuple[float, float]] = {}  # until when, delay
         self.order: Order | None = None
 
     def write(
@@ -185,18 +179,26 @@ class PendingAction:
         """Whether the one under way should have been answered."""
         return self.order is not None and now_s >= self.order.deadline_s
 
-    def back_off(self, replica: str, now_s: float) -> float:
-        """Leave a replica alone; returns for how long."""
-        last = self._backoff.get(replica)
-        delay_s = min(2.0 * last.delay_s, MAX_BACKOFF_S) if last else self._retry_s
-        self._backoff[replica] = _Backoff(now_s + delay_s, delay_s)
+    def back_off(self, order: Order, now_s: float, *, is_held_up: bool) -> float:
+        """Do not ask for the same again for a while; returns for how long.
+
+        Args:
+            is_held_up: Requests were in the way, which says nothing of the next time.
+        """
+        key = (order.replica, order.depth_class)
+        last_s = 0.0 if is_held_up else self._failed.get(key, (0.0, 0.0))[1]
+        delay_s = max(self._retry_s, min(2.0 * last_s, MAX_BACKOFF_S))
+        self._failed[key] = (now_s + delay_s, delay_s)
         return delay_s
 
-    def forgive(self, replica: str) -> None:
-        """It did as ordered, or will be asked for something else."""
-        self._backoff.pop(replica, None)
+    def succeeded(self, order: Order) -> None:
+        """The replica did as ordered."""
+        self._failed.pop((order.replica, order.depth_class), None)
 
-    def may_ask(self, replica: str, now_s: float) -> bool:
-        """Whether its time alone is over."""
-        backoff = self._backoff.get(replica)
-        return backoff is None or now_s >= backoff.until_s
+    def forget_failures(self) -> None:
+        """Let everything be asked for at once."""
+        self._failed.clear()
+
+    def may_ask(self, replica: str, then: DepthClass, now_s: float) -> bool:
+        """Whether a replica may be asked for a class now."""
+        return now_s >= self._failed.get((replica, then), (now_s, 0.0))[0]

@@ -198,6 +198,7 @@ class Helios:
         if self._phase is HeliosPhase.SERVE and is_due:
             self._phase = HeliosPhase.PROFILE
             self._barred.clear()
+            self._pending.forget_failures()
             first = self._target.model if self._target is not None else ""
             candidates = sorted(self._full.values(), key=lambda c: c.model != first)
             hopeless = self._chooser.hopeless(self._situation(now_s))
@@ -263,7 +264,7 @@ class Helios:
         order = self._pending.take(event.order_id)
         if order is None:
             return  # given up meanwhile; the next tick shows what the replica holds
-        self._pending.forgive(order.replica)
+        self._pending.succeeded(order)
         row = self.table.row(order.depth_class.model, order.depth_class.depth)
         if event.is_start:
             row.load_s = event.load_s
@@ -312,7 +313,7 @@ class Helios:
             self._target = self._before if self._before in classes else first
             outputs.append(Keep(f"{what}; {self._target} goes on serving"))
         else:
-            delay_s = self._pending.back_off(order.replica, now_s)
+            delay_s = self._pending.back_off(order, now_s, is_held_up=event.is_held_up)
             outputs.append(Keep(f"{what}; it is asked again in {delay_s:.3g} s"))
 
     def _check_order(self, now_s: float, outputs: list[Output]) -> None:
@@ -378,7 +379,8 @@ class Helios:
         )
         for name in in_order(replicas, wanted, first=sorted(aside)):
             then = wanted[name]
-            if self._pending.may_ask(name, now_s) and may_change(name, then, replicas, strict):
+            may_ask = self._pending.may_ask(name, then, now_s)
+            if may_ask and may_change(name, then, replicas, strict):
                 now, self._ordered_s = replicas[name].depth_class, now_s
                 outputs.append(self._pending.write(name, now, then, self._why(name, then), now_s))
                 return

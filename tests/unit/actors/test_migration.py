@@ -354,7 +354,7 @@ async def test_a_paused_sequence_moves_out_of_host_memory() -> None:
     replica = Replica()
     state = replica.take()
     known = state.num_tokens - 1
-    assert replica.loop.pause("s")
+    assert replica.loop.preemption.pause("s")
     assert (await replica.migrate()).outcome == "moved"
     (transfer,) = replica.transfers
     assert sum(n for _, _, n in transfer.sent + transfer.carried) == known
@@ -368,7 +368,7 @@ async def test_a_paused_sequence_moves_out_of_host_memory() -> None:
 @pytest.mark.parametrize("step", ["reserve", "send", "commit"])
 async def test_a_paused_sequence_that_does_not_move_comes_back(step: str) -> None:
     replica = running(**{step: [BROKEN_LINE]})
-    assert replica.loop.pause("s")
+    assert replica.loop.preemption.pause("s")
     report = await replica.migrate()
     assert report.outcome == ("refused" if step == "reserve" else "failed")
     assert replica.loop.is_paused("s")
@@ -381,7 +381,7 @@ async def test_a_sequence_may_be_paused_and_resumed_while_it_is_copied(step: str
 
     def turn(name: str) -> None:
         if name == step and not replica.loop.is_paused("s"):
-            assert replica.loop.pause("s")
+            assert replica.loop.preemption.pause("s")
         elif name == step:
             replica.loop.step()  # there is room: it runs again
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from io import StringIO
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,12 +15,18 @@ from quadriga.core.migration import MigrationCause
 from quadriga.core.routing import PlaceRequest
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.cluster import ClusterForecast
-from quadriga.policies.ares.depth_pools import PLAN_EVERY_S, DepthPools, is_due
+from quadriga.policies.ares.depth_pools import (
+    PLAN_EVERY_S,
+    DepthPools,
+    StepModel,
+    is_due,
+    plan_pools,
+)
 from quadriga.policies.ares.forecast import check_forecast
 from quadriga.policies.ares.governor import Governor
 from quadriga.policies.ares.placement import best_replica
 from quadriga.policies.ares.recording import RecordedTick, parse_ticks, replay, write_tick
-from quadriga.policies.ares.settings import AresSettings
+from quadriga.policies.ares.settings import AresSettings, horizon_s
 from tests.unit.policies.ares_twin import CLASS, Held, snapshot, unpacked
 
 SETTINGS = AresSettings()
@@ -121,6 +128,24 @@ def test_a_plan_lasts_a_minute_or_until_replicas_come_or_go() -> None:
     assert is_due(last, ["a", "b"], PLAN_EVERY_S)
     assert is_due(last, ["a"], 1.0)
     assert is_due(None, ["a", "b"], 0.0)
+
+
+def test_a_replica_that_cannot_be_compared_does_not_make_every_tick_plan_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    governed, _ = governor()
+    snapshots = [snapshot(n, h, front_share=FRONT) for n, h in zip("ab", mixed(), strict=True)]
+    other = snapshot("c", rows("c", [1.0] * 4), front_share=FRONT)
+    assert other.forecast is not None
+    other = replace(other, forecast=replace(other.forecast, grid_s=horizon_s(0.05)))
+    plan, model = Mock(side_effect=plan_pools), Mock(side_effect=StepModel.token_s)
+    monkeypatch.setattr("quadriga.policies.ares.governor.plan_pools", plan)
+    monkeypatch.setattr(StepModel, "token_s", lambda *args: model(*args))
+    for now_s in (10.0, 11.0):
+        governed.tick([*snapshots, other], now_s=now_s, now_unix_s=1.0)
+    assert governed.pools[CLASS].members == {"a", "b"}
+    assert plan.call_count == 1
+    assert model.call_count == 2, "without a split, and all splits together"
 
 
 def test_a_forecast_with_an_impossible_share_before_the_first_exit_is_refused() -> None:

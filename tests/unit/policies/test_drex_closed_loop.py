@@ -17,11 +17,12 @@ from quadriga.clock import ManualClock
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.policies.baselines.exits import NoExits
 from quadriga.policies.drex import DrexRebatcher, RebatchPlan, SegmentCosts
-from quadriga.policies.drex.plan import Demand, evaluate, make_plan
+from quadriga.policies.drex.plan import Demand
 from quadriga.policies.rebatching import Range, Rebatcher, Waiting
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import FakeSegmentRunner, confidence_at
+from tests.unit.policies.drex_plans import evaluate, make_plan
 
 Shape = Callable[[int], float]
 MAX_TOKENS = 48

@@ -8,16 +8,9 @@ from random import Random
 
 import pytest
 
-from quadriga.policies.drex import SegmentCosts, make_plan
-from quadriga.policies.drex.plan import (
-    GAIN,
-    Demand,
-    RebatchPlan,
-    _best_targets,
-    _grow,
-    _Table,
-    evaluate,
-)
+from quadriga.policies.drex import SegmentCosts
+from quadriga.policies.drex.plan import GAIN, Demand, RebatchPlan, _best_targets, _grow, _Table
+from tests.unit.policies.drex_plans import ended, evaluate, make_plan
 
 
 def costs_of(
@@ -156,8 +149,8 @@ def test_greedy_growth_finds_what_trying_all_finds() -> None:
         wanted = demand(*left_by, running=random.choice([4, 16, 48]))
         subsets = [s for k in range(1, num_exits + 1) for s in combinations(range(num_exits), k)]
         table = _Table(costs, wanted)
-        best = max(_best_targets(table, wanted, s).tokens_per_s for s in subsets)
-        grown = max(plan.tokens_per_s for plan in _grow(table, wanted))
+        best = max(ended(_best_targets(table, wanted, s)).tokens_per_s for s in subsets)
+        grown = max(plan.tokens_per_s for plan in ended(_grow(table, wanted)))
         assert grown <= best * (1 + 1e-12)
         worst = min(worst, grown / best)
     assert worst >= 0.96

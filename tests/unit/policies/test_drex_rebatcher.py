@@ -8,10 +8,12 @@ from itertools import pairwise
 import pytest
 
 from quadriga.checkpoint.exits import ExitCounters
-from quadriga.policies.drex import DrexRebatcher, RebatchPlan, SegmentCosts
+from quadriga.clock import ManualClock
+from quadriga.policies.drex import DrexRebatcher, RebatchPlan, SegmentCosts, plan
 from quadriga.policies.drex.rebatcher import (
     EXPLORE_EVERY,
     EXPLORE_SHARE,
+    PLAN_SHARE,
     REPLAN_EVERY,
     REPLAN_LATEST,
 )
@@ -68,19 +70,19 @@ def test_profit_by_hand() -> None:
     Split:                  4 / 8 · t(8)    =  6 ms, and 0.02 ms for the splitting
     """
     rebatcher, _ = policy(4e-3, 1e-3)
-    found = rebatcher.profit_s(group(6, 4, waiting=3))
+    found = rebatcher.split_s(group(6, 4, waiting=3))[1]
     assert found == pytest.approx(17e-3 - 4.5e-3 - 6e-3 - OVERHEAD_S)
     # Nobody waits: t(10) − 4 / 8 · t(8) − h.
-    assert rebatcher.profit_s(group(6, 4)) == pytest.approx(14e-3 - 6e-3 - OVERHEAD_S)
+    assert rebatcher.split_s(group(6, 4))[1] == pytest.approx(14e-3 - 6e-3 - OVERHEAD_S)
     # More stay than a flush was planned for: they are the flush.
-    assert rebatcher.profit_s(group(1, 11)) == pytest.approx(16e-3 - 15e-3 - OVERHEAD_S)
+    assert rebatcher.split_s(group(1, 11))[1] == pytest.approx(16e-3 - 15e-3 - OVERHEAD_S)
 
 
 def test_a_split_pays_for_the_kv_that_its_leavers_skip() -> None:
     rebatcher, _ = policy(4e-3, 1e-3)
-    before_s = rebatcher.profit_s(group(6, 4))
+    before_s = rebatcher.split_s(group(6, 4))[1]
     rebatcher.costs.fill_s = 0.2e-3
-    assert rebatcher.profit_s(group(6, 4)) == pytest.approx(before_s - 6 * 0.2e-3)
+    assert rebatcher.split_s(group(6, 4))[1] == pytest.approx(before_s - 6 * 0.2e-3)
     # Of 512 + 100 that were skipped 512 were filled in when a sequence went deep again.
     rebatcher._skipped += 100
     rebatcher.observe(Range(0, 1), 1, 10, 5e-3, None)
@@ -95,7 +97,7 @@ def test_splits_where_it_pays_and_books_it() -> None:
     at = group(6, 4)
     assert rebatcher.judge(at, 0.0) is BatchDecision.SPLIT
     assert (counters.splits, counters.stays) == (1, 0)
-    assert counters.predicted_profit_s == pytest.approx(rebatcher.profit_s(at))
+    assert counters.predicted_profit_s == pytest.approx(rebatcher.split_s(at)[1])
     assert counters.realised_profit_s == pytest.approx(14e-3 - OVERHEAD_S)
     waiting = [Waiting(8, 80, 0.0)]
     ran = rebatcher.choose(NOBODY, waiting, 0.0)
@@ -191,7 +193,7 @@ def test_one_decision_in_so_many_is_turned_round() -> None:
 
 def test_turning_round_costs_no_more_than_its_share_of_the_time() -> None:
     rebatcher, counters = policy(4e-3, 1e-3)
-    price_s = rebatcher.profit_s(group(6, 4))
+    price_s = rebatcher.split_s(group(6, 4))[1]
     for _ in range(100 * EXPLORE_EVERY):
         rebatcher.judge(group(6, 4), 0.0)
         rebatcher.observe(Range(0, 1), 10, 100, 14e-3, None)
@@ -324,3 +326,32 @@ def test_the_default_gap_is_one_and_a_half_full_passes() -> None:
     rebatcher, _ = policy(4e-3, 1e-3)
     assert rebatcher.target_gap_s(6) == pytest.approx(1.5 * 20e-3)
     assert rebatcher.target_gap_s(0) == rebatcher.target_gap_s(1)
+
+
+@pytest.mark.parametrize("segments", [3, 5])
+def test_plans_are_made_between_passes_and_take_a_small_share_of_the_time(
+    monkeypatch: pytest.MonkeyPatch, segments: int
+) -> None:
+    """The batch grows to 64; a pass takes 5 ms, and each steady state 0.4 ms to be played."""
+    clock, play_s, real = ManualClock(), 0.4e-3, plan._play
+    monkeypatch.setattr(plan, "_play", lambda *args: [clock.advance(play_s), real(*args)][1])
+    costs = costs_of(5e-3 / segments, 0.0, segments=segments)
+    rebatcher = DrexRebatcher(costs, counters=ExitCounters(), clock=clock)
+    busy_s = planning_s = longest_s = 0.0
+    nobody = [NOBODY] * (segments - 1)
+    for turn in range(1500):
+        running = min(64, 1 + turn // 4)
+        began_s = clock.now_s()
+        ran = rebatcher.choose(Waiting(running, 10 * running), nobody, began_s)
+        took_s = clock.now_s() - began_s
+        if turn:  # the first plan is made at once
+            planning_s, longest_s = planning_s + took_s, max(longest_s, took_s)
+        clock.advance(5e-3)
+        busy_s += 5e-3
+        rebatcher.observe(ran, running, 10 * running, 5e-3, running // 2 if ran.tests else None)
+        rebatcher.choose(NOBODY, [Waiting(1, 10), *nobody[1:]], clock.now_s())
+        assert planning_s <= PLAN_SHARE * busy_s + play_s
+    assert planning_s > 0.0
+    assert longest_s <= 2 * play_s
+    assert rebatcher.overhead_s <= OVERHEAD_S, "planning is no part of what a pass costs"
+    assert 64 in rebatcher._plans, "and in the end there is a plan for all"

@@ -245,6 +245,35 @@ def test_one_of_two_failing_is_asked_again_later() -> None:
     ]
 
 
+def test_what_a_replica_failed_to_do_keeps_nothing_else_from_it() -> None:
+    cluster = chosen(with_scout(retry_s=30))
+    cluster.replicas["decode-1"] = decode(L32)  # it restarted
+    for _ in range(7):
+        cluster.tick(4000)
+        assert cluster.trace[-1] == "switch decode-1 opt-1.3b@6"
+        cluster.fail()
+    cluster.tick()
+    assert cluster.order is None
+    cluster.breach(100, 100)
+    cluster.settle()
+    assert cluster.trace[-3:] == [
+        "choose opt-1.3b@24",
+        "resize decode-0 opt-1.3b@24",
+        "switch decode-1 opt-1.3b@24",
+    ]
+
+
+def test_a_scout_that_failed_is_asked_anew_when_all_is_profiled_anew() -> None:
+    cluster = chosen(with_scout(1, reassess_requests=10, retry_s=30))
+    cluster.replicas["scout"] = decode(L32)  # it restarted
+    for _ in range(7):
+        cluster.tick(4000)
+        assert cluster.trace[-1] == "switch scout opt-1.3b@24"
+        cluster.fail()
+    serve(cluster, 10, S6)
+    assert cluster.trace[-1] == "switch scout opt-1.3b@24"
+
+
 def test_a_candidate_that_cannot_be_loaded_is_left_out() -> None:
     cluster = with_scout(1)
     cluster.tick()
@@ -303,10 +332,13 @@ def test_a_change_that_strict_requests_hold_up_is_asked_for_again() -> None:
     while cluster.order is not None and cluster.order.replica == "scout":
         cluster.done()
     assert cluster.trace[-1] == "resize decode-0 opt-1.3b@6"
-    cluster.tell(OrderFailed(cluster.take().order_id, "12 need the layers", is_held_up=True))
-    assert cluster.machine.status().target == S6 and not cluster.machine.status().barred
-    cluster.tick(1000)
-    assert cluster.trace[-1] == "resize decode-0 opt-1.3b@6"
+    for _ in range(3):
+        cluster.tell(OrderFailed(cluster.take().order_id, "12 need the layers", is_held_up=True))
+        assert cluster.machine.status().target == S6 and not cluster.machine.status().barred
+        cluster.tick(29)
+        assert cluster.order is None
+        cluster.tick(1)
+        assert cluster.trace[-1] == "resize decode-0 opt-1.3b@6", "each time as soon"
 
 
 def test_a_kept_table_saves_the_profile() -> None:

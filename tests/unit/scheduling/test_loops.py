@@ -354,9 +354,13 @@ def test_age_beats_similarity() -> None:
     assert taken(queue, 9, now_s=2.0) == ["a", "b"]
 
 
-def decode_loop(rows: int = 4) -> tuple[DecodeLoop, FakeRunner, ManualClock]:
+def decode_loop(
+    rows: int = 4, *, step_s: float = 0.0
+) -> tuple[DecodeLoop, FakeRunner, ManualClock]:
     clock = ManualClock()
     runner = FakeRunner(rows)
+    decode = runner.decode
+    runner.decode = lambda rows: [clock.advance(step_s), *decode(rows)][1:]  # type: ignore
     slots = SlotTable(num_rows=rows, row_capacity_tokens=256, kv_capacity_tokens=4096)
     return DecodeLoop(runner=runner, slots=slots, eos_token_ids=(EOS,), clock=clock), runner, clock
 
@@ -386,16 +390,36 @@ def test_sequences_join_and_leave_between_steps_and_none_changes_another() -> No
 
 
 @pytest.mark.parametrize("num_tokens", [2, 9])
-def test_the_step_time_counts_those_that_end_in_the_step(
-    monkeypatch: pytest.MonkeyPatch, num_tokens: int
-) -> None:
-    loop, runner, clock = decode_loop()
-    decode = runner.decode
-    monkeypatch.setattr(runner, "decode", lambda rows: [clock.advance(0.03), *decode(rows)][1:])
+def test_the_step_time_counts_those_that_end_in_the_step(num_tokens: int) -> None:
+    loop, runner, _ = decode_loop(step_s=0.03)
     hand_off(loop, runner, sequence("a", [1, 2], num_tokens))
     for _ in range(num_tokens):
         loop.step()
     assert loop.step_time_s == pytest.approx(0.03)
+
+
+def test_the_step_time_has_what_lies_between_two_steps_and_no_time_without_work() -> None:
+    loop, runner, clock = decode_loop(step_s=0.03)
+    for name in "ab":
+        hand_off(loop, runner, sequence(name, [1, 2], 60))
+        for _ in range(50):
+            loop.step()
+            clock.advance(0.3)  # chunks of prompts
+        loop.leave(name)
+        clock.advance(1000.0)
+    assert loop.step_time_s == pytest.approx(0.33, rel=0.02)
+    assert loop.pass_time_s == pytest.approx(0.03)
+
+
+def test_the_step_time_is_that_of_the_sequences_that_run() -> None:
+    """The others wait for layers, and no step could give them a token."""
+    loop, runner, _ = decode_loop(step_s=0.03)
+    for name in "abcd":
+        hand_off(loop, runner, sequence(name, [1, 2], 9))
+    for name in "cd":
+        loop.batch.wait(loop.batch.sequences[name], 1, 0.0, is_parked=True)
+    loop.step()
+    assert loop.step_time_s == loop.pass_time_s == pytest.approx(0.03)
 
 
 def test_leave_returns_the_state_of_the_running_and_frees_the_reserved() -> None:

@@ -78,7 +78,7 @@ def test_the_paused_come_before_newcomers_of_their_rank() -> None:
     replica.take("a")
     for name, priority in (("d", 7), ("b", 5)):
         replica.take(name, priority=priority)
-        assert replica.loop.pause(name)
+        assert replica.loop.preemption.pause(name)
         assert replica.loop.preemption.least_priority == priority
     with pytest.raises(KVCacheExhausted, match="2 paused sequences wait"):
         replica.take("c", priority=5)

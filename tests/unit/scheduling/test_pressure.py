@@ -110,6 +110,16 @@ def test_a_request_whose_tokens_come_late_spends_its_budget_and_no_more(budget: 
     assert replica.counters.involuntary_exits == replica.counters.breaches == 0
 
 
+def test_prompts_between_its_tokens_make_them_late() -> None:
+    """As on a mixed replica: the steps alone would be fast enough."""
+    replica = Replica()
+    state = replica.take(0, ExitParams(THRESHOLD, "bounded", 0, 0.1, 1.0))
+    while replica.loop.has_work:
+        replica.loop.step()
+        replica.clock.advance(0.3)
+    assert state.num_lowered > 0
+
+
 def test_without_pressure_no_threshold_falls() -> None:
     replica = Replica()
     state = replica.take(0, ExitParams(THRESHOLD, "bounded", 0, 60.0, 1.0))

@@ -142,7 +142,7 @@ def test_a_paused_sequence_moves_out_of_host_memory() -> None:
         loop.step()
     while loop.batch.sequences["one"].status is not SequenceStatus.AT_EXIT:
         loop.step()  # until its token waits at an exit
-    assert loop.pause("one")
+    assert loop.preemption.pause("one")
     assert export.held("one") == (state, 8)
     rest = replica.begin_cutover("one")
     assert not loop.is_paused("one")
@@ -169,7 +169,7 @@ def test_a_paused_sequence_whose_move_fails_still_has_its_deadline() -> None:
     replica.take("one", deadline_unix_s=now_unix_s + 60.0)
     replica.take("other", deadline_unix_s=now_unix_s + 5.0)
     loop.step()
-    assert loop.pause("one")
+    assert loop.preemption.pause("one")
     replica.begin_cutover("one")
     replica.clock.advance(6.0)
     assert any(e.error is not None for _, e in loop.step())
@@ -181,7 +181,7 @@ def test_a_paused_sequence_that_moves_is_let_go() -> None:
     replica = Replica()
     state = replica.take("one")
     replica.loop.step()
-    assert replica.loop.pause("one")
+    assert replica.loop.preemption.pause("one")
     replica.begin_cutover("one")
     assert replica.loop.leave("one") is state
     assert not replica.loop.has_work
@@ -192,7 +192,7 @@ def test_a_paused_sequence_that_moves_is_let_go() -> None:
 def test_a_token_that_waits_behind_layers_that_do_not_go_is_run_again() -> None:
     replica = Replica()
     replica.take("one")
-    while not replica.loop.rows_waiting_at(1):
+    while not replica.loop.num_waiting_at_exits[1]:
         replica.loop.step()  # until its token waits behind five layers
     for depth, waited_at in ((8, 1), (5, 1), (2, None)):
         books = PreCopy(depth)
