@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quadriga.checkpoint.exits import NO_EXITS, ExitSpec
-from quadriga.checkpoint.families import read_facts
+from quadriga.checkpoint.families import NATIVE_ARCHITECTURES, read_facts
 from quadriga.errors import ConfigError
 
-_GATED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _OPT = "OPTForCausalLM"
-COUNTED_ARCHITECTURES = (*_GATED, _OPT)
 _OPT_SPARE_POSITIONS = 2
 """Rows of OPT's position table that belong to padding."""
 
@@ -82,10 +80,10 @@ def sizes_of(config: dict[str, Any], exits: ExitSpec = NO_EXITS) -> ModelSizes:
         ConfigError: The family is not one whose layers are known here, or a field is missing.
     """
     architecture = str((config.get("architectures") or ["unknown"])[0])
-    if architecture not in COUNTED_ARCHITECTURES:
+    if architecture not in NATIVE_ARCHITECTURES:
         raise ConfigError(
             f"config.json: the layers of {architecture} are not known; parameters are counted for "
-            f"{', '.join(COUNTED_ARCHITECTURES)}",
+            f"{', '.join(sorted(NATIVE_ARCHITECTURES))}",
             param="architectures",
         )
     try:
