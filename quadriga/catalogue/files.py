@@ -27,7 +27,7 @@ from quadriga.catalogue.records import (
     Measurement,
     depth_records,
 )
-from quadriga.checkpoint.folder import ASSETS
+from quadriga.checkpoint.folder import bundled_models
 from quadriga.errors import ConfigError
 from quadriga.files import write_atomically
 
@@ -135,7 +135,7 @@ def require_one_tokenizer(models: Iterable[CatalogueModel], *, named_in: str) ->
 
 
 def _scan(folder: Path) -> Catalogue:
-    found = sorted(p.parent for p in folder.glob("*/config.json"))
+    found = sorted(p.parent for p in folder.resolve().glob("*/config.json"))
     if not found:
         raise _error(
             f"{folder} holds no {CATALOGUE_FILE} and no subfolder with a config.json; give a YAML "
@@ -164,7 +164,7 @@ def _read_yaml(path: Path, cache_dir: str | None) -> Catalogue:
     if file.version != VERSION:
         raise _error(f"{path}: version {file.version} is not known; this release reads {VERSION}")
     models = tuple(_model(entry, path, cache_dir) for entry in file.models)
-    return Catalogue(models, str(path), Measurement(**file.measured.model_dump()))
+    return Catalogue(models, str(path))
 
 
 def _model(entry: _Model, file: Path, cache_dir: str | None) -> CatalogueModel:
@@ -185,8 +185,8 @@ def _model(entry: _Model, file: Path, cache_dir: str | None) -> CatalogueModel:
 
 def _resolve(model: str, folder: Path) -> str:
     """A folder or file is meant from the catalogue's own place; other names stay as they are."""
-    beside = folder / model
-    is_bundled = (ASSETS / model / "config.json").is_file()
+    beside = (folder / model).resolve()
+    is_bundled = model in bundled_models()
     return str(beside) if not is_bundled and beside.exists() else model
 
 

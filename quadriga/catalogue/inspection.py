@@ -20,7 +20,7 @@ from quadriga.catalogue.records import CatalogueModel
 from quadriga.catalogue.sizes import ModelSizes, sizes_of
 from quadriga.checkpoint.exits import EXITS_WEIGHTS, ExitSpec
 from quadriga.checkpoint.folder import read_checkpoint
-from quadriga.checkpoint.json_files import read_object
+from quadriga.checkpoint.json_files import read_limited, read_object
 from quadriga.checkpoint.quantisation import read_quantisation
 from quadriga.errors import ConfigError
 
@@ -123,19 +123,19 @@ def tokenizer_fingerprint(path: Path) -> str:
     """Hash of what turns text into ids; equal for models that may share requests.
 
     Raises:
-        ConfigError: The folder has no tokenizer, or one that is no JSON.
+        ConfigError: The folder has no tokenizer, or one that is no JSON or too large.
     """
     for name in _TOKENIZER_FILES:
         file = path / name
         if file.is_file():
-            raw = file.read_bytes()
-            return hashlib.sha256(_essence(file, raw)).hexdigest()[:16]
+            return hashlib.sha256(_essence(file)).hexdigest()[:16]
     raise ConfigError(
         f"model: {path} has no tokenizer ({', '.join(_TOKENIZER_FILES)})", param="model"
     )
 
 
-def _essence(file: Path, raw: bytes) -> bytes:
+def _essence(file: Path) -> bytes:
+    raw = read_limited(file)
     if file.suffix != ".json":
         return raw
     try:

@@ -6,12 +6,11 @@ Source: HELIOS §3.3.1 (Model Repository).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from quadriga.catalogue.sizes import ModelSizes
 from quadriga.checkpoint.exits import ExitSpec
-from quadriga.config.engine_spec import DTYPE_BYTES, Dtype
 from quadriga.errors import UnknownModel
 
 EnergySource = Literal["nvml", "rapl", "estimate"]
@@ -90,14 +89,6 @@ class CatalogueModel:
         """What is on record of a depth."""
         return next((r for r in self.depths if r.depth == depth), None)
 
-    def weight_bytes(self, depth: int, dtype: Dtype) -> int:
-        """Bytes of weights in the engine's dtype."""
-        return self.sizes.weight_bytes(depth, DTYPE_BYTES[dtype])
-
-    def kv_bytes_per_token(self, depth: int, dtype: Dtype) -> int:
-        """Bytes of KV one token takes at a depth."""
-        return self.sizes.kv_bytes_per_token(depth, DTYPE_BYTES[dtype])
-
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
@@ -118,7 +109,6 @@ class Catalogue:
 
     models: tuple[CatalogueModel, ...]
     source: str
-    measured: Measurement = field(default_factory=Measurement)
 
     def find(self, model_id: str) -> CatalogueModel:
         """Return a model. Raises: UnknownModel."""

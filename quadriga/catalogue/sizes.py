@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quadriga.checkpoint.exits import NO_EXITS, ExitSpec
-from quadriga.checkpoint.families import read_facts
+from quadriga.checkpoint.families import NATIVE_ARCHITECTURES, read_facts
 from quadriga.checkpoint.json_files import GARBLED
 from quadriga.errors import ConfigError
 
-_GATED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _OPT = "OPTForCausalLM"
 _OPT_SPARE_POSITIONS = 2
 """Rows of OPT's position table that belong to padding."""
@@ -85,13 +84,13 @@ def sizes_of(config: dict[str, Any], exits: ExitSpec = NO_EXITS) -> ModelSizes:
         architecture = str((config.get("architectures") or ["unknown"])[0])
         if architecture == _OPT:
             return _opt(config, exits)
-        if architecture in _GATED:
+        if architecture in NATIVE_ARCHITECTURES:
             return _gated(config, architecture, exits)
     except GARBLED as exc:
         raise ConfigError(f"config.json lacks or garbles the field {exc}") from exc
     raise ConfigError(
         f"config.json: the layers of {architecture} are not known; parameters are counted for "
-        f"{', '.join((*_GATED, _OPT))}",
+        f"{', '.join(sorted(NATIVE_ARCHITECTURES))}",
         param="architectures",
     )
 

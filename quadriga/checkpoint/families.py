@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-NATIVE_ARCHITECTURES = frozenset(
-    {
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "OPTForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-    }
+GATED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
 )
+"""RMS norms, rotary positions and a gated MLP, all under the same names."""
+NATIVE_ARCHITECTURES = frozenset({*GATED_ARCHITECTURES, "OPTForCausalLM"})
 """Families with layers of our own; any other runs unmodified in the relay batch."""
 
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

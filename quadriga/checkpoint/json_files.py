@@ -14,6 +14,19 @@ GARBLED = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, Val
 """What reading fields out of a well-formed object of the wrong content raises."""
 
 
+def read_limited(file: Path) -> bytes:
+    """Return what is in a file. Raises: ConfigError: It cannot be read, or is too large."""
+    try:
+        size = file.stat().st_size
+        if size > MAX_BYTES:
+            raise ConfigError(
+                f"model: {file} has {size} bytes, above the limit of {MAX_BYTES}", param="model"
+            )
+        return file.read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"model: {file} cannot be read: {exc}", param="model") from exc
+
+
 def read_object(file: Path) -> dict[str, Any]:
     """Return the object in a file.
 
@@ -21,13 +34,8 @@ def read_object(file: Path) -> dict[str, Any]:
         ConfigError: It cannot be read, is too large, is no JSON, or no object.
     """
     try:
-        size = file.stat().st_size
-        if size > MAX_BYTES:
-            raise ConfigError(
-                f"model: {file} has {size} bytes, above the limit of {MAX_BYTES}", param="model"
-            )
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
+        value = json.loads(read_limited(file).decode())
+    except ValueError as exc:
         raise ConfigError(f"model: {file} cannot be read: {exc}", param="model") from exc
     except RecursionError as exc:
         raise ConfigError(f"model: {file} is nested too deeply", param="model") from exc

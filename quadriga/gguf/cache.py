@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,27 +76,38 @@ def converted_folder(file: Path, cache: Path) -> Path:
     return folder
 
 
-def plain_folder(file: Path, folder: Path) -> Path:
+def plain_folder(
+    file: Path, folder: Path, *, option: str = "--plain", sha256: str | None = None
+) -> Path:
     """Write a checkpoint that other programs read as well: every matrix in numbers.
 
     Args:
         file: Absolute.
-        folder: New, or empty.
+        folder: New, or empty; it appears whole or not at all.
+        option: By which the user named it, or may name another.
+        sha256: That the file must have.
 
     Raises:
-        ConfigError: The file cannot be served, or the folder not be written to.
+        ConfigError: The file cannot be served or is another, or the folder cannot be written to.
     """
     from quadriga.gguf.checkpoint_folder import Conversion  # its libraries take a second
 
     conversion = Conversion(file, keeps_blocks=False)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise ConfigError(f"--plain: {folder} is not empty; name a new folder", param="plain")
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{option}: {folder} is not empty; name a new folder", param=option)
+        found = _sha256(file)
+        if sha256 not in (None, found):
+            raise ConfigError(f"model: {file} is no longer what was converted", param="model")
+        partial.mkdir(parents=True)
         with _shown_progress(conversion) as progress:
-            conversion.write(folder, _sha256(file), progress)
+            conversion.write(partial, found, progress, option)
+        partial.rename(folder)
     except OSError as exc:
-        raise ConfigError(f"--plain: {folder} cannot be written: {exc}", param="plain") from exc
+        raise ConfigError(f"{option}: {folder} cannot be written: {exc}", param=option) from exc
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
@@ -113,12 +124,9 @@ def plain_beside(folder: Path, cache: Path) -> Path:
         return folder
     plain = cache / "gguf-plain" / folder.name
     if not plain.is_dir():
-        partial = plain.with_name(f".{plain.name}.{os.getpid()}")
-        try:
-            plain_folder(Path(read_object(folder / RECORD)["file"]), partial)
-            partial.rename(plain)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        record = read_object(folder / RECORD)
+        file, sha256 = Path(record["file"]), record["sha256"]
+        plain_folder(file, plain, option="engine.cache_dir", sha256=sha256)
     return plain
 
 
@@ -162,20 +170,13 @@ def _remove_abandoned(root: Path, own: Path) -> None:
             continue  # another process is at work there
 
 
-class _Advance:
-    """Moves a progress bar on; called with the bytes that were written."""
-
-    def __init__(self, bar: Progress, total: int) -> None:
-        self._bar = bar
-        self._task = bar.add_task("", total=total)
-
-    def __call__(self, num_bytes: int) -> None:
-        self._bar.advance(self._task, num_bytes)
-
-
 @contextmanager
-def _shown_progress(conversion: Conversion) -> Iterator[_Advance]:
-    """Say on standard error what is done, with a bar where that is a terminal."""
+def _shown_progress(conversion: Conversion) -> Iterator[Callable[[int], object]]:
+    """Say on standard error what is done, with a bar where that is a terminal.
+
+    Yields:
+        What is called with the bytes that were written.
+    """
     console = Console(stderr=True)
     began_s = time.monotonic()
     size = f"{conversion.num_tensors} tensors, {conversion.num_bytes / 1e6:,.0f} MB"
@@ -184,7 +185,8 @@ def _shown_progress(conversion: Conversion) -> Iterator[_Advance]:
     with Progress(
         TextColumn("  "), *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        yield _Advance(bar, conversion.num_bytes)
+        task = bar.add_task("", total=conversion.num_bytes)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
     console.print(f"converted in {time.monotonic() - began_s:.0f} s", highlight=False)
 
 

@@ -60,12 +60,19 @@ class Conversion:
     def num_tensors(self) -> int:
         return len(self._tensors)
 
-    def write(self, folder: Path, sha256: str, advance: Callable[[int], object]) -> None:
+    def write(
+        self,
+        folder: Path,
+        sha256: str,
+        advance: Callable[[int], object],
+        option: str = "engine.cache_dir",
+    ) -> None:
         """Write all files into an empty folder.
 
         Args:
             sha256: Of the GGUF file; it becomes part of the checkpoint's fingerprint.
             advance: Called with the number of bytes of weights that were written.
+            option: By which the user named the folder, or may name another.
 
         Raises:
             ConfigError: The disk is too small, or the file's weights are damaged.
@@ -74,9 +81,9 @@ class Conversion:
         free = shutil.disk_usage(folder).free
         if free < self.num_bytes + SPARE_BYTES:
             raise ConfigError(
-                f"engine.cache_dir: {self.file.name} takes {self.num_bytes:,} bytes in {folder}, "
+                f"{option}: {self.file.name} takes {self.num_bytes:,} bytes in {folder.parent}, "
                 f"{free:,} are free there; make room or name a folder on another disk",
-                param="engine.cache_dir",
+                param=option,
             )
         for name, content in self._vocabulary.files.items():
             _write(folder / name, content)
@@ -117,15 +124,17 @@ class Conversion:
     def _generation(self) -> dict[str, Any]:
         """How its maker recommends to sample; without that, greedily."""
         header = self._header
+        said = header.metadata
+        off = {key for key, value in said.items() if isinstance(value, (int, float)) and value <= 0}
         sampling: dict[str, Any] = {
             name: header.number(key, most=100.0)
             for key, name in _SAMPLING.items()
-            if header.metadata.get(key, 0) != 0
+            if key in said and key not in off
         }
         key = "general.sampling.top_k"
-        if header.metadata.get(key, 0) != 0:
+        if key in said and key not in off:
             sampling["top_k"] = header.integer(key, most=1 << 30)
-        is_greedy = header.metadata.get("general.sampling.temp") == 0
+        is_greedy = "general.sampling.temp" in off
         if set(sampling) - {"repetition_penalty"} and not is_greedy:
             sampling["do_sample"] = True
         return self._token_ids() | sampling

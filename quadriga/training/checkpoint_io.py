@@ -11,20 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from quadriga.checkpoint.exits import EXITS_FILE, EXITS_WEIGHTS, ExitSpec, to_json
 from quadriga.training.model import EarlyExitLlama
 from quadriga.training.recipe.family import FamilyMember, ModelShape
 from quadriga.training.recipe.model_card import model_card
 from quadriga.training.tokenizer import END_ID, PAD_ID, build_tokenizer, save_tokenizer
-
-EXITS_FILE = "exits.json"
-EXIT_WEIGHTS_FILE = "exits.safetensors"
+from quadriga.tune.folder import save_halves
 
 
 def to_llama_state(model: EarlyExitLlama) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights by their Hugging Face names in fp16, and the exits' norms."""
+    """Return the weights by their Hugging Face names, and the exits' norms."""
     state = {
         "model.embed_tokens.weight": model.embed,
         "model.norm.weight": model.exit_norm[-1],
@@ -48,17 +47,7 @@ def to_llama_state(model: EarlyExitLlama) -> tuple[dict[str, Tensor], dict[str, 
         f"exits.{layer}.norm.weight": model.exit_norm[index]
         for index, layer in enumerate(model.shape.exits)
     }
-    return _half(state), _half(exits)
-
-
-def _half(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    halves = {
-        name: weight.detach().to(torch.float16).contiguous() for name, weight in state.items()
-    }
-    for name, weight in halves.items():
-        if not bool(weight.isfinite().all()):
-            raise ValueError(f"{name} does not fit fp16: largest {float(state[name].abs().max())}")
-    return halves
+    return state, exits
 
 
 def save_checkpoint(
@@ -71,24 +60,21 @@ def save_checkpoint(
         member: Whose they are.
         folder: Target, e.g. `quadriga/assets/quadriga-s`.
         facts: Stated in the model card: "steps", "tokens", optionally "figures".
+
+    Raises:
+        ConfigError: A weight does not fit fp16.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     state, exits = to_llama_state(model)
-    save_file(state, partial / "model.safetensors", metadata={"format": "pt"})
-    save_file(exits, partial / EXIT_WEIGHTS_FILE, metadata={"format": "pt"})
+    save_halves(partial / "model.safetensors", state)
+    save_halves(partial / EXITS_WEIGHTS, exits)
     shape = model.shape
-    _write_json(
-        partial / EXITS_FILE,
-        {
-            "kind": "norm",
-            "layers": list(shape.exits),
-            "criterion": "top",
-            "threshold": member.exit_threshold,
-            "replay_newest": member.replay_newest,
-        },
+    spec = ExitSpec(
+        shape.exits, "norm", threshold=member.exit_threshold, replay_newest=member.replay_newest
     )
+    _write_json(partial / EXITS_FILE, to_json(spec))
     _write_json(partial / "config.json", _llama_config(shape, model.vocab_size))
     _write_json(
         partial / "generation_config.json",
@@ -96,8 +82,6 @@ def save_checkpoint(
     )
     save_tokenizer(partial)
     (partial / "README.md").write_text(model_card(member, model, facts))
-    for path in partial.iterdir():
-        path.chmod(0o644)  # safetensors writes files that only their owner may read
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -167,7 +151,7 @@ def load_checkpoint(folder: Path) -> EarlyExitLlama:
         )
     model = EarlyExitLlama(shape, vocab_size)
     halves = load_file(folder / "model.safetensors")
-    exits = load_file(folder / EXIT_WEIGHTS_FILE)
+    exits = load_file(folder / EXITS_WEIGHTS)
     stored, exit_norms = to_llama_state(model)  # names only; the tensors are replaced
     if halves.keys() != stored.keys() or exits.keys() != exit_norms.keys():
         raise ValueError(f"{folder}: tensors are not those of {config['architectures']} with exits")

@@ -7,19 +7,21 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quadriga.errors import ConfigError
+from quadriga.files import write_atomically
+from quadriga.tasks import DEFAULT_MIX
 from quadriga.training.recipe.family import (
     FAMILY,
     FamilyMember,
     at_rate,
-    on_equal_mix,
     on_mix,
     with_reworded_share,
 )
-from quadriga.tune.cli import count
+from quadriga.tune.cli import count, only_run
 
 if TYPE_CHECKING:
     import torch
@@ -155,12 +157,10 @@ def _parser() -> argparse.ArgumentParser:
     prompts.add_argument(
         "--more", type=count, default=0, help="texts to draw beside them (default: 0)"
     )
-    prompts.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    prompts.add_argument(
+        "--seed", type=partial(count, least=0), default=0, help="of what is drawn (default: 0)"
+    )
     prompts.set_defaults(run=_prompts)
-
-    tokenizer = commands.add_parser("tokenizer", help="write the family's tokenizer")
-    tokenizer.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where to")
-    tokenizer.set_defaults(run=_tokenizer)
     return parser
 
 
@@ -235,17 +235,7 @@ def _device(name: str) -> "torch.device":
     return device
 
 
-def _tokenizer(args: argparse.Namespace) -> int:
-    from quadriga.training.tokenizer import build_tokenizer, save_tokenizer
-
-    args.to.mkdir(parents=True, exist_ok=True)
-    save_tokenizer(args.to)
-    print(f"{build_tokenizer().get_vocab_size()} entries → {args.to}")
-    return 0
-
-
 def _prompts(args: argparse.Namespace) -> int:
-    from quadriga.files import write_atomically
     from quadriga.training.english import ENGLISH, make_prompts
 
     made = make_prompts(args.texts, args.like or ENGLISH, args.more, args.seed)
@@ -255,15 +245,17 @@ def _prompts(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from quadriga.checkpoint.exits import EXITS_FILE
     from quadriga.checkpoint.length_heads import LENGTH_FILE
-    from quadriga.training.checkpoint_io import EXITS_FILE, save_checkpoint
+    from quadriga.training.checkpoint_io import save_checkpoint
     from quadriga.training.model import EarlyExitLlama
+    from quadriga.training.recipe.model_card import figures_part
     from quadriga.training.recipe.state import LATEST, load
     from quadriga.training.tokenizer import build_tokenizer
 
     member = FAMILY[args.model]
     state = args.state or RESULTS / args.model / LATEST
-    folder = args.to or ASSETS / args.model
+    folder = (args.to or ASSETS / args.model).resolve()
     held = {path.name for path in folder.glob("*")}
     if folder.is_file() or (held and not held >= {EXITS_FILE, "config.json"}):
         raise ConfigError(
@@ -278,7 +270,7 @@ def _export(args: argparse.Namespace) -> int:
     if args.figures is not None:
         with _reading("--figures", args.figures):
             report = json.loads(args.figures.read_text())
-            facts["figures"] = {**report["models"][args.model], **_of(report, "examples", "seed")}
+            facts["figures"] = figures_part(report | report["models"][args.model])
     save_checkpoint(model, member, folder, facts=facts)
     print(f"{args.model} at step {progress['step']} → {folder}")
     _fit(folder)
@@ -302,65 +294,59 @@ def _fit(folder: Path, threads: int = 1) -> None:
 
 
 def _length(args: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
     from quadriga.tasks import TASKS
     from quadriga.training.heads import train_lengths
+    from quadriga.tune.report import progress
 
     report: dict[str, Any] = {}
-    columns = ("requests", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     for name, folder in _by_name(args).items():
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("requests", total=args.requests * len(TASKS))
+        with progress("requests", args.requests * len(TASKS)) as advance:
             report[name] = train_lengths(
                 folder,
                 requests_per_task=args.requests,
                 seed=args.seed,
                 threads=args.threads,
-                advance=lambda done, bar=bar, task=task: bar.advance(task, done),  # type: ignore[misc]
+                advance=advance,
                 report=print,
             )
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    _write_figures(args.json, report)
     return 0
 
 
-def _of(record: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: record[key] for key in keys}
+def _write_figures(file: Path | None, report: dict[str, Any]) -> None:
+    if file is not None:
+        write_atomically(file, (json.dumps(report, indent=1) + "\n").encode())
 
 
 def _evaluate(args: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     from quadriga.tasks import TASKS
     from quadriga.training.checkpoint_io import load_checkpoint
     from quadriga.training.evaluate import evaluate
+    from quadriga.training.model import EarlyExitLlama
     from quadriga.training.report import print_report
     from quadriga.training.tokenizer import build_tokenizer
+    from quadriga.tune.report import progress
 
     torch.set_num_threads(args.threads)
-    device, named = _device(args.device), _by_name(args)
-    models = {name: load_checkpoint(folder).to(device) for name, folder in named.items()}
+    device = _device(args.device)
+    models: dict[str, EarlyExitLlama] = {}
+    for name, folder in _by_name(args).items():
+        with _reading("--models", folder):
+            models[name] = load_checkpoint(folder).to(device)
     answers = len(models) * len(TASKS) * (2 * args.examples + max(1, args.examples // 2))
-    errors = Console(stderr=True)
-    columns = ("answers", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors) as bar:
-        task = bar.add_task("answers", total=answers)
+    with progress("answers", answers) as advance:
         report = evaluate(
             models,
             build_tokenizer(),
             examples=args.examples,
             seed=args.seed,
-            advance=lambda done: bar.advance(task, done),
+            advance=advance,
         )
     print_report(report, Console())
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    _write_figures(args.json, report)
     return 0
 
 
@@ -383,13 +369,17 @@ def _train(args: argparse.Namespace) -> int:
     name = f"{args.model}-equal" if args.mix == "equal" else args.model
     named = {"fp32": torch.float32, "bf16": torch.bfloat16}
     dtype = named[args.dtype] if args.dtype in named else fastest_dtype(device)
+    finish_by_s = None if args.finish_by is None else _next_s(args.finish_by)
+    ends_s = [] if args.minutes is None else [time.time() + 60.0 * args.minutes]
+    ends_s += [] if finish_by_s is None else [finish_by_s]
     options = TrainingOptions(
         folder=args.folder or RESULTS / name,
         device=device,
         dtype=dtype,
         steps=args.steps,
-        deadline_s=_deadline_s(args),
+        deadline_s=min(ends_s, default=None),
         minutes=args.minutes,
+        finish_by_s=finish_by_s,
         tokens_per_step=args.tokens_per_step or member.recipe.tokens_per_step,
         compile=args.compile,
     )
@@ -400,20 +390,21 @@ def _train(args: argparse.Namespace) -> int:
             f"{state} holds a training that this one would replace: go on with --resume, name "
             "another --folder, or move it away"
         )
-    trainer = Trainer(member, options)
-    if args.init_from is not None:
-        with _reading("--init-from", args.init_from):
-            trainer.start_from(args.init_from)
-    if args.resume:
-        with _reading("--resume", options.folder):
-            resume(trainer, budget_name(options))
-    print(f"{args.model}: {dtype} on {device}, from step {trainer.progress.step}", flush=True)
 
     def report(record: dict[str, object]) -> None:
         append_json(options.folder / "log.jsonl", record)
         print(time.strftime("%H:%M:%S"), record, flush=True)
 
-    run(trainer, report)
+    with only_run("--folder", options.folder):
+        trainer = Trainer(member, options)
+        if args.init_from is not None:
+            with _reading("--init-from", args.init_from):
+                trainer.start_from(args.init_from)
+        if args.resume:
+            with _reading("--resume", options.folder):
+                resume(trainer, budget_name(options))
+        print(f"{args.model}: {dtype} on {device}, from step {trainer.progress.step}", flush=True)
+        run(trainer, report)
     return 0
 
 
@@ -423,7 +414,7 @@ def _member(args: argparse.Namespace) -> FamilyMember:
     if not 0.0 < args.rate <= 1.0:
         raise ConfigError(f"--rate: {args.rate:g} must be above 0 and at most 1")
     if args.mix == "equal":
-        member = on_equal_mix(member)
+        member = on_mix(member, DEFAULT_MIX)
     elif args.mix != "own":
         if args.folder is None:
             raise ConfigError("--mix: a mix of your own needs a --folder for its state")
@@ -442,13 +433,8 @@ def _mix(text: str) -> dict[str, float]:
         raise ConfigError(f"--mix: {text!r} is not own, equal or TASK=WEIGHT,…") from exc
 
 
-def _deadline_s(args: argparse.Namespace) -> float | None:
-    if args.minutes is not None:
-        return time.time() + 60.0 * float(args.minutes)
-    if args.finish_by is None:
-        return None
+def _next_s(clock: datetime.time) -> float:
+    """When the clock shows it next."""
     now = datetime.datetime.now()
-    deadline = datetime.datetime.combine(now, args.finish_by)
-    if deadline <= now:
-        deadline += datetime.timedelta(days=1)
-    return deadline.timestamp()
+    today = datetime.datetime.combine(now, clock)
+    return (today + datetime.timedelta(days=today <= now)).timestamp()

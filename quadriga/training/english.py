@@ -39,10 +39,18 @@ def make_prompts(texts: Sequence[Path], like: Path, more: int = 0, seed: int = 0
         A `.jsonl.gz` for `quadriga.tune --prompts`; the same texts give the same bytes.
 
     Raises:
-        ConfigError: A file cannot be read, a text that is chosen is in none of them, or there are
-            too few.
+        ConfigError: A file cannot be read, two texts have one id, a text that is chosen is in none
+            of them, or there are too few.
     """
-    known = {found.id: found for path in texts for found in _texts(path)}
+    known: dict[str, TunePrompt] = {}
+    for path in texts:
+        for found in _texts(path):
+            if known.setdefault(found.id, found) != found:
+                raise ConfigError(
+                    f"--texts: {path} has the id {found.id!r}, and so has another text; lines of a "
+                    ".txt are numbered in each file: put all into one",
+                    param="texts",
+                )
     chosen = read_prompts(str(like))
     missing = [prompt.id for prompt in chosen if prompt.id not in known]
     if missing:
@@ -75,9 +83,13 @@ def _drawn(
             left.setdefault(prompt.domain, []).append(prompt)
     rng = np.random.default_rng(seed)
     domains = [prompt.domain for prompt in chosen]
+    shares = {d: more * domains.count(d) / len(domains) for d in sorted(set(domains))}
+    counts = {domain: int(share) for domain, share in shares.items()}
+    left_over = more - sum(counts.values())
+    for domain in sorted(shares, key=lambda d: counts[d] - shares[d])[:left_over]:
+        counts[domain] += 1
     found: list[TunePrompt] = []
-    for domain in sorted(set(domains)):
-        count = round(more * domains.count(domain) / len(domains))
+    for domain, count in counts.items():
         there = left.get(domain, [])
         if count > len(there):
             raise ConfigError(

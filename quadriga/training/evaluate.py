@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from quadriga.tasks import (
-    FULL_LENGTHS,
     LONG_LENGTHS,
     TASKS,
     Example,
@@ -47,21 +46,6 @@ class TaskExits:
 
     leaves: dict[str, Tensor]
     agrees: dict[str, Tensor]
-
-
-def examples_of(task: str, count: int, *, seed: int, long: bool = False) -> list[Example]:
-    """Return the evaluation's examples in the task's words: default lengths, or the long half."""
-    lengths = LONG_LENGTHS if long else FULL_LENGTHS
-    offset = 1_000_000 if long else 0
-    return [
-        make_example(task, seed=seed, index=offset + index, lengths=lengths)
-        for index in range(count)
-    ]
-
-
-def reworded_examples_of(task: str, count: int, *, seed: int) -> list[Example]:
-    """Return the evaluation's short questions in other words; training has other streams."""
-    return [make_reworded_example(task, seed=seed, index=index) for index in range(count)]
 
 
 def generated_right(
@@ -183,9 +167,12 @@ def evaluate(
         tasks: dict[str, Any] = {}
         exits[name] = {}
         for task in TASKS:
-            usual = examples_of(task, examples, seed=seed)
-            long = examples_of(task, max(1, examples // 2), seed=seed, long=True)
-            reworded = reworded_examples_of(task, examples, seed=seed)
+            usual = [make_example(task, seed=seed, index=index) for index in range(examples)]
+            long = [
+                make_example(task, seed=seed, index=1_000_000 + index, lengths=LONG_LENGTHS)
+                for index in range(max(1, examples // 2))
+            ]
+            reworded = [make_reworded_example(task, seed=seed, index=i) for i in range(examples)]
             right = generated_right(model, tokenizer, usual + long + reworded, advance)
             right_usual, right_long, right_reworded = (
                 right[: len(usual)],

@@ -7,10 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quadriga.engine.model_runner import NativeRunner
+from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.errors import ConfigError
 from quadriga.llm import LLM
-from quadriga.tune.answers import ANSWERS_FILE, OwnAnswer, generate_answers, read_answers
+from quadriga.tune.answers import (
+    ANSWERS_FILE,
+    OwnAnswer,
+    generate_answers,
+    native,
+    read_answers,
+)
 from quadriga.tune.folder import save_maps
 from quadriga.tune.lengths import MAX_NEW_TOKENS, LengthData, gather, save_heads, train_heads
 from quadriga.tune.prompts import TASKS_NAME, TunePrompt, distinct, read_prompts
@@ -38,12 +44,18 @@ def fit_folder(
 
     Returns:
         Per map the share of the variance of K and V that it leaves unexplained.
+
+    Raises:
+        ConfigError: It has no exits.
     """
+    folder = folder.resolve()  # as a path: a bundled model may have its name
+    exits = read_checkpoint(str(folder), heads="own").exits
+    if not exits.layers:
+        raise ConfigError(f"--models: {folder} has no exits, whose tokens maps are for")
     llm = load(folder, threads)
-    runner = native(llm)
     prompts = distinct(read_prompts(f"{TASKS_NAME}{prompts_per_task}"))
     answers = answers_of(llm, prompts, max_tokens=max_tokens)
-    maps, unexplained = fit_maps(runner, runner.spec.checkpoint.exits, answers)
+    maps, unexplained = fit_maps(native(llm), exits, answers)
     llm.close()
     save_maps(folder, maps)
     return unexplained
@@ -97,6 +109,7 @@ def train_lengths(
     report: Callable[[str], None],
 ) -> dict[str, Any]:
     """Train the length heads of a checkpoint directory, store them in it, return the figures."""
+    folder = folder.resolve()  # as a path: a bundled model may have its name
     prompts = distinct(read_prompts(f"{TASKS_NAME}{requests_per_task}"))
     with tempfile.TemporaryDirectory() as work:
         llm = load(folder, threads)
@@ -120,9 +133,3 @@ def answers_of(
         return generate_answers(
             llm, prompts, Path(folder), max_tokens=most, temperature=0.0, seed=0, advance=advance
         )
-
-
-def native(llm: LLM) -> NativeRunner:
-    """Its runner, which is the native one."""
-    assert isinstance(llm.runner, NativeRunner)
-    return llm.runner

@@ -90,15 +90,9 @@ class EarlyExitLlama(nn.Module):
         groups: list[tuple[int, int]],  # (rows, row length); the products sum to <= num_tokens
         answers: Tensor,  # [num_answers] int64, flat indices of the states to return
         dtype: torch.dtype = torch.float32,
-        depths: tuple[int, ...] | None = None,
     ) -> list[Tensor]:
-        """Return the residual stream, gathered at `answers`: [num_answers, hidden] each.
-
-        Args:
-            depths: Layers run where it is gathered; default: at each exit.
-        """
+        """Return the residual stream at each exit, at `answers`: [num_answers, hidden] each."""
         shape = self.shape
-        gathered_at = self.exits if depths is None else depths
         x = self.embed[tokens]
         cos, sin = self.cos[positions], self.sin[positions]  # type: ignore[index]
         before, behind = project_qkv, mix
@@ -111,7 +105,7 @@ class EarlyExitLlama(nn.Module):
             q, k, v = before(x, norm_1, qkv_w, cos, sin, shape)
             attended = causal_attention(q, k, v, groups)
             x = behind(x, attended, o_w, norm_2, gate_up_w, down_w, shape.norm_eps)
-            if layer in gathered_at:
+            if layer in self.exits:
                 gathered.append(x[answers])
         return gathered
 

@@ -16,6 +16,7 @@ from quadriga.training.model import EarlyExitLlama
 from quadriga.training.recipe.data import encode, group_rows, pack
 
 _TOKENS_PER_PASS = 8192
+_THRESHOLD = 0.9
 PROBE_SEED = 777_000
 
 
@@ -39,12 +40,7 @@ class Forced:
 
 
 @torch.no_grad()
-def force(
-    model: EarlyExitLlama,
-    tokenizer: Tokenizer,
-    examples: list[Example],
-    dtype: torch.dtype = torch.float32,
-) -> Forced:
+def force(model: EarlyExitLlama, tokenizer: Tokenizer, examples: list[Example]) -> Forced:
     """Run the examples through the model with their known answers."""
     device = model.embed.device
     rows = encode(tokenizer, examples)
@@ -58,10 +54,10 @@ def force(
             batch = pack(
                 [rows[index] for index in chosen], end_weight=1.0, num_tokens=0, next_index=0
             ).to(device)
-            states = model(batch.tokens, batch.positions, batch.groups, batch.answers, dtype)
+            states = model(batch.tokens, batch.positions, batch.groups, batch.answers)
             firsts = []
             for index, state in enumerate(states):
-                probabilities = model.logits(state, index, dtype).softmax(-1)
+                probabilities = model.logits(state, index).softmax(-1)
                 values, ids = probabilities.topk(2)
                 firsts.append((ids[:, 0], values[:, 0], values[:, 0] - values[:, 1]))
             ids, top, margin = (torch.stack(part).cpu() for part in zip(*firsts, strict=True))
@@ -77,9 +73,7 @@ def force(
     )
 
 
-def probe(
-    model: EarlyExitLlama, tokenizer: Tokenizer, *, examples: int = 24, threshold: float = 0.9
-) -> dict[str, str]:
+def probe(model: EarlyExitLlama, tokenizer: Tokenizer, *, examples: int) -> dict[str, str]:
     """Return per task "exact match / token accuracy / share leaving at each exit", cheaply.
 
     "TASK, reworded" is the same for short questions in other words.
@@ -92,6 +86,7 @@ def probe(
         )
         right = forced.top_ids[-1] == forced.targets
         exact = sum(bool(part.all()) for part in torch.split(right, forced.lengths)) / examples
-        exits = " ".join(f"{share:.2f}" for share in (forced.top[:-1] >= threshold).float().mean(1))
+        leave = (forced.top[:-1] >= _THRESHOLD).float().mean(1)
+        exits = " ".join(f"{share:.2f}" for share in leave)
         lines[task + kind] = f"{exact:.2f} {right.float().mean():.3f} exits {exits}"
     return lines

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quadriga.checkpoint.exits import FULL_DEPTH
 from quadriga.core.request import SamplingParams
+from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.llm import LLM
 from quadriga.tune.prompts import TunePrompt
@@ -35,6 +36,12 @@ class OwnAnswer:
     def token_ids(self) -> list[int]:
         """All that has to be run to see the state that makes each token of the answer."""
         return self.prompt_ids + self.answer_ids[:-1]
+
+
+def native(llm: LLM) -> NativeRunner:
+    """Its runner, which is the native one."""
+    assert isinstance(llm.runner, NativeRunner)
+    return llm.runner
 
 
 def generate_answers(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from quadriga.errors import QuadrigaError
+from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.files import LockTimeout, file_lock
 
 KINDS = ("norm", "mlp", "head", "linear")
 PARTS = ("exits", "thresholds", "maps", "lengths", "report")
@@ -22,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        return _run(args)
+        with only_run("--out", args.out / "work"):
+            return _run(args)
     except QuadrigaError as exc:
         raise SystemExit(f"error: {exc.message}") from exc
 
@@ -168,7 +171,7 @@ def _run(args: argparse.Namespace) -> int:
             out=args.out,
             prompts=args.prompts,
             parts=args.parts,
-            layers=args.layers,
+            layers=tuple(sorted(args.layers)),
             distill=DistillOptions(
                 kind=args.kind,
                 width=args.width,
@@ -194,6 +197,26 @@ def _run(args: argparse.Namespace) -> int:
         Console(),
     )
     return 0
+
+
+@contextmanager
+def only_run(option: str, folder: Path) -> Iterator[None]:
+    """Hold a folder that two runs must not write to.
+
+    Raises:
+        ConfigError: Another run holds it, or it cannot be written to.
+    """
+    with ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(file_lock(folder / ".lock", 0.0))
+        except LockTimeout as exc:
+            raise ConfigError(
+                f"{option}: another run is at work in {folder}; wait for its end, or name another"
+            ) from exc
+        except OSError as exc:
+            raise ConfigError(f"{option}: {folder} cannot be written to: {exc}") from exc
+        yield
 
 
 def count(text: str, least: int = 1, most: float = math.inf) -> int:
@@ -232,7 +255,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _layers(text: str) -> tuple[int, ...]:
     """An argparse type: whole numbers above 0."""
-    return tuple(sorted({count(word) for word in _words(text)}))
+    return tuple(dict.fromkeys(count(word) for word in _words(text)))
 
 
 def _parts(text: str) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from quadriga.checkpoint.exits import (
 )
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.checkpoint.tuned import TUNE_FILE, check_pair, weights_hash
+from quadriga.errors import ConfigError
 from quadriga.files import write_atomically
 
 
@@ -86,8 +87,16 @@ def save_maps(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def save_halves(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Store tensors in fp16; the file is replaced as a whole."""
+    """Store tensors in fp16; the file is replaced as a whole.
+
+    Raises:
+        ConfigError: A value does not fit.
+    """
     halves = {name: t.detach().to(torch.float16).cpu().contiguous() for name, t in tensors.items()}
+    for name, half in halves.items():
+        if not bool(half.isfinite().all()):
+            largest = float(tensors[name].detach().abs().max())
+            raise ConfigError(f"{file.name}: {name} does not fit fp16: it has {largest:g}")
     partial = file.parent / f".{file.name}.partial"
     save_file(halves, partial, metadata={"format": "pt"})
     partial.chmod(0o644)

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadriga.checkpoint.length_heads import (
@@ -30,6 +29,7 @@ from quadriga.checkpoint.length_heads import (
     counts_of,
     to_json,
 )
+from quadriga.engine.early_exit.length_head import Layers, run_layers, to_tokens
 from quadriga.files import write_atomically
 from quadriga.tune.answers import OwnAnswer
 from quadriga.tune.folder import save_halves
@@ -46,6 +46,8 @@ DROPOUT = 0.1
 PATIENCE = 10
 MAX_EPOCHS = 200
 BATCH = 512
+LEAST_SPREAD = 1e-3
+"""Deviation over mean of an input that is read: fp16 keeps hardly any finer differences."""
 AT_ONCE = 4096
 """Samples whose states are in memory at a time."""
 
@@ -149,8 +151,10 @@ def train_heads(
     figures: dict[str, Any] = {}
     num_layers = len(WIDTHS) + 1
     for index, depth in enumerate(data.depths):
-        head = train_head_at(data, index, train, validation, seed=seed, advance=advance)
-        tensors |= {f"length.{depth}.{name}": value for name, value in head.items()}
+        read = partial(data.inputs, index)
+        head = train_head(read, data.remaining, train, validation, seed=seed, advance=advance)
+        for i, (weight, bias) in enumerate(head):
+            tensors |= {f"length.{depth}.{i}.weight": weight, f"length.{depth}.{i}.bias": bias}
         outputs = apply_at(data, index, test, head)
         figures[str(depth)] = measure(outputs, data.generated[test], data.remaining[test])
         figures[str(depth)]["mae_of_median"] = _mae_of_median(data, train, test)
@@ -168,30 +172,11 @@ def _mae_of_median(data: LengthData, train: Tensor, test: Tensor) -> float:
     return round(float((said - data.remaining[test]).abs().mean()), 4)
 
 
-def train_head_at(
-    data: LengthData,
-    index: int,
-    train: Tensor,
-    validation: Tensor,
-    *,
-    seed: int,
-    advance: Callable[[int], object] = lambda _: None,
-) -> dict[str, Tensor]:
-    """Train the head behind one exit on parts of the data.
-
-    Args:
-        index: Of the exit, among `data.depths`.
-        train, validation: [n], of the samples.
-    """
-    read = partial(data.inputs, index)
-    return train_head(read, data.remaining, train, validation, seed=seed, advance=advance)
-
-
-def apply_at(data: LengthData, index: int, samples: Tensor, head: dict[str, Tensor]) -> Tensor:
+@torch.no_grad()
+def apply_at(data: LengthData, index: int, samples: Tensor, head: Layers) -> Tensor:
     """What the head behind one exit says of some samples: tokens, [n, 1 + quantiles]."""
-    return torch.cat(
-        [apply(head, data.inputs(index, some)) for some in torch.split(samples, AT_ONCE)]
-    )
+    parts = torch.split(samples, AT_ONCE)
+    return to_tokens(torch.cat([run_layers(head, data.inputs(index, some)) for some in parts]))
 
 
 def train_head(
@@ -202,11 +187,11 @@ def train_head(
     *,
     seed: int,
     advance: Callable[[int], object] = lambda _: None,
-) -> dict[str, Tensor]:
-    """Train one MLP [hidden → 1 + quantiles]; returns its tensors, `{layer}.weight` and `.bias`.
+) -> Layers:
+    """Train one MLP [hidden → 1 + quantiles]; returns its layers, rounded to what is stored.
 
-    The inputs' mean and deviation are folded into the first layer. At most `AT_ONCE` inputs are in
-    memory at a time.
+    The inputs' mean and deviation are folded into the first layer; an input that never varied is
+    not read. At most `AT_ONCE` inputs are in memory at a time.
 
     Args:
         read: Samples → their inputs [n, hidden].
@@ -217,7 +202,7 @@ def train_head(
     """
     torch.manual_seed(seed)
     target = torch.log1p(remaining.float())
-    mean, deviation = _spread(read, train)
+    mean, scale = _spread(read, train)
     sizes = [len(mean), *(max(16, round(len(mean) * w)) for w in WIDTHS), 1 + len(QUANTILES)]
     layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
     modules = [m for layer in layers for m in (layer, nn.ReLU(), nn.Dropout(DROPOUT))][:-2]
@@ -227,7 +212,7 @@ def train_head(
     optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=1e-2)
 
     def loss_on(samples: Tensor) -> Tensor:
-        return loss_of(network((read(samples) - mean) / deviation), target[samples])
+        return loss_of(network((read(samples) - mean) * scale), target[samples])
 
     best, best_loss, since, epochs = _copy(layers), float("inf"), 0, 0
     while epochs < MAX_EPOCHS and since < PATIENCE:
@@ -251,14 +236,15 @@ def train_head(
         epochs += 1
         advance(1)
     advance(MAX_EPOCHS - epochs)
-    weight = best["0.weight"] / deviation
-    head = best | {"0.weight": weight, "0.bias": best["0.bias"] - weight @ mean}
-    outputs = torch.cat([_raw(head, read(some)) for some in torch.split(validation, AT_ONCE)])
-    return calibrated(head, outputs, target[validation])
+    (weight, bias), *others = best
+    weight = (weight * scale).half().float()
+    head = _rounded([(weight, bias - weight @ mean), *others])
+    outputs = torch.cat([run_layers(head, read(some)) for some in torch.split(validation, AT_ONCE)])
+    return _rounded(calibrated(head, outputs, target[validation]))
 
 
 def _spread(read: Callable[[Tensor], Tensor], samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of the inputs."""
+    """Mean of the inputs, and one over their deviation; 0 where an input hardly varies."""
     total: Tensor | float = 0.0
     squares: Tensor | float = 0.0
     for some in torch.split(samples, AT_ONCE):
@@ -266,10 +252,17 @@ def _spread(read: Callable[[Tensor], Tensor], samples: Tensor) -> tuple[Tensor, 
         total, squares = total + x.sum(0), squares + x.square().sum(0)
     mean = torch.as_tensor(total) / len(samples)
     variance = (torch.as_tensor(squares) - len(samples) * mean.square()) / max(1, len(samples) - 1)
-    return mean.float(), variance.clamp(min=0.0).sqrt().float().clamp(min=1e-4)
+    deviation = variance.clamp(min=0.0).sqrt()
+    varies = deviation > LEAST_SPREAD * mean.abs() + 1e-4
+    return mean.float(), torch.where(varies, 1.0 / deviation, 0.0).float()
 
 
-def calibrated(head: dict[str, Tensor], outputs: Tensor, target: Tensor) -> dict[str, Tensor]:
+def _rounded(layers: Layers) -> Layers:
+    """As they come back from the file."""
+    return [(weight.half().float(), bias.half().float()) for weight, bias in layers]
+
+
+def calibrated(head: Layers, outputs: Tensor, target: Tensor) -> Layers:
     """Shift the quantiles so that each has its share of these truths, log(1 + tokens), below it.
 
     What was fitted is surer of itself than it should be on requests it has not seen.
@@ -277,19 +270,15 @@ def calibrated(head: dict[str, Tensor], outputs: Tensor, target: Tensor) -> dict
     Args:
         outputs: What the head says of them, raw.
     """
-    last = f"{len(head) // 2 - 1}.bias"
-    bias = head[last].clone()
+    weight, bias = head[-1]
+    bias = bias.clone()
     for i, level in enumerate(QUANTILES, 1):
         bias[i] += torch.quantile(target - outputs[:, i], level)
-    return head | {last: bias}
+    return [*head[:-1], (weight, bias)]
 
 
-def _copy(layers: list[nn.Linear]) -> dict[str, Tensor]:
-    return {
-        f"{i}.{name}": value.detach().clone()
-        for i, layer in enumerate(layers)
-        for name, value in layer.named_parameters()
-    }
+def _copy(layers: list[nn.Linear]) -> Layers:
+    return [(layer.weight.detach().clone(), layer.bias.detach().clone()) for layer in layers]
 
 
 def loss_of(outputs: Tensor, target: Tensor) -> Tensor:
@@ -303,29 +292,6 @@ def loss_of(outputs: Tensor, target: Tensor) -> Tensor:
     return pinball.sum(1).mean() + 0.2 * deviance.mean()
 
 
-@torch.no_grad()
-def apply(head: dict[str, Tensor], states: Tensor) -> Tensor:
-    """Run a head: [n, hidden] → tokens, float32 [n, 1 + quantiles]."""
-    return to_tokens(_raw(head, states))
-
-
-@torch.no_grad()
-def _raw(head: dict[str, Tensor], states: Tensor) -> Tensor:
-    x = states
-    count = len(head) // 2
-    for i in range(count):
-        x = F.linear(x, head[f"{i}.weight"], head[f"{i}.bias"])
-        x = F.relu(x) if i < count - 1 else x
-    return x
-
-
-def to_tokens(outputs: Tensor) -> Tensor:
-    """Raw outputs [n, 1 + quantiles] → tokens, at least 0; the quantiles do not cross."""
-    tokens = torch.expm1(outputs.clamp(0.0, 20.0))
-    tokens[:, 1:] = torch.cummax(tokens[:, 1:], dim=1).values
-    return tokens
-
-
 def measure(outputs: Tensor, generated: Tensor, remaining: Tensor) -> dict[str, Any]:
     """What a head's outputs [n, 1 + quantiles] are worth.
 
@@ -336,7 +302,7 @@ def measure(outputs: Tensor, generated: Tensor, remaining: Tensor) -> dict[str, 
     truth = remaining.float()
     median = outputs[:, MEDIAN]
     error = (median - truth).abs()
-    edges = [0, 1, 21, 61, 121, 241, 481, MAX_NEW_TOKENS + 1]
+    edges = [0, 1, 21, 61, 121, 241, 481, 1 + max([MAX_NEW_TOKENS, *generated.tolist()])]
     by_generated = []
     for first, stop in itertools.pairwise(edges):
         inside = (generated >= first) & (generated < stop)

@@ -106,7 +106,7 @@ def _read(line: str, number: int, path: Path, is_text: bool) -> TunePrompt:
     if is_text:
         return TunePrompt(f"{number}", "prompts", ({"role": "user", "content": line.strip()},))
     try:
-        data = json.loads(line)
+        data = {name: said for name, said in json.loads(line).items() if said is not None}
         content = data.get("messages", data.get("prompt"))
         is_chat = isinstance(content, list) and all(
             isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from quadriga.checkpoint.exits import NEVER
 from quadriga.errors import ConfigError
@@ -23,6 +26,15 @@ PLOT_FILE = "report.png"
 CUT_SHARE = 0.1
 """Of answers; where more are cut, what length heads learn is the cut."""
 NEVER_WORSE = float("inf")
+
+
+@contextmanager
+def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error; yields what is called with the number that was done."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)
 
 
 def check_plots() -> None:

@@ -28,6 +28,7 @@ from quadriga.tune.answers import OwnAnswer
 TOP = 32
 """Candidates of the full depth that are kept for each token."""
 TOKENS_PER_PASS = 1024
+_ANSWERS_AT_ONCE = 64
 _PROGRESS = "states.json"
 Ints = npt.NDArray[np.int64]
 
@@ -210,8 +211,6 @@ class StateStore:
         runner: NativeRunner,
         answers: Sequence[OwnAnswer],
         advance: Callable[[int], object],
-        *,
-        answers_at_once: int = 64,
     ) -> None:
         """Run all answers that are not stored yet; all of them where those stored are others.
 
@@ -226,7 +225,7 @@ class StateStore:
             with (self.folder / name).open("ab") as file:
                 file.truncate(self.num_tokens * width * np.dtype(kind).itemsize)
         while self._next < len(answers):
-            some = answers[self._next : self._next + answers_at_once]
+            some = answers[self._next : self._next + _ANSWERS_AT_ONCE]
             count = 0
             for found in self._read(runner, some):
                 count += len(found["owners"])

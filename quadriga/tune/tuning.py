@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,17 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from quadriga.checkpoint.exits import DEFAULT_THRESHOLD, NEVER, ExitSpec, to_json
 from quadriga.checkpoint.families import NATIVE_ARCHITECTURES
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
-from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError
 from quadriga.files import write_atomically
 from quadriga.llm import LLM
 from quadriga.tune import lengths, report
-from quadriga.tune.answers import OwnAnswer, generate_answers
+from quadriga.tune.answers import OwnAnswer, generate_answers, native
 from quadriga.tune.distillation import Distiller, DistillOptions
 from quadriga.tune.exit_heads import TunedKind
 from quadriga.tune.folder import TuneFolder, save_maps
@@ -45,6 +42,9 @@ NEEDED: dict[PartName, tuple[Part, ...]] = {
     "report": ("test",),
 }
 """The parts of the prompts that each of these learns from, chooses by or is measured on."""
+_MEASURED = ("domains", "speed_prompts", "speed", "answers")
+_OF_EXITS = (*_MEASURED, "training_loss", "budget", "calibration", "maps", "exits", "given_up")
+"""Figures that say nothing of other exits."""
 LEAST_SHARE = 0.01
 """Exits that fewer tokens leave at, within the budget, are left out."""
 
@@ -143,7 +143,16 @@ class Tuning:
         started_s = time.monotonic()
         torch.manual_seed(options.seed)
         plain = self._load({"folder": "own", "layers": "none"})
-        answers = self._answers(plain)
+        with report.progress("answers generated", len(self.prompts)) as advance:
+            answers = generate_answers(
+                plain,
+                self.prompts,
+                self.work,
+                max_tokens=options.max_tokens,
+                temperature=options.temperature,
+                seed=options.seed,
+                advance=advance,
+            )
         self._check_parts([answer.id for answer in answers], "prompts that are short enough")
         depths = (*self.layers, self.checkpoint.num_layers)
         store = StateStore(
@@ -151,8 +160,8 @@ class Tuning:
             self.checkpoint.hidden_size,
             depths,
         )
-        with self._progress("answers read", len(answers)) as advance:
-            store.fill(_native(plain), answers, advance)
+        with report.progress("answers read", len(answers)) as advance:
+            store.fill(native(plain), answers, advance)
         if "exits" in options.parts:
             self._exits(plain, store, answers)
         if "lengths" in options.parts:
@@ -172,19 +181,6 @@ class Tuning:
         self.folder.say({"made": self._how()})
         return self.figures
 
-    def _answers(self, llm: LLM) -> list[OwnAnswer]:
-        options = self._options
-        with self._progress("answers generated", len(self.prompts)) as advance:
-            return generate_answers(
-                llm,
-                self.prompts,
-                self.work,
-                max_tokens=options.max_tokens,
-                temperature=options.temperature,
-                seed=options.seed,
-                advance=advance,
-            )
-
     def _exits(self, llm: LLM, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
         """Part (a): train exits, or take those of another project."""
         if self._options.imported is not None:
@@ -192,7 +188,7 @@ class Tuning:
             self._save_exits(spec, tensors or None)
             return
         distill = self._options.distill
-        runner = _native(llm)
+        runner = native(llm)
         distiller = Distiller(
             store,
             self._tokens(store, answers, "train"),
@@ -202,7 +198,7 @@ class Tuning:
             seed=self._options.seed,
             work=self.work,
         )
-        with self._progress("training steps", distiller.num_steps) as advance:
+        with report.progress("training steps", distiller.num_steps) as advance:
             distiller.run(advance)
         tensors = {
             name: value
@@ -214,6 +210,7 @@ class Tuning:
 
     def _save_exits(self, spec: ExitSpec, tensors: dict[str, torch.Tensor] | None) -> None:
         """All of them stay in `work`, whatever thresholds are chosen later."""
+        self._forget(_OF_EXITS)
         self.made.save_exits(spec, tensors)
         self.folder.save_exits(spec, tensors)
 
@@ -222,8 +219,8 @@ class Tuning:
         options, spec = self._options, self._exits_there("thresholds")
         llm = self._load({"folder": str(self.made.path)})
         which = self._tokens(store, answers, "calibrate", options.test_tokens)
-        with self._progress("tokens judged", len(which)) as advance:
-            verdicts = judge(store, which, _native(llm), spec.criterion, advance)
+        with report.progress("tokens judged", len(which)) as advance:
+            verdicts = judge(store, which, native(llm), spec.criterion, advance)
         llm.close()
         kept = spec.layers
         while True:
@@ -251,8 +248,8 @@ class Tuning:
         spec = self.folder.exits
         some = [a for a in answers if self._parts[a.id] == "train"][: self._options.map_answers]
         llm = self._load({"folder": str(self.folder.path)})
-        with self._progress("answers for the maps", len(some)) as advance:
-            maps, unexplained = fit_maps(_native(llm), spec, some, advance)
+        with report.progress("answers for the maps", len(some)) as advance:
+            maps, unexplained = fit_maps(native(llm), spec, some, advance)
         llm.close()
         if maps:
             save_maps(self.folder.path, maps)
@@ -285,7 +282,10 @@ class Tuning:
             )
         there = self.made.exits.layers
         if "exits" in options.parts or not there:
-            return asked or there or _usual_layers(self.checkpoint.num_layers)
+            found = asked or there or _usual_layers(self.checkpoint.num_layers)
+            if not found and "exits" in options.parts:
+                raise ConfigError(f"model: {self.checkpoint.id} is too small for an exit")
+            return found
         if asked and asked != there:
             raise ConfigError(
                 f"--layers: {list(asked)} are asked for, and {self.folder.path} has exits after "
@@ -304,7 +304,7 @@ class Tuning:
             for name in ("train", "calibrate", "test")
         )
         total = lengths.MAX_EPOCHS * len(learned.depths)
-        with self._progress("epochs of length heads, at most", total) as advance:
+        with report.progress("epochs of length heads, at most", total) as advance:
             spec, tensors, figures = lengths.train_heads(
                 learned,
                 seed=self._options.seed,
@@ -319,12 +319,13 @@ class Tuning:
     def _report(self, store: StateStore, answers: Sequence[OwnAnswer]) -> None:
         """What all of it brings and costs."""
         options, spec = self._options, self.folder.exits
+        self._forget(_MEASURED)
         llm = self._load({"folder": str(self.folder.path)})
-        runner = _native(llm)
+        runner = native(llm)
         if spec.layers:
             which = self._tokens(store, answers, "test", options.test_tokens)
             view = store.at((*spec.layers, self.checkpoint.num_layers))
-            with self._progress("tokens judged", len(which)) as advance:
+            with report.progress("tokens judged", len(which)) as advance:
                 verdicts = judge(view, which, runner, spec.criterion, advance)
             owners = np.array(store.owners)[which]
             domains = [self._domains[answers[owner].id] for owner in owners]
@@ -335,7 +336,7 @@ class Tuning:
             tests = [ids for ids in tests if len(ids) <= most][: options.speed_prompts]
             self.figures["speed_prompts"] = len(tests)
             if tests:
-                with self._progress("timed runs", None) as advance:
+                with report.progress("timed runs", None) as advance:
                     self.figures["speed"], said = measure_speed(llm, tests, advance=advance)
                 self.figures["answers"] = compare_answers(runner, said)
         llm.close()
@@ -414,15 +415,13 @@ class Tuning:
             "torch": torch.__version__,
         }
 
+    def _forget(self, names: Collection[str]) -> None:
+        """Figures of an earlier run that are void now."""
+        self.figures = {name: found for name, found in self.figures.items() if name not in names}
+        self._keep_figures()
+
     def _keep_figures(self) -> None:
         write_atomically(self._figures_file, (json.dumps(self.figures, indent=1) + "\n").encode())
-
-    @contextmanager
-    def _progress(self, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda done: bar.advance(task, done)
 
 
 def spec_of(kind: TunedKind, layers: tuple[int, ...]) -> ExitSpec:
@@ -446,8 +445,3 @@ def _check(checkpoint: Checkpoint) -> None:
             f"{', '.join(sorted(NATIVE_ARCHITECTURES))}",
             param="model",
         )
-
-
-def _native(llm: LLM) -> NativeRunner:
-    assert isinstance(llm.runner, NativeRunner)
-    return llm.runner

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -20,15 +21,15 @@ from loadgen.paper.ares.length_encoder import (
     texts,
     train_encoder,
 )
+from quadriga.engine.early_exit.length_head import run_layers, to_tokens
 from quadriga.scheduling.forecasts import NEW_SHARE
 from quadriga.tune.lengths import (
     MEDIAN,
     QUANTILES,
     SAMPLE_EVERY,
     LengthData,
-    apply,
     apply_at,
-    train_head_at,
+    train_head,
 )
 
 BATCHES = (1, 10)
@@ -98,11 +99,15 @@ def hold(
         say: Called with a line for each one that is trained.
     """
     train, validation, test = parts
-    head = train_head_at(data, -1, train, validation, seed=seed)
+    read = partial(data.inputs, -1)
+    head = train_head(read, data.remaining, train, validation, seed=seed)
     said = apply_at(data, -1, torch.arange(len(data.remaining)), head)
-    inputs = data.inputs(-1, test[: max(BATCHES)])
-    parameters = sum(t.numel() for t in head.values())
-    latency_s = {n: timed(lambda n=n: apply(head, inputs[:n])) for n in BATCHES}  # type: ignore[misc]
+    inputs = read(test[: max(BATCHES)])
+    parameters = sum(weight.numel() + bias.numel() for weight, bias in head)
+    latency_s = {
+        n: timed(lambda n=n: to_tokens(run_layers(head, inputs[:n])))  # type: ignore[misc]
+        for n in BATCHES
+    }
     ours = LengthPredictor(
         "head, averaged", averaged(said[test], data, test), parameters, latency_s
     )

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quadriga.tune.lengths import MEDIAN, PATIENCE, QUANTILES, LengthData, loss_of, to_tokens
+from quadriga.engine.early_exit.length_head import to_tokens
+from quadriga.tune.lengths import MEDIAN, PATIENCE, QUANTILES, LengthData, loss_of
 
 MAX_POSITIONS = 1024
 _TOKENS_PER_BATCH = 6144

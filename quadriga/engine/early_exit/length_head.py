@@ -29,6 +29,23 @@ from quadriga.errors import ConfigError
 from quadriga.scheduling.forecasts import Answer
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
+"""Weight and bias of each linear layer of a head."""
+
+
+def run_layers(layers: Layers, x: torch.Tensor) -> torch.Tensor:
+    """A head's outputs on the scale log(1 + tokens): [n, inputs] → [n, 1 + quantiles]."""
+    for i, (weight, bias) in enumerate(layers):
+        x = F.linear(x, weight, bias)
+        if i < len(layers) - 1:
+            x = F.relu(x)
+    return x
+
+
+def to_tokens(outputs: torch.Tensor) -> torch.Tensor:
+    """The outputs of `run_layers` → tokens, at least 0; the quantiles do not cross."""
+    tokens = torch.expm1(outputs.clamp(0.0, 20.0))
+    tokens[:, 1:] = torch.cummax(tokens[:, 1:], dim=1).values
+    return tokens
 
 
 class LengthHeads:
@@ -106,14 +123,7 @@ class LengthHeads:
         if self.spec.has_counts:
             assert counts is not None
             x = torch.cat((x, counts), dim=1)
-        layers = self._heads[depth]
-        for i, (weight, bias) in enumerate(layers):
-            x = F.linear(x, weight, bias)
-            if i < len(layers) - 1:
-                x = F.relu(x)
-        tokens = torch.expm1(x.clamp(0.0, 20.0))
-        tokens[:, 1:] = torch.cummax(tokens[:, 1:], dim=1).values
-        return tokens
+        return to_tokens(run_layers(self._heads[depth], x))
 
 
 class ExitingRunner(Protocol):

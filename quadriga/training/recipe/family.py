@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from quadriga.errors import ConfigError
-from quadriga.tasks import DEFAULT_MIX, TASKS
+from quadriga.tasks import TASKS
 from quadriga.training.tokenizer import MAX_POSITIONS
 
 
@@ -142,11 +142,6 @@ def on_mix(member: FamilyMember, mix: Mapping[str, float]) -> FamilyMember:
     if not any(mix.values()):
         raise ConfigError("mix: one task at least needs a weight above 0")
     return replace(member, recipe=replace(member.recipe, mix=dict(mix)))
-
-
-def on_equal_mix(member: FamilyMember) -> FamilyMember:
-    """A member that sees every task alike."""
-    return on_mix(member, DEFAULT_MIX)
 
 
 def with_reworded_share(member: FamilyMember, share: float) -> FamilyMember:

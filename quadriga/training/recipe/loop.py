@@ -36,7 +36,7 @@ class TrainingOptions:
         dtype: Of the matrix products; weights and moments stay fp32.
         steps: Steps of this budget, or None.
         deadline_s: Wall clock at which this budget ends, or None.
-        minutes: What the deadline was asked for by; None: as a time of day.
+        minutes, finish_by_s: What the deadline was asked for by, the earlier of both.
         tokens_per_step: Tokens of a step, padding included.
         compile: Whether the blocks are compiled; tenths of speed for a minute at the start.
         save_every_s: Seconds between saves.
@@ -51,6 +51,7 @@ class TrainingOptions:
     deadline_s: float | None
     tokens_per_step: int
     minutes: float | None = None
+    finish_by_s: float | None = None
     compile: bool = False
     save_every_s: float = 240.0
     probe_every_s: float = 600.0
@@ -72,15 +73,29 @@ class Trainer:
         rest = [p for p in self.model.parameters() if p.ndim < 3]
         self.muon = Muon(matrices, lr=member.recipe.muon_lr, dtype=options.dtype)
         self.adam = torch.optim.Adam(rest, lr=member.recipe.adam_lr, betas=(0.9, 0.98))
-        self.progress = Progress()
+        recipe = member.recipe
+        self.progress = Progress(
+            options={
+                "--mix": recipe.mix,
+                "--rate": recipe.adam_lr,
+                "--reworded": recipe.reworded_share,
+                "--tokens-per-step": options.tokens_per_step,
+            }
+        )
 
     def restore(self, path: Path) -> None:
-        """Continue from a saved state."""
-        payload = load(path)
+        """Continue from a saved state. Raises: ConfigError: It is of a training unlike this one."""
+        payload, asked = load(path), self.progress.options
+        progress = Progress(**{"options": asked, **payload["progress"]})
+        if changed := [name for name, held in progress.options.items() if held != asked[name]]:
+            raise ConfigError(
+                f"--resume: {path} was trained with another {' and '.join(changed)}; give the same "
+                "again, or begin in another --folder with --init-from"
+            )
         self.model.load_state_dict(payload["model"])
         self.muon.load_state_dict(payload["muon"])
         self.adam.load_state_dict(payload["adam"])
-        self.progress = Progress(**payload["progress"])
+        self.progress = progress
 
     def start_from(self, source: Path) -> None:
         """Take over weights only, from a checkpoint folder or a state file.
@@ -90,7 +105,7 @@ class Trainer:
         weights = load_checkpoint(source).state_dict() if source.is_dir() else load(source)["model"]
         self.model.load_state_dict(weights)
         recipe = self.member.recipe
-        self.progress.tokens_seen = max(recipe.curriculum[-1][0], recipe.ramp_tokens)
+        self.progress.tokens_before = max(recipe.curriculum[-1][0], recipe.ramp_tokens)
 
     def save(self, name: str) -> None:
         """Write the state under the run's folder."""
@@ -105,7 +120,7 @@ class Trainer:
     def batch(self) -> TrainingBatch:
         """Return the next batch of the stream."""
         recipe, progress = self.member.recipe, self.progress
-        scale = length_scale(recipe.curriculum, progress.tokens_seen)
+        scale = length_scale(recipe.curriculum, progress.scheduled_tokens)
         return next_batch(
             self.tokenizer,
             seed=recipe.seed,
@@ -124,7 +139,7 @@ class Trainer:
         )
         weights = batch.weights / batch.weights.sum()
         recipe = self.member.recipe
-        exit_weight = ramp(recipe.exit_weights, recipe.ramp_tokens, self.progress.tokens_seen)
+        exit_weight = ramp(recipe.exit_weights, recipe.ramp_tokens, self.progress.scheduled_tokens)
         losses = []
         for index, state in enumerate(states):
             logits = self.model.logits(state, index, self.options.dtype)
@@ -158,8 +173,9 @@ class Trainer:
 
 def budget_name(options: TrainingOptions) -> str:
     """Return what distinguishes one budget from another: minutes are the same whenever asked."""
-    until = f"{options.minutes}min" if options.minutes else options.deadline_s
-    return f"steps={options.steps} deadline={until}"
+    until = [f"{options.minutes}min"] if options.minutes else []
+    until += [str(options.finish_by_s)] if options.finish_by_s else []
+    return f"steps={options.steps} deadline={' '.join(until) or None}"
 
 
 def resume(trainer: Trainer, budget: str) -> None:

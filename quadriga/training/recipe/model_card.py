@@ -45,7 +45,6 @@ def model_card(member: FamilyMember, model: EarlyExitLlama, facts: dict[str, Any
             key=lambda candidate: abs(len(candidate.answer) - 60),
         )
         rows += f"| {task} | `{example.prompt}` | `{example.answer}` |\n"
-    figures = facts.get("figures") or {}
     return _CARD.format(
         name=member.name,
         parameters=sum(p.numel() for p in model.parameters()) / 1e6,
@@ -55,13 +54,12 @@ def model_card(member: FamilyMember, model: EarlyExitLlama, facts: dict[str, Any
         examples=rows,
         steps=facts["steps"],
         tokens=facts["tokens"] / 1e6,
-        figures=_figures(figures),
+        figures=facts.get("figures", ""),
     )
 
 
-def _figures(figures: dict[str, Any]) -> str:
-    if not figures:
-        return ""
+def figures_part(figures: dict[str, Any]) -> str:
+    """The part of a card that says what the model reaches, from the JSON of `evaluate`."""
     head = (
         f"\n## What it reaches\nExact match of greedy answers at full depth, really generated, "
         f"{figures['examples']} examples a task, seed {figures['seed']} "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 _NS_STEPS = 5
 _NS = (3.4445, -4.7750, 2.0315)  # quintic Newton–Schulz coefficients
 _EPS = 1e-7
+_MOMENTUM = 0.95
 
 
 def orthogonalize(update: Tensor, dtype: torch.dtype) -> Tensor:
@@ -31,14 +32,10 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum whose step is orthogonalised; parameters are [layers, rows, cols]."""
 
     def __init__(
-        self,
-        params: Iterable[nn.Parameter],
-        *,
-        lr: float,
-        momentum: float = 0.95,
-        dtype: torch.dtype = torch.float32,
+        self, params: Iterable[nn.Parameter], *, lr: float, dtype: torch.dtype = torch.float32
     ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "dtype": dtype})
+        super().__init__(params, {"lr": lr})
+        self._dtype = dtype  # of this run; what is in a group is loaded with a state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -52,7 +49,7 @@ class Muon(torch.optim.Optimizer):
                 if "momentum" not in state:
                     state["momentum"] = torch.zeros_like(parameter)
                 momentum: Tensor = state["momentum"]
-                momentum.lerp_(gradient, 1.0 - group["momentum"])
-                update = orthogonalize(gradient.lerp(momentum, group["momentum"]), group["dtype"])
+                momentum.lerp_(gradient, 1.0 - _MOMENTUM)
+                update = orthogonalize(gradient.lerp(momentum, _MOMENTUM), self._dtype)
                 rows, cols = parameter.shape[-2:]
                 parameter.add_(update, alpha=-group["lr"] * max(1.0, rows / cols) ** 0.5)

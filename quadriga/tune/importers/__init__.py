@@ -85,7 +85,7 @@ def layerskip(checkpoint: Checkpoint, layers: tuple[int, ...]) -> ExitSpec:
     count = checkpoint.num_layers
     shares = [i / (LAYERSKIP_EXITS + 1) for i in range(1, LAYERSKIP_EXITS + 1)]
     usual = {round(count * share) for share in shares}
-    return ExitSpec(layers or tuple(sorted(k for k in usual if 0 < k < count)), "shared")
+    return ExitSpec(tuple(sorted(layers or (k for k in usual if 0 < k < count))), "shared")
 
 
 def _check(

@@ -18,12 +18,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from quadriga.checkpoint.exits import EXITS_FILE, EXITS_WEIGHTS, SKIPPED_KV_WEIGHTS
+from quadriga.checkpoint.families import GATED_ARCHITECTURES
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.checkpoint.json_files import read_object
 from quadriga.checkpoint.length_heads import LENGTH_FILE, LENGTH_WEIGHTS
 from quadriga.errors import ConfigError
 
-SPLITTABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 INDEX_FILE = "model.safetensors.index.json"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _MLP = ("mlp.", "post_attention_layernorm.")
@@ -48,11 +48,11 @@ def write_split(checkpoint: Checkpoint, numbers: Sequence[int], folder: Path) ->
     config = read_object(source / "config.json")
     types = config.get("layer_types") or []
     differing = any(kind != types[0] for kind in types) or config.get("use_sliding_window")
-    if checkpoint.architecture not in SPLITTABLE or differing:
+    if checkpoint.architecture not in GATED_ARCHITECTURES or differing:
         raise ConfigError(
-            f"--import: exits in the middle of a layer need one of {', '.join(SPLITTABLE)} with "
-            f"layers that are all alike (layer_types, use_sliding_window); {checkpoint.id} is a "
-            f"{checkpoint.architecture}",
+            "--import: exits in the middle of a layer need one of "
+            f"{', '.join(GATED_ARCHITECTURES)} with layers that are all alike (layer_types, "
+            f"use_sliding_window); {checkpoint.id} is a {checkpoint.architecture}",
             param="import",
         )
     folder.mkdir(parents=True, exist_ok=True)

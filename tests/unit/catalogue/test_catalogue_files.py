@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import yaml
 
 from quadriga.catalogue.files import read_catalogue, write_catalogue
 from quadriga.catalogue.headers import SINGLE_FILE, check_finite, read_checkpoint_headers
+from quadriga.catalogue.inspection import tokenizer_fingerprint
 from quadriga.catalogue.records import DepthRecord, Measurement
+from quadriga.checkpoint import json_files
 from quadriga.checkpoint.exits import EXITS_WEIGHTS
 from quadriga.checkpoint.folder import ASSETS, bundled_models
 from quadriga.errors import ConfigError, UnknownModel
@@ -118,9 +120,27 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     write_catalogue(path, [("quadriga-s", replace(model, depths=(record,)))], measured)
     again = read_catalogue(str(path))
     assert again.find("quadriga-s").depths == (record,)
-    assert again.measured == measured
+    assert yaml.safe_load(path.read_text())["measured"] == asdict(measured)
     assert [p.name for p in path.parent.iterdir()] == ["c.yaml"], "no temporary file is left"
     assert path.stat().st_mode & 0o777 == 0o644, "others may read it"
+
+
+def test_a_folder_with_the_name_of_a_bundled_model_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "quadriga-s").symlink_to(ASSETS / "quadriga-l")
+    write_yaml(tmp_path / "own.yaml", {"model": "./quadriga-s"})
+    monkeypatch.chdir(tmp_path)
+    for source in (".", "own.yaml"):
+        assert read_catalogue(source).models[0].num_layers == 12
+
+
+def test_a_tokenizer_that_is_too_large_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_files, "MAX_BYTES", 10_000)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json has .* above the limit of 10000"):
+        tokenizer_fingerprint(checkpoint)
 
 
 def test_shards_are_read_as_one(checkpoint: Path) -> None:

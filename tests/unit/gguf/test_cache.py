@@ -20,7 +20,7 @@ from quadriga.files import cache_folder, file_lock
 from quadriga.gguf import cache as cache_module
 from quadriga.gguf import checkpoint_folder
 from quadriga.gguf.__main__ import main
-from quadriga.gguf.cache import converted_folder
+from quadriga.gguf.cache import converted_folder, plain_beside, plain_folder
 from quadriga.gguf.checkpoint_folder import Conversion
 from tests.gguf_files import small_fields, small_tensors, write_file
 
@@ -155,6 +155,8 @@ def test_a_disk_that_is_too_small(file: Path, cache: Path, monkeypatch: pytest.M
     monkeypatch.setattr(checkpoint_folder, "SPARE_BYTES", 1 << 60)
     with pytest.raises(ConfigError, match=r"engine\.cache_dir: .*free there"):
         converted_folder(file, cache)
+    with pytest.raises(ConfigError, match=r"--plain: .*free there"):
+        plain_folder(file, cache / "plain")
 
 
 def test_a_cache_that_cannot_be_written(file: Path, cache: Path) -> None:
@@ -255,6 +257,9 @@ def test_recommended_sampling(tmp_path: Path, cache: Path) -> None:
     file = write_file(tmp_path / "m.gguf", "llama", fields, small_tensors())
     sampling = read_checkpoint(str(file), cache_dir=cache).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 20, 0.75)
+    fields["general.sampling.top_k"] = -1
+    file = write_file(tmp_path / "none.gguf", "llama", fields, small_tensors())
+    assert read_checkpoint(str(file), cache_dir=cache).sampling.top_k == 0
 
 
 def test_the_command_prints_the_folder(
@@ -277,6 +282,33 @@ def test_a_plain_folder_is_written_once(
     assert kinds == {"F32"}
     assert main([str(file), "--plain", str(folder)]) == 2
     assert "is not empty; name a new folder" in capsys.readouterr().err
+
+
+def test_a_plain_folder_is_there_whole_or_not_at_all(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(self: Conversion, folder: Path, *_: object) -> None:
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "plain"
+    monkeypatch.setattr(Conversion, "write", die)
+    with pytest.raises(KeyboardInterrupt):
+        plain_folder(file, folder)
+    assert not folder.exists()
+    monkeypatch.undo()
+    assert plain_folder(file, folder) == folder
+
+
+def test_the_plain_form_is_of_the_file_that_was_converted(file: Path, cache: Path) -> None:
+    folder = converted_folder(file, cache)
+    tensors = small_tensors()
+    tensors["output_norm.weight"][0] += 1
+    write_file(file, "llama", small_fields(), tensors)
+    with pytest.raises(ConfigError, match="no longer what was converted"):
+        plain_beside(folder, cache)
+    write_file(file, "llama", small_fields(), small_tensors())
+    assert (plain_beside(folder, cache) / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import datetime
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from quadriga.training.cli import main
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.errors import ConfigError
+from quadriga.files import file_lock
+from quadriga.training import cli, heads
+from quadriga.training.cli import ASSETS, main
+from quadriga.training.model import EarlyExitLlama
+from quadriga.training.recipe import loop
+from quadriga.training.recipe.family import FAMILY
+from quadriga.training.recipe.loop import TrainingOptions, budget_name
 from quadriga.training.recipe.state import LATEST
+from quadriga.training.tokenizer import build_tokenizer
 
-TRAIN = ("train", "--model", "quadriga-s")
+TRAIN = ("train", "--model", "quadriga-s", "--dtype", "fp32")
 
 
 @pytest.mark.parametrize(
@@ -20,6 +33,7 @@ TRAIN = ("train", "--model", "quadriga-s")
         ((*TRAIN, "--finish-by", "25:99"), "'25:99' is no time of day"),
         (("evaluate", "--examples", "0"), "--examples"),
         (("length", "--requests", "-1"), "--requests"),
+        (("prompts", "--texts", "a", "--out", "b", "--seed", "-1"), "no whole number from 0 on"),
     ],
 )
 def test_bad_arguments_are_named(
@@ -55,12 +69,15 @@ def test_models_of_one_name_are_refused(command: str, tmp_path: Path) -> None:
         (("export", "--model", "quadriga-s", "--to", "new", "--state", LATEST), "--state: latest"),
         (("export", "--model", "quadriga-s", "--to", "new", "--state", "nowhere"), "No such file"),
         ((*TRAIN, "--steps", "1", "--device", "tpu9"), "--device: 'tpu9' cannot be used"),
+        (("evaluate", "--models", "."), r"--models: .*exits\.json"),
+        (("fit-kv", "--models", "."), "--models: .* has no exits"),
     ],
 )
 def test_what_cannot_be_begun_with_is_named(
     words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / LATEST).write_bytes(b"junk")
+    shutil.copyfile(ASSETS / "quadriga-s" / "config.json", tmp_path / "config.json")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=message):
         main(list(words))
@@ -75,6 +92,66 @@ def test_an_export_deletes_nothing_but_a_checkpoint(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [mine]
 
 
+def test_an_export_that_cannot_be_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are no numbers, figures of an older form; the folder one is in will do."""
+    monkeypatch.setattr(cli, "_fit", lambda _: None)
+    model = EarlyExitLlama(FAMILY["quadriga-s"].shape, build_tokenizer().get_vocab_size())
+    state, figures = tmp_path / "state.pt", tmp_path / "figures.json"
+    tasks = {"sort": {"exact_match": 1.0, "exact_match_long": 1.0}}
+    said = {"examples": 1, "seed": 0, "models": {"quadriga-s": {"tasks": tasks}}}
+    figures.write_text(json.dumps(said))
+    words = ["export", "--model", "quadriga-s", "--state", str(state), "--to", "."]
+    (to := tmp_path / "to").mkdir()
+    monkeypatch.chdir(to)
+    state_of = {"model": model.state_dict(), "progress": {"step": 1, "tokens_seen": 2}}
+    torch.save(state_of, state)
+    with pytest.raises(SystemExit, match=r"--figures: .*exact_match_reworded"):
+        main([*words, "--figures", str(figures)])
+    assert main(words) == 0 and (to / "exits.json").is_file()
+    state_of["model"]["head"][0, 0] = torch.nan
+    torch.save(state_of, state)
+    with pytest.raises(SystemExit, match=r"lm_head\.weight does not fit fp16: it has nan"):
+        main([*words[:-1], str(tmp_path / "new")])
+
+
+@pytest.mark.parametrize("command", ["fit-kv", "length"])
+def test_a_folder_with_the_name_of_a_bundled_model_is_its_own(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(model: Path, _: int) -> None:
+        raise ConfigError(f"loads {read_checkpoint(str(model)).path}")
+
+    monkeypatch.setattr(heads, "load", load)
+    (tmp_path / "quadriga-s").symlink_to(ASSETS / "quadriga-l")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=f"loads {ASSETS / 'quadriga-l'}"):
+        main([command, "--models", "quadriga-s"])
+
+
+@pytest.mark.parametrize(("minutes", "is_first"), [("1", True), ("60", False)])
+def test_a_training_ends_at_the_earlier_of_its_limits(
+    minutes: str, is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[TrainingOptions] = []
+
+    def begin(_: object, options: TrainingOptions) -> None:
+        seen.append(options)
+        raise ConfigError("begun")
+
+    monkeypatch.setattr(loop, "Trainer", begin)
+    soon = datetime.datetime.now() + datetime.timedelta(minutes=30)
+    words = ["--minutes", minutes, "--finish-by", f"{soon:%H:%M}", "--folder", str(tmp_path)]
+    with pytest.raises(SystemExit, match="begun"):
+        main([*TRAIN, *words])
+    (options,) = seen
+    assert options.deadline_s is not None and options.finish_by_s is not None
+    assert (options.deadline_s < options.finish_by_s) is is_first
+    assert options.deadline_s <= options.finish_by_s
+    assert budget_name(options) == f"steps=None deadline={minutes}.0min {options.finish_by_s}"
+
+
 def test_a_training_is_never_replaced_unasked(tmp_path: Path) -> None:
     state = tmp_path / LATEST
     state.write_bytes(b"hours of work")
@@ -82,3 +159,6 @@ def test_a_training_is_never_replaced_unasked(tmp_path: Path) -> None:
         main([*TRAIN, "--steps", "1", "--folder", str(tmp_path)])
     assert state.read_bytes() == b"hours of work"
     assert list(tmp_path.iterdir()) == [state]
+    state.unlink()
+    with file_lock(tmp_path / ".lock", 0.0), pytest.raises(SystemExit, match="another run is at"):
+        main([*TRAIN, "--steps", "1", "--folder", str(tmp_path)])

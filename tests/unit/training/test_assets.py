@@ -98,11 +98,6 @@ def test_a_foreign_vocabulary_is_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path)
 
 
-def test_the_command_line_writes_a_tokenizer(tmp_path: Path) -> None:
-    assert main(["tokenizer", "--to", str(tmp_path / "t")]) == 0
-    assert (tmp_path / "t" / "tokenizer.json").exists()
-
-
 def test_training_needs_a_budget() -> None:
     with pytest.raises(SystemExit, match="budget"):
         main(["train", "--model", "quadriga-s"])

@@ -6,18 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from quadriga.tasks import TASKS
 from quadriga.training.cli import main
-from quadriga.training.recipe.family import FAMILY, at_rate, on_equal_mix, on_mix
-
-
-def test_the_control_differs_in_its_mix_alone() -> None:
-    for member in FAMILY.values():
-        control = on_equal_mix(member)
-        assert control.recipe.mix == dict.fromkeys(TASKS, 1 / len(TASKS))
-        assert member.recipe.mix != control.recipe.mix
-        same = replace(control, recipe=replace(control.recipe, mix=member.recipe.mix))
-        assert same == member
+from quadriga.training.recipe.family import FAMILY, at_rate, on_mix
 
 
 def test_a_mix_of_ones_own_names_what_comes() -> None:

@@ -86,6 +86,19 @@ def test_others_are_drawn_in_the_shares_of_what_was_chosen(tmp_path: Path) -> No
     assert made != make_prompts([texts], choice, more=12, seed=2)
     with pytest.raises(ConfigError, match=r"--more: .* domain code, which has 39"):
         make_prompts([texts], choice, more=400)
+    even = save_choice(tmp_path, "math-0", "code-0")
+    assert len(rows(make_prompts([texts], even, more=1))) == 3, "half a text of each"
+
+
+def test_two_texts_of_one_id_are_refused(tmp_path: Path) -> None:
+    """Lines of a text file are numbered; the same texts twice are no matter."""
+    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
+    first.write_text("Why?\n")
+    second.write_text("How?\n")
+    choice = save_choice(tmp_path, "question-0")
+    with pytest.raises(ConfigError, match=r"b\.txt has the id 'question-0', and so has another"):
+        make_prompts([first, second], choice)
+    assert len(rows(make_prompts([first, first], choice))) == 1
 
 
 def test_texts_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:

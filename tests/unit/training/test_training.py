@@ -17,11 +17,13 @@ from quadriga.training.evaluate import THRESHOLDS, complement, evaluate, exits_o
 from quadriga.training.generate import greedy
 from quadriga.training.hardware import fastest_dtype
 from quadriga.training.model import EarlyExitLlama
+from quadriga.training.recipe import optimizer
 from quadriga.training.recipe.data import encode, group_rows, next_batch, pack
-from quadriga.training.recipe.family import FAMILY, FamilyMember, ModelShape
+from quadriga.training.recipe.family import FAMILY, FamilyMember, ModelShape, at_rate
 from quadriga.training.recipe.loop import Trainer, TrainingOptions, budget_name, resume, run
 from quadriga.training.recipe.optimizer import orthogonalize
-from quadriga.training.recipe.state import LATEST, STABLE
+from quadriga.training.recipe.schedule import ramp
+from quadriga.training.recipe.state import LATEST, STABLE, load, save_atomically
 from quadriga.training.reference_pass import Forced, force
 from quadriga.training.tokenizer import END_ID, build_tokenizer
 
@@ -202,6 +204,39 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -
     assert second.progress == whole.progress
     for name, weight in whole.model.state_dict().items():
         assert torch.equal(weight, second.model.state_dict()[name]), name
+
+
+def test_what_steps_depend_on_stays_the_same(tmp_path: Path) -> None:
+    """But for the type of products, which is of each run."""
+    half = dataclasses.replace(toy_options(tmp_path, steps=6), dtype=torch.bfloat16)
+    Trainer(toy_member(), half).save(LATEST)
+    other = Trainer(at_rate(toy_member(), 0.5), toy_options(tmp_path, steps=6))
+    with pytest.raises(ConfigError, match="another --rate; give the same"):
+        resume(other, budget_name(other.options))
+    seen: list[torch.dtype] = []
+    again = Trainer(toy_member(), toy_options(tmp_path, steps=6))
+    resume(again, budget_name(again.options))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            optimizer, "orthogonalize", lambda update, dtype: seen.append(dtype) or update
+        )
+        again.step(1.0)
+    assert set(seen) == {torch.float32}
+    saved = load(tmp_path / LATEST)
+    del saved["progress"]["options"]  # as an earlier release saved it
+    save_atomically(saved, tmp_path / LATEST)
+    resume(other, budget_name(other.options))
+
+
+def test_weights_that_were_trained_before_are_no_tokens_of_this_training(tmp_path: Path) -> None:
+    first = Trainer(toy_member(), toy_options(tmp_path, steps=1))
+    first.save(LATEST)
+    later = Trainer(toy_member(), toy_options(tmp_path, steps=1))
+    later.start_from(tmp_path / LATEST)
+    later.step(1.0)
+    assert later.progress.tokens_seen == 512
+    recipe = later.member.recipe
+    assert ramp(recipe.exit_weights, recipe.ramp_tokens, later.progress.scheduled_tokens) == 0.3
 
 
 def test_another_budget_goes_on_from_before_the_decay(tmp_path: Path) -> None:

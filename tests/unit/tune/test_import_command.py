@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,21 +14,15 @@ from quadriga.checkpoint.exits import EXITS_WEIGHTS, ExitParams
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.core.request import SamplingParams
 from quadriga.llm import LLM
+from quadriga.tune import tuning
 from quadriga.tune.cli import main
+from quadriga.tune.tuning import TuneOptions
 from tests.unit.tune.models import HIDDEN, VOCAB, save_model
 from tests.unit.tune.test_importers import add_branches, megatron
 
 FEW = ["--prompts", "tasks:3", "--max-tokens", "8", "--slots", "8", "--speed-prompts", "0"]
 PARTS = ["--parts", "exits,thresholds,maps,lengths"]
 ANY = ["--budget", "changed=1"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +97,20 @@ def test_what_is_imported_is_calibrated_and_left_at(
     (output,) = llm.generate("Sort: 3 1 2\n", sampling, exits=leave, progress=False)
     llm.close()
     assert set(output.exit_layers[1:]) == {exits.layers[0]}
+
+
+def test_heads_are_of_the_layers_in_the_order_that_is_given(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[TuneOptions] = []
+    monkeypatch.setattr(tuning, "tune", lambda options, _: seen.append(options))
+    heads = [torch.full((VOCAB, HIDDEN), float(i)) for i in range(2)]
+    torch.save(heads, tmp_path / "heads.pt")
+    words = ["--out", str(tmp_path / "out"), *FEW, "--layers", "3,1"]
+    main([str(model), "--import", f"linear:{tmp_path / 'heads.pt'}", *words])
+    assert seen[0].layers == (1, 3) and seen[0].imported is not None
+    spec, tensors = seen[0].imported
+    assert spec.layers == (1, 3) and torch.equal(tensors["exits.3.head.weight"], heads[0])
 
 
 def test_a_trained_head_is_calibrated_as_where_it_was_trained(model: Path, tmp_path: Path) -> None:

@@ -105,11 +105,13 @@ def test_prompts_are_read_from_text_json_and_tasks(tmp_path: Path) -> None:
     text.write_text("What is 2+2?\n\nWhy?\n")
     with gzip.open(lines, "wt") as file:
         file.write(json.dumps({"id": "x", "domain": "d", "prompt": "go on"}) + "\n")
-        file.write(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
+        chat = {"messages": [{"role": "user", "content": "hi"}], "id": None, "domain": None}
+        file.write(json.dumps(chat) + "\n")
     assert [p.content[0]["content"] for p in read_prompts(str(text))] == ["What is 2+2?", "Why?"]  # type: ignore[index]
     first, second = read_prompts(str(lines))
     assert (first.id, first.domain, first.content) == ("x", "d", "go on")
     assert second.content == ({"role": "user", "content": "hi"},)
+    assert (second.id, second.domain) == ("2", "prompts"), "null is as if it were not there"
     text.write_text("Why?\nWhat?\nWhy?\n")
     assert [p.id for p in distinct(read_prompts(str(text)))] == ["1", "2"], "each content once"
     tasks = read_prompts("tasks:2")

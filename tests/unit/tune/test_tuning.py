@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from quadriga.checkpoint.tuned import TUNE_FILE, bundled_for, weights_hash
 from quadriga.config.loader import load_config
 from quadriga.core.request import SamplingParams
 from quadriga.errors import ConfigError
+from quadriga.files import file_lock
 from quadriga.llm import LLM
 from quadriga.tune import outcome, tuning
 from quadriga.tune.cli import main
@@ -38,14 +38,6 @@ KINDS: dict[str, TunedKind] = {
     "qwen3": "head",
     "opt": "linear",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def options(model: Path, out: Path, kind: TunedKind = "mlp") -> TuneOptions:
@@ -118,7 +110,9 @@ def test_a_second_run_finds_everything_and_makes_the_same(
     shutil.copytree(out, before)
     monkeypatch.setattr(LLM, "stream", lambda *_, **__: pytest.fail("it generated again"))
     some = replace(options(model, out), parts=("exits", "thresholds"))
-    tune(some, Console(quiet=True))
+    figures = tune(some, Console(quiet=True))
+    assert "lengths" in figures, "they do not depend on exits"
+    assert not {"maps", "domains", "speed", "answers"} & figures.keys(), "of exits before these"
     check_exits(model, out, before)
 
 
@@ -141,6 +135,7 @@ def test_an_exit_that_was_dropped_comes_back_with_another_budget(
         monkeypatch.setattr(module, "SPEED_TOKENS", 159)
     figures = tune(replace(some, parts=("report",)), Console(quiet=True))
     assert figures["speed_prompts"] == 0, "no prompt leaves room for a timed answer"
+    assert not {"speed", "answers"} & figures.keys(), "those of an earlier run"
     assert [line for line in figures["given_up"] if "maps" in line] == [
         "maps for exits after 1: not fitted, so the layers' own projections stand in; do the part "
         "maps"
@@ -275,6 +270,25 @@ def test_too_few_prompts_are_refused_before_any_is_answered(
     words = ["--out", f"{tmp_path}/out", "--prompts", f"{tmp_path}/p.txt", "--parts", part]
     with pytest.raises(SystemExit, match=f"there for {part}, as none of 1 prompts falls"):
         main(["quadriga-s", *words, f"--hold-back={held}"])
+
+
+def test_a_model_without_inner_layers_is_refused(tmp_path: Path) -> None:
+    model = save_model("llama", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="too small for an exit"):
+        Tuning(replace(options(model, tmp_path / "out"), layers=()), Console(quiet=True))
+
+
+def test_a_folder_is_tuned_into_by_one_run_at_a_time(tmp_path: Path) -> None:
+    words = ["quadriga-s", "--out", str(tmp_path), "--prompts", "tasks:1"]
+    (tmp_path / "work").mkdir()
+    with file_lock(tmp_path / "work" / ".lock", 0.0), pytest.raises(SystemExit) as left:
+        main(words)
+    assert f"--out: another run is at work in {tmp_path / 'work'}" in str(left.value)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match=r"--out: .* cannot be written to"):
+        main([*words, "--out", str(tmp_path / "file")])
 
 
 def test_a_layer_outside_the_model_is_refused(tmp_path: Path) -> None:
