@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from loadgen.model_costs.engine import engine_spec
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
@@ -15,6 +17,7 @@ from quadriga.observability.metrics import MetricsHub, parse_exposition
 from quadriga.replica.forecasting import Forecasting, load_lengths
 from quadriga.replica.replica_metrics import ReplicaMetrics
 from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.forecasts import StepTimes
 from quadriga.scheduling.slots import SlotTable
 
 ROWS = 4
@@ -105,6 +108,19 @@ def test_on_demand_the_held_sequences_are_predicted_and_forecast() -> None:
     assert page['quadriga_length_predictions_total{replica="d"}'] == 4
     assert page['quadriga_seconds_to_out_of_memory{replica="d"}'] > 0
     assert page['quadriga_forecast_kv_tokens{ahead_seconds="0",replica="d"}'] > 8
+
+
+def test_steps_cost_what_their_passes_take_and_not_what_lies_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(StepTimes, "observe", lambda _, seconds, *__: seen.append(seconds))
+    stand = Stand()
+    stand.forecasting.is_wanted = True
+    stand.join("a")
+    stand.step(30)  # on a clock that stands still within a pass
+    assert stand.loop.step_time_s > 0.0
+    assert set(seen) == {0.0}
 
 
 def test_a_replica_that_becomes_idle_forecasts_nothing_at_once() -> None:
