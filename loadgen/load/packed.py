@@ -26,11 +26,11 @@ def read_lines(path: Path, *, param: str, max_bytes: int) -> Iterator[tuple[int,
         with path.open("rb") as file:
             is_packed = file.peek(len(GZIP_MAGIC)).startswith(GZIP_MAGIC)
             stream = gzip.GzipFile(fileobj=file) if is_packed else file
-            while line := stream.readline(max_bytes + 1):
+            while raw := stream.readline(max_bytes + 1):
                 number += 1
-                if len(line) > max_bytes:
+                if len(raw) > max_bytes:
                     raise ConfigError(f"{path}, line {number}: over {max_bytes} bytes", param=param)
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path}, line {number}: not UTF-8: {exc}", param=param) from exc
     except (OSError, EOFError, zlib.error) as exc:
