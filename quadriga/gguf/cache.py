@@ -93,6 +93,7 @@ def plain_folder(
     from quadriga.gguf.checkpoint_folder import Conversion  # its libraries take a second
 
     conversion = Conversion(file, keeps_blocks=False)
+    folder = folder.absolute()  # "." has no name
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         if folder.exists() and any(folder.iterdir()):

@@ -297,7 +297,9 @@ def test_a_plain_folder_is_there_whole_or_not_at_all(
         plain_folder(file, folder)
     assert not folder.exists()
     monkeypatch.undo()
-    assert plain_folder(file, folder) == folder
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert plain_folder(file, Path()) == folder
 
 
 def test_the_plain_form_is_of_the_file_that_was_converted(file: Path, cache: Path) -> None:
