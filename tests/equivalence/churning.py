@@ -10,12 +10,16 @@ from quadriga.interfaces import PrefillChunk
 
 
 class ChurningBatch:
-    """Runs sequences with random joins, chunk sizes, row choices and leaves."""
+    """Runs sequences with random joins, chunk sizes, row choices and leaves.
 
-    def __init__(self, runner: Any, *, seed: int) -> None:
+    Args:
+        num_rows: The first rows, which it may use; None: all.
+    """
+
+    def __init__(self, runner: Any, *, seed: int, num_rows: int | None = None) -> None:
         self._runner = runner
         self._rng = random.Random(seed)
-        self._free = list(range(runner.num_rows))
+        self._free = list(range(num_rows or runner.num_rows))
         self._running: dict[int, SequenceState] = {}
 
     def run(self, states: list[SequenceState]) -> None:

@@ -233,7 +233,7 @@ def test_threads_copy_rows_while_passes_run() -> None:
     with ThreadPoolExecutor(2) as pool:
         copying = [pool.submit(copy, NUM_ROWS + i) for i in range(2)]
         try:
-            ChurningBatch(runner, seed=3).run(beside)
+            ChurningBatch(runner, seed=3, num_rows=NUM_ROWS).run(beside)
         finally:
             stop = True
         assert all(future.result(timeout=60) > 0 for future in copying)
