@@ -20,7 +20,7 @@ BOUNDS = {
     "service_lines": Bound(47_874, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
     "product_lines": Bound(103_827, 58_000),
-    "test_lines": Bound(83_557, 38_000),
+    "test_lines": Bound(83_541, 38_000),
     "reliability_lines": Bound(5_248, 4_000),
     "actors_lines": Bound(6_507, 6_485),
     "llm_lines": Bound(250, 250),

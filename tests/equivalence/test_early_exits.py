@@ -39,6 +39,7 @@ from tests.equivalence.early_exit_reference import (
     save_with_exits,
 )
 from tests.equivalence.models import begin, make_spec, make_state, start_row, whole_prompt
+from tests.equivalence.relay_models import generate
 
 MODES: tuple[SkippedKV, ...] = ("linear", "project", "copy", "alias", "replay")
 PROMPT_LENGTHS = (1, 20, 7, 3, 12, 33, 5)
@@ -246,16 +247,7 @@ def test_never_leaving_is_the_full_model(family: Family, compile_mode: str) -> N
     got = states(family.exits, threshold=NEVER)
     bench.run(got)
     for state in got:
-        ids = torch.tensor([state.prompt_ids])
-        wanted = family.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=state.sampling.max_tokens,
-            min_new_tokens=state.sampling.max_tokens,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0, ids.shape[1] :].tolist()
+        wanted = generate(family.model, state.prompt_ids, state.sampling.max_tokens)
         assert state.output_ids == wanted
         assert set(state.exit_layers) == {LAYERS}
     assert bench.counters.breaches == 0

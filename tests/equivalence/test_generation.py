@@ -18,6 +18,7 @@ from quadriga.engine import load_runner
 from quadriga.tasks import sample_examples
 from tests.equivalence.churning import ChurningBatch
 from tests.equivalence.models import VARIANTS, build, make_spec, make_state, save
+from tests.equivalence.relay_models import generate
 
 NUM_PROMPTS = 200
 NUM_ROWS = 16
@@ -80,15 +81,7 @@ def test_equals_generate_itself(mode: str) -> None:
     runner = load_runner(make_spec(path, compile=mode, num_rows=NUM_ROWS, row_capacity_tokens=512))
     ChurningBatch(runner, seed=2).run(states)
     for state in states:
-        ids = torch.tensor([state.prompt_ids])
-        wanted = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=24,
-            min_new_tokens=24,
-            eos_token_id=None,
-        )[0, ids.shape[1] :].tolist()
+        wanted = generate(model, state.prompt_ids, 24)
         assert state.output_ids == wanted
 
 

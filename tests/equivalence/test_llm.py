@@ -26,6 +26,7 @@ from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from quadriga.tasks import sample_examples
 from tests.equivalence.models import begin, build, kernel_cache, save
+from tests.equivalence.relay_models import generate
 from tests.random_drafter import RandomDrafter
 
 S = "quadriga-s"
@@ -61,15 +62,7 @@ def test_greedy_tokens_are_those_of_transformers(llm: LLM, prompts: list[str]) -
     model = AutoModelForCausalLM.from_pretrained(ASSETS / S, dtype=torch.float32).eval()
     outputs = llm.generate(prompts, GREEDY, exits=FULL)
     for prompt, output in zip(prompts, outputs, strict=True):
-        ids = torch.tensor([llm.tokenizer.encode(prompt)])
-        wanted = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=24,
-            min_new_tokens=24,
-            eos_token_id=None,
-        )[0, ids.shape[1] :].tolist()
+        wanted = generate(model, llm.tokenizer.encode(prompt), 24)
         assert output.token_ids == wanted
         assert output.finish_reason is FinishReason.LENGTH
         assert output.exit_layers == [8] * 24

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
 
 from quadriga.clock import ManualClock
-from quadriga.core.request import FinishReason, SamplingParams, SequenceState
+from quadriga.core.request import FinishReason, SampledToken, SamplingParams, SequenceState
 from quadriga.errors import (
     ContextTooLong,
     DeadlineExceeded,
@@ -360,7 +361,12 @@ def decode_loop(
     clock = ManualClock()
     runner = FakeRunner(rows)
     decode = runner.decode
-    runner.decode = lambda rows: [clock.advance(step_s), *decode(rows)][1:]  # type: ignore
+
+    def takes_a_while(rows: Sequence[int]) -> list[SampledToken]:
+        clock.advance(step_s)
+        return decode(rows)
+
+    runner.decode = takes_a_while  # type: ignore[method-assign]
     slots = SlotTable(num_rows=rows, row_capacity_tokens=256, kv_capacity_tokens=4096)
     return DecodeLoop(runner=runner, slots=slots, eos_token_ids=(EOS,), clock=clock), runner, clock
 
