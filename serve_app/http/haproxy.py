@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import hashlib
 import http
+import itertools
 import os
 import shlex
 import subprocess
@@ -51,7 +52,7 @@ from quadriga.errors import (
     RequestTimeout,
     Unavailable,
 )
-from quadriga.ports import free_port
+from quadriga.ports import free_ports
 from serve_app.http.tls import (
     BINARY_VARIABLE,
     PLAIN_GRPC_PORT_VARIABLE,
@@ -70,6 +71,8 @@ FILES = {
 }
 """Where Serve's HAProxy has its files, by the variables that say so; each in a folder of a node."""
 FALLBACK_PORTS = ("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT")
+INGRESS_PORTS = 100
+"""For each protocol; an ingress that is started anew has another one."""
 VERSION_TIMEOUT_S = 10.0
 HEAD_S, IDLE_S = 10, 90
 """For a request's headers; between two requests on a connection."""
@@ -226,11 +229,17 @@ def make_private() -> Path:
     """Give the HAProxy that is started next ports and a folder of its own; return the folder.
 
     The caller is to remove it. Serve's own folder is shared by all services of a machine, and the
-    socket in it, by which HAProxy is commanded, is open to every user. The ports are those of the
-    proxy that Serve keeps behind HAProxy.
+    socket in it, by which HAProxy is commanded, is open to every user. So are the ports behind
+    HAProxy, of the ingresses and of a proxy of Serve's: two gRPC servers may open the same one, and
+    each would get a part of the other's calls.
     """
+    ports = iter(free_ports(len(FALLBACK_PORTS) + 2 * INGRESS_PORTS))
     for name in FALLBACK_PORTS:
-        os.environ[name] = str(free_port())
+        os.environ[name] = str(next(ports))
+    for kind in ("HTTP", "GRPC"):
+        own = list(itertools.islice(ports, INGRESS_PORTS))
+        os.environ[f"RAY_SERVE_DIRECT_INGRESS_MIN_{kind}_PORT"] = str(own[0])
+        os.environ[f"RAY_SERVE_DIRECT_INGRESS_MAX_{kind}_PORT"] = str(own[-1])
     folder = Path(tempfile.mkdtemp(prefix="quadriga-", dir="/tmp"))  # a socket's path is short
     for name, file in FILES.items():
         os.environ[name] = str(folder / file)

@@ -105,7 +105,9 @@ def started(folder: Path, *options: str) -> Iterator[Secured]:
         *("--tls-key", str(pair.key), "--tls-client-ca", str(ca.cert)),
         *options,
     ]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("QUADRIGA_")}
+    # Nor what a service of this process has made of its environment.
+    own = ("QUADRIGA_", "RAY_SERVE_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(own)}
     process = subprocess.Popen(
         command,
         cwd=ROOT,

@@ -66,6 +66,13 @@ backend gone
 """
 
 
+INGRESS_VARIABLES = [
+    f"RAY_SERVE_DIRECT_INGRESS_{end}_{kind}_PORT"
+    for end in ("MIN", "MAX")
+    for kind in ("HTTP", "GRPC")
+]
+
+
 @pytest.fixture(autouse=True)
 def no_binary_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(BINARY_VARIABLE, raising=False)
@@ -231,7 +238,8 @@ def test_haproxy_is_taken_where_it_runs_unless_the_environment_says_otherwise(
 
 def test_services_of_one_machine_share_no_port_and_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    folders, seen = [make_private()], {name: os.environ[name] for name in (*FILES, *FALLBACK_PORTS)}
+    folders, names = [make_private()], (*FILES, *FALLBACK_PORTS, *INGRESS_VARIABLES)
+    seen = {name: os.environ[name] for name in names}
     folders.append(make_private())
     try:
         assert all(os.environ[name] != value for name, value in seen.items())
