@@ -29,7 +29,7 @@ from tests.certificates import Authority, Pair
 from tests.e2e.roles import argument
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 150
+START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60
 ONCE = RetryPolicy(max_attempts=1)
 PLAIN, SLOW, STUCK, PACED = "plain-key", "slow-key", "stuck-key", "paced-key"
