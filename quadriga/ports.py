@@ -18,17 +18,24 @@ def with_port(host: str, port: int) -> str:
 
 
 def free_port() -> int:
-    """Return a TCP port of loopback that nobody listens on now.
+    """Return a TCP port of loopback that nobody listens on now. Raises: as `free_ports`."""
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> range:
+    """Return `count` TCP ports of loopback in a row that nobody listens on now.
 
     Raises:
-        OSError: None was found.
+        OSError: None were found.
     """
     pick = random.SystemRandom()
     for _ in range(MAX_TRIES):
-        port = pick.choice(PORTS)
-        if is_free(port):
-            return port
-    raise OSError(f"no free port from {PORTS.start} to {PORTS.stop - 1} in {MAX_TRIES} tries")
+        first = pick.randrange(PORTS.start, PORTS.stop - count + 1)
+        ports = range(first, first + count)
+        if all(map(is_free, ports)):
+            return ports
+    where = f"from {PORTS.start} to {PORTS.stop - 1}"
+    raise OSError(f"no {count} free ports in a row {where} in {MAX_TRIES} tries")
 
 
 def is_free(port: int) -> bool:

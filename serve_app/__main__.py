@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from quadriga.config.loader import QuadrigaConfig, load_config, setting_names
 from quadriga.errors import ConfigError, QuadrigaError
@@ -18,7 +18,7 @@ from quadriga.ports import LOOPBACK, is_free, with_port
 from serve_app.auth.api_keys import KEY_VARIABLE, ApiKeys
 from serve_app.auth.keys import make_key
 from serve_app.cli.arguments import MAX_PORT, ServeParser, port_number
-from serve_app.cli.environment import haproxy_enabled, prepare_environment
+from serve_app.cli.environment import Proxy, choose_proxy, prepare_environment
 from serve_app.cli.launch import Addresses
 from serve_app.cli.local_run import RunningService, leave, run_local
 from serve_app.cli.startup import describe
@@ -46,9 +46,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = _parser().parse_with_settings(given, setting_names())
         addresses = _addresses(options)
-        addresses.check()
         addresses.to_environment()
-        prepare_environment(haproxy=options.haproxy, has_grpc=not options.no_grpc)
+        choose_proxy(options.proxy, has_grpc=not options.no_grpc)
+        addresses.check()
+        prepare_environment()
         arguments, note = _with_admin_port(
             _arguments(options.config, options.settings),
             {options.http_port, options.grpc_port, options.https_port, options.grpc_tls_port},
@@ -120,9 +121,16 @@ def _parser() -> ServeParser:
     http_port = _port("QUADRIGA_HTTP_PORT", 8000)
     _add_port(parser, http_port, "OpenAI's API, /health, /docs", "--http-port", "--port")
     grpc_port = _port("QUADRIGA_GRPC_PORT", 9000)
-    _add_port(parser, grpc_port, "gRPC, on every interface", "--grpc-port")
+    _add_port(
+        parser, grpc_port, "gRPC; Serve's own proxy opens it on every interface", "--grpc-port"
+    )
     parser.add_argument("--no-grpc", action="store_true", help="HTTP only")
-    parser.add_argument("--haproxy", action="store_true", help="HAProxy instead of Serve's proxy")
+    parser.add_argument(
+        "--proxy",
+        choices=get_args(Proxy),
+        default="auto",
+        help="what clients meet: auto is HAProxy where it is installed, else Ray Serve's own",
+    )
     tls = parser.add_argument_group("TLS", "certificate and key in PEM; then only TLS is spoken")
     tls.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate with its chain")
     tls.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
@@ -160,7 +168,6 @@ def _addresses(options: argparse.Namespace) -> Addresses:
         options.http_port,
         None if options.no_grpc else options.grpc_port,
         tls,
-        options.haproxy or haproxy_enabled(),
     )
 
 

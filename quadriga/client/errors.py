@@ -55,6 +55,8 @@ def from_rpc(exc: grpc.RpcError) -> QuadrigaError:
     # The service names every error of its own: without a name, whoever held the call is gone.
     nameless = Unavailable if not code and status in _BROKEN else InvariantViolation
     fallback = _BY_STATUS.get(status, nameless)
+    if fallback is Cancelled and not code and "RST_STREAM" in (call.details() or ""):
+        fallback = Unavailable  # not we cancelled it: a proxy has lost the process that answered
     cls = _BY_CODE.get(code, fallback) if code else fallback
     if cls.grpc_code != status:
         cls = ReplicaError if code and status == "UNAVAILABLE" else fallback

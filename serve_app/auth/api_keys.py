@@ -25,7 +25,7 @@ class ApiKeys:
         fixed: From configuration and environment.
         from_file: From `file`, as it was when it was read.
         file: Read again when it changes.
-        is_http_open: HTTP asks for no key; gRPC always does, as it listens on every interface.
+        is_http_open: HTTP asks for no key; gRPC always does, as it has ports on every interface.
     """
 
     fixed: tuple[ApiKey, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
 import ssl
 import time
@@ -20,7 +21,13 @@ from quadriga.config.resolve import runner_of
 from quadriga.errors import ConfigError, QuadrigaError, ReplicaError, Unavailable
 from quadriga.ports import LOOPBACK, with_port
 from serve_app.auth.api_keys import ApiKeys
-from serve_app.cli.environment import GRPC_SERVICERS, LOG_FORMAT_VARIABLE, prepare_environment
+from serve_app.cli.environment import (
+    GRPC_SERVICERS,
+    LOG_FORMAT_VARIABLE,
+    choose_proxy,
+    haproxy_enabled,
+    prepare_environment,
+)
 from serve_app.cli.local_stop import Drain, LocalStop
 from serve_app.cli.ray_errors import LOCAL_REMEDY, explain
 from serve_app.cli.ray_processes import RayProcesses
@@ -35,7 +42,7 @@ STATUS_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the service listens.
+    """Where the service listens; with TLS, HAProxy or Serve's own proxy has it (`choose_proxy`).
 
     Attributes:
         host: Of everything but gRPC without TLS, which Serve's own proxy opens on every interface.
@@ -43,14 +50,12 @@ class Addresses:
         grpc_port: Without TLS; None where gRPC is off.
         tls: Clients come over TLS; without it everything else is on loopback, or in a network
             that may read along.
-        is_haproxy: HAProxy stands in front, and has TLS, instead of Serve's own proxy.
     """
 
     host: str = LOOPBACK
     http_port: int = 8000
     grpc_port: int | None = None
     tls: Tls | None = None
-    is_haproxy: bool = False
 
     @property
     def http_url(self) -> str:
@@ -75,7 +80,7 @@ class Addresses:
         """Serve's options: where to listen, and how."""
         if self.tls is None:
             return {"host": self.host, "port": self.http_port}
-        if self.is_haproxy:  # HAProxy's TLS stands before Serve's ports
+        if haproxy_enabled():  # HAProxy's TLS stands before Serve's ports
             return {"host": LOOPBACK, "port": self.http_port}
         return {
             "host": self.host,
@@ -96,10 +101,10 @@ class Addresses:
         if self.tls is None:
             return
         self.tls.check()
-        if self.tls.client_ca is not None and not self.is_haproxy and not is_loopback(self.host):
+        if self.tls.client_ca is not None and not haproxy_enabled() and not is_loopback(self.host):
             raise ConfigError(
                 "--tls-client-ca: Serve's own proxy asks HTTP clients for no certificate; use "
-                "--haproxy, or --host 127.0.0.1 to have gRPC only behind client certificates",
+                "--proxy haproxy, or --host 127.0.0.1 to have gRPC only behind client certificates",
                 param="tls-client-ca",
             )
 
@@ -171,6 +176,7 @@ class LocalService:
         self._processes = RayProcesses()
         self._is_serving = False
         self._begun: object = None  # the actors' start
+        self._proxy_folder: Path | None = None
 
     def start(self) -> None:
         """Start everything and return once all replicas serve.
@@ -180,12 +186,17 @@ class LocalService:
             Unavailable: Ray or Serve did not start, or the replicas were not ready in time.
         """
         self.config = find_models(self.config)  # fails before Ray is started where one is not there
+        self.addresses.to_environment()
+        choose_proxy(has_grpc=self.addresses.grpc_port is not None)
         self.addresses.check()
         check_admin(self.config.admin, self._keys)
         self._check_ports()
-        self.addresses.to_environment()
         os.environ[LOG_FORMAT_VARIABLE] = self.config.logging.format
         prepare_environment()
+        if haproxy_enabled():
+            from serve_app.http.haproxy import make_private
+
+            self._proxy_folder = make_private()
         self._start_ray()
         self._progress("Ray is up")
         self._start_serve()
@@ -198,14 +209,16 @@ class LocalService:
         options = where.http_options()
         wanted = [("--http-port", options["host"], options["port"])]
         if where.grpc_port is not None and self._keys.digests:
-            wanted.append(("--grpc-port", "", where.grpc_port))  # Serve listens on every interface
+            # Serve's own proxy listens on every interface.
+            address = options["host"] if haproxy_enabled() else ""
+            wanted.append(("--grpc-port", address, where.grpc_port))
             if where.tls is not None:
                 wanted.append(("--grpc-tls-port", where.host, where.tls.grpc_port))
-        if where.tls is not None and where.is_haproxy:
+        if where.tls is not None and haproxy_enabled():
             wanted.append(("--https-port", where.host, where.tls.https_port))
         if admin.port is not None:
             wanted.append(("admin.port", admin.host, admin.port))
-        seen = {8404: "HAProxy's statistics", 9101: "HAProxy's metrics"} if where.is_haproxy else {}
+        seen: dict[int, str] = {}
         for option, _, port in wanted:
             if (other := seen.setdefault(port, option)) != option:
                 raise ConfigError(
@@ -316,10 +329,12 @@ class LocalService:
             Whether all ended in order. Otherwise Ray's processes were killed, and what Ray runs
             in this one may hang: it should end by `os._exit`.
         """
-        if not self._processes.has_started:
-            return True
         stop = LocalStop(self.config, self._processes, self._progress, drains=self._is_serving)
-        return stop.run(report, is_hurried)
+        try:
+            return not self._processes.has_started or stop.run(report, is_hurried)
+        finally:
+            if self._proxy_folder is not None:
+                shutil.rmtree(self._proxy_folder, ignore_errors=True)
 
     def lost_process(self) -> str:
         """Name of a process of Ray's that is gone and without which nothing works; else empty."""

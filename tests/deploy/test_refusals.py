@@ -94,9 +94,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "client CA without TLS": (KEYS | {"tls": {"clientCaSecret": "c"}}, "tls.clientCaSecret"),
     "metrics without a key": (KEYS | {"podMonitor": {"enabled": True}}, "podMonitor.keySecret"),
     "one port twice": ({"http": {"port": 9000}}, "9000 is taken by"),
+    "the port of the proxy behind HAProxy": ({"admin": {"port": 8500}}, "8500 is taken by Serve"),
     "a port of Ray's": ({"http": {"port": 8265}}, "8265 is taken by Ray"),
-    "statistics of HAProxy": ({"http": {"port": 8404}}, "8404 is taken by HAProxy"),
-    "metrics of HAProxy": ({"admin": {"port": 9101}}, "9101 is taken by HAProxy"),
     "traces to nowhere": ({"otel": {"enabled": True}}, "otel.endpoint"),
     "download without a volume": (
         {"models": [{"download": {"repo": "a/b"}}]},

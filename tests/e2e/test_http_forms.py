@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from quadriga.observability.metrics import parse_exposition
+from serve_app.cli.environment import haproxy_enabled
 from serve_app.http.protocol import allow_many_files
 from tests.e2e.conftest import Service
 
@@ -89,6 +90,9 @@ async def test_headers_that_are_not_utf8(service: Service) -> None:
 )
 async def test_what_serve_never_sees(service: Service, data: bytes, status: int) -> None:
     got, headers, body = await answer(service, data)
+    if haproxy_enabled() and b"connection: close" not in data:
+        assert got == 400, "HAProxy cannot read it, and answers with a text of its own"
+        return
     assert got == status
     assert headers[b"content-type"] == b"application/json"
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}

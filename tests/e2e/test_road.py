@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from serve_app.http.haproxy import is_available
 from tests.architecture.bounds import BOUNDS
 from tests.architecture.report import traced_figures
 from tests.architecture.road import Road, measure
@@ -30,8 +31,8 @@ def test_the_road_of_a_request_is_within_its_bounds(road: Road) -> None:
 
 
 def test_the_road_leads_through_every_process(road: Road) -> None:
-    """The proxy, an ingress, the scheduler, a prefill and a decode replica; less is half a road."""
-    assert road.num_processes >= 5
+    """An ingress, the scheduler, a prefill and a decode replica; without HAProxy, Serve's proxy."""
+    assert road.num_processes >= 4 + (not is_available())
 
 
 def test_the_classes_that_live_as_long_as_a_request_are_within_their_bound(road: Road) -> None:

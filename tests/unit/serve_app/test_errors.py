@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from quadriga import errors
 from quadriga.client.errors import from_rpc
-from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.errors import Cancelled, ConfigError, QuadrigaError, Unavailable
 from serve_app.grpc.messages import set_error
 from serve_app.openai.errors import as_quadriga, error_headers, error_object
 
@@ -102,6 +102,24 @@ def test_grpc_form_and_back(kind: type[QuadrigaError]) -> None:
 def test_codes_are_unique() -> None:
     codes = [kind.default_code for kind in ALL]
     assert len(set(codes)) == len(codes)
+
+
+@pytest.mark.parametrize(
+    ("details", "kind"),
+    [
+        ("Stream removed (RST_STREAM (Received RST_STREAM with error code 8))", Unavailable),
+        ("Locally cancelled by application!", Cancelled),
+        ("Channel closed!", Cancelled),
+    ],
+)
+def test_a_call_that_a_proxy_cut_is_worth_another_try(
+    details: str, kind: type[QuadrigaError]
+) -> None:
+    """So HAProxy ends the streams of an ingress that died; the client itself cancelled nothing."""
+    context = Context()
+    context.set_code(grpc.StatusCode.CANCELLED)
+    context.set_details(details)
+    assert type(from_rpc(context.as_call())) is kind
 
 
 def test_foreign_statuses_become_our_errors() -> None:

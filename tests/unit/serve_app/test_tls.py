@@ -19,11 +19,10 @@ import pytest
 import uvicorn
 
 from quadriga.client import AsyncClient, RetryPolicy
-from quadriga.config.loader import QuadrigaConfig
 from quadriga.errors import ConfigError, QuadrigaError, Unauthenticated, Unavailable
 from quadriga.ports import free_port
 from serve_app.auth.api_keys import ApiKeys
-from serve_app.cli.launch import Addresses, LocalService
+from serve_app.cli.launch import Addresses
 from serve_app.grpc.messages import add_quadriga_to_server
 from serve_app.grpc.server import GrpcServer
 from serve_app.http.haproxy import starter_script
@@ -296,7 +295,8 @@ def test_serves_own_proxy_cannot_ask_http_clients_for_certificates(ca: Authority
     with pytest.raises(ConfigError, match="asks HTTP clients for no certificate"):
         Addresses("0.0.0.0", 8000, 9000, tls).check()
     Addresses("127.0.0.1", 8000, 9000, tls).check()
-    Addresses("0.0.0.0", 8000, 9000, tls, is_haproxy=True).check()
+    os.environ[HAPROXY_VARIABLE] = "1"
+    Addresses("0.0.0.0", 8000, 9000, tls).check()
 
 
 def test_the_proxy_loads_little() -> None:
@@ -313,13 +313,12 @@ def test_the_addresses_that_serve_listens_on(ca: Authority) -> None:
     assert plain.http_options() == {"host": "127.0.0.1", "port": 8000}
     own = Addresses("0.0.0.0", 8000, 9000, tls).http_options()
     assert (own["port"], own["ssl_certfile"]) == (8443, str(pair.cert))
-    behind = Addresses("0.0.0.0", 8000, 9000, tls, is_haproxy=True)
-    assert behind.http_options() == {"host": "127.0.0.1", "port": 8000}
-    assert behind.health_url == "http://127.0.0.1:8000"
-    assert (behind.http_url, behind.grpc_target) == ("https://0.0.0.0:8443", "0.0.0.0:9443")
     over_ipv6 = Addresses("::1", 8000, 9000)
     assert over_ipv6.http_url == over_ipv6.health_url == "http://[::1]:8000"
     assert over_ipv6.grpc_target == "[::1]:9000"
     assert Addresses("::1", 8000, 9000, tls).http_url == "https://[::1]:8443"
-    with pytest.raises(ConfigError, match="9101 is also HAProxy's metrics"):
-        LocalService(QuadrigaConfig(), KEYS, Addresses("", 9101, is_haproxy=True))._check_ports()
+    os.environ[HAPROXY_VARIABLE] = "1"
+    behind = Addresses("0.0.0.0", 8000, 9000, tls)
+    assert behind.http_options() == {"host": "127.0.0.1", "port": 8000}
+    assert behind.health_url == "http://127.0.0.1:8000"
+    assert (behind.http_url, behind.grpc_target) == ("https://0.0.0.0:8443", "0.0.0.0:9443")
