@@ -51,7 +51,7 @@ def schema_text() -> str:
 def config_definitions() -> dict[str, Any]:
     """`config` and `model`, and what they refer to, as draft-07 definitions.
 
-    `pools` come from `models`, and API keys from a Secret.
+    `pools` come from `models`, where models come from `download`, and API keys from a Secret.
     """
     config = QuadrigaConfig.model_json_schema(ref_template=DRAFT_07)
     model = PoolConfig.model_json_schema(ref_template=DRAFT_07)
@@ -60,6 +60,7 @@ def config_definitions() -> dict[str, Any]:
     del config["properties"]["pools"]
     for field in SECRET_FIELDS:
         del definitions[AuthConfig.__name__]["properties"][field]
+    del model["properties"]["fetched_from"]
     model["properties"]["download"] = {
         "type": "object",
         "additionalProperties": False,
