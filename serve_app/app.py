@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from pathlib import Path
 from typing import Any
 
 from ray import serve
 
-from quadriga.checkpoint.folder import FETCHED_FILE
-from quadriga.config.engine import PoolConfig
 from quadriga.config.loader import QuadrigaConfig, load_config
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.cli.environment import haproxy_enabled
@@ -24,26 +19,20 @@ SERVE_SLACK = 1024
 """Calls that are no generations, or not yet; `concurrency_limiter` bounds those that may last."""
 HEALTH_PERIOD_S = 3.0
 HEALTH_TIMEOUT_S = 7.0
-FETCH_LOOK_INTERVAL_S = 10.0
-
-logger = logging.getLogger(__name__)
 
 
 def build(args: dict[str, Any]) -> serve.Application:
     """Build the application from `key=value` arguments or the `args` of a YAML file.
-
-    Waits for models that are being fetched: what runs goes on meanwhile, and Serve interrupts it
-    for another configuration.
 
     Raises:
         ConfigError: Naming every field at fault.
     """
     explain_in_serve_cli()
     config = load_config(args)
-    for pool in config.pools:
-        while not is_fetched(pool):
-            logger.warning("%s: waiting until %s is fetched", pool.model, pool.fetched_from)
-            time.sleep(FETCH_LOOK_INTERVAL_S)
+    if any(pool.fetched_from for pool in config.pools):
+        from serve_app.fetched_models import await_models
+
+        await_models(config.pools)
     if config.helios.enabled:  # what reads catalogues is loaded for it alone
         from quadriga.control.helios_setup import with_a_choice
 
@@ -51,13 +40,6 @@ def build(args: dict[str, Any]) -> serve.Application:
     keys = ApiKeys.load(config.auth)
     check_admin(config.admin, keys)
     return application(config, keys, announces=True)
-
-
-def is_fetched(pool: PoolConfig) -> bool:
-    """Whether nothing is missing of a model that something else may be fetching."""
-    file = Path(pool.model) / FETCHED_FILE
-    wanted = pool.fetched_from
-    return wanted is None or (file.is_file() and file.read_text(encoding="utf-8") == wanted)
 
 
 def application(config: QuadrigaConfig, keys: ApiKeys, *, announces: bool) -> serve.Application:

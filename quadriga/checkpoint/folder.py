@@ -27,8 +27,6 @@ GGUF_SUFFIX = ".gguf"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt"]
 HUB_IGNORED = ["consolidated*", "original/*", "onnx/*"]
 """The same weights once more, in forms that are not read."""
-FETCHED_FILE = ".quadriga-complete"
-"""In a folder that something else fetches, as the chart's job does: written last, from where."""
 TOKENIZER_HEAD_BYTES = 1 << 20
 """Of a `tokenizer.json`, whose vocabulary comes behind the added tokens."""
 

@@ -63,9 +63,7 @@ class PoolConfig(Section):
         "quadriga-s with helios.enabled.",
     )
     fetched_from: str | None = Field(
-        None,
-        description="Where something else fetches the model's folder, as the chart's job does: "
-        "`serve_app.app:build` waits until its file `.quadriga-complete` holds this text.",
+        None, description="The folder is awaited until its `.quadriga-complete` holds this text."
     )
     depth: int | None = Field(None, ge=1, description="Layers to load; null loads all.")
     runner: Literal["auto", "native", "baton"] = Field(

@@ -1,5 +1,4 @@
-"""The scripts that run in the cluster: fetching models, which the application waits for, and one
-completion."""
+"""The scripts that run in the cluster: fetching models, and one completion."""
 
 from __future__ import annotations
 
@@ -17,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 
 from quadriga.config.engine import PoolConfig
+from serve_app import fetched_models
 from tests.deploy.charts import CHART
 
 with warnings.catch_warnings():
@@ -56,15 +56,16 @@ def test_a_model_is_fetched_once(
     model = {"repo": "org/model", "revision": "main", "path": str(tmp_path / "model")}
     pool = PoolConfig(model=model["path"], fetched_from="org/model@main")
     tell(monkeypatch, model)
-    assert not app.is_fetched(pool)
+    assert not fetched_models.is_fetched(pool)
     assert script("download_models.py")() == 0
     assert script("download_models.py")() == 0
     assert hub == ["org/model@main"]
-    assert app.is_fetched(pool)
-    assert not app.is_fetched(PoolConfig(model=model["path"], fetched_from="org/model@other"))
+    assert fetched_models.is_fetched(pool)
+    other = pool.model_copy(update={"fetched_from": "org/model@other"})
+    assert not fetched_models.is_fetched(other)
     tell(monkeypatch, model | {"revision": "other"})
     assert script("download_models.py")() == 1, "nothing changes under a cluster that runs"
-    assert app.is_fetched(pool)
+    assert fetched_models.is_fetched(pool)
     assert hub == ["org/model@main"]
 
 
@@ -74,7 +75,7 @@ def test_the_application_is_built_once_its_models_are_fetched(
     path = str(tmp_path / "model")
     tell(monkeypatch, {"repo": "org/model", "revision": "main", "path": path})
     fetch = iter([lambda: None, script("download_models.py")])
-    monkeypatch.setattr(app.time, "sleep", lambda _: next(fetch)())
+    monkeypatch.setattr(fetched_models.time, "sleep", lambda _: next(fetch)())
     app.build({"model": path, "fetched_from": "org/model@main"})
     assert hub == ["org/model@main"] and next(fetch, None) is None
 
@@ -84,7 +85,7 @@ def test_what_is_no_model_is_never_called_complete(
 ) -> None:
     tell(monkeypatch, {"repo": "org/else", "revision": "main", "path": str(tmp_path / "else")})
     assert script("download_models.py")() == 1
-    assert not (tmp_path / "else" / app.FETCHED_FILE).exists()
+    assert not (tmp_path / "else" / fetched_models.FETCHED_FILE).exists()
 
 
 class Service(BaseHTTPRequestHandler):

@@ -369,7 +369,6 @@ def test_dashboards_and_alerts_of_the_chart_are_shipped(tmp_path: Path) -> None:
 
 
 def test_dashboards_of_two_releases_fit_one_grafana() -> None:
-    """Its sidecar puts all into one folder, and it knows a dashboard by its uid."""
     values = {"grafanaDashboards": {"enabled": True}}
     files: dict[str, Any] = {}
     for release in ({}, {"fullnameOverride": "other"}):

@@ -7,7 +7,8 @@ import sys
 
 from huggingface_hub import snapshot_download
 
-from quadriga.checkpoint.folder import FETCHED_FILE, HUB_IGNORED, HUB_PATTERNS
+from quadriga.checkpoint.folder import HUB_IGNORED, HUB_PATTERNS
+from serve_app.fetched_models import FETCHED_FILE
 
 
 def main() -> int:
