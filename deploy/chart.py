@@ -51,7 +51,7 @@ def schema_text() -> str:
 def config_definitions() -> dict[str, Any]:
     """`config` and `model`, and what they refer to, as draft-07 definitions.
 
-    `pools` come from `models`, and API keys from a Secret.
+    `pools` come from `models`, where models come from `download`, and API keys from a Secret.
     """
     config = QuadrigaConfig.model_json_schema(ref_template=DRAFT_07)
     model = PoolConfig.model_json_schema(ref_template=DRAFT_07)
@@ -60,6 +60,7 @@ def config_definitions() -> dict[str, Any]:
     del config["properties"]["pools"]
     for field in SECRET_FIELDS:
         del definitions[AuthConfig.__name__]["properties"][field]
+    del model["properties"]["fetched_from"]
     model["properties"]["download"] = {
         "type": "object",
         "additionalProperties": False,
@@ -193,17 +194,14 @@ def stray(files: dict[Path, str]) -> list[Path]:
     return [p for folder in folders for p in sorted(folder.glob("*")) if p not in files]
 
 
-def _write(files: dict[Path, str]) -> None:
+def _make(files: dict[Path, str], surplus: list[Path]) -> None:
     for path, text in files.items():
         if path.is_file() and path.read_text("utf-8") == text:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")
-
-
-def _remove(paths: list[Path]) -> None:
-    for path in paths:
+    for path in surplus:
         path.unlink()
         print(f"removed {path.relative_to(ROOT)}")
 
@@ -214,8 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not options.check:
         first = rendered_from()
-        _write(first)
-        _remove([p for p in stray(first) if p.parent != MANIFESTS])
+        _make(first, [p for p in stray(first) if p.parent != MANIFESTS])
     files = made()
     old = [p for p, text in files.items() if not p.is_file() or p.read_text("utf-8") != text]
     surplus = stray(files)
@@ -223,8 +220,7 @@ def main(argv: list[str] | None = None) -> int:
         for path in [*old, *surplus]:
             print(f"{path.relative_to(ROOT)} is not current; run `make chart`")
         return 1 if old or surplus else 0
-    _write({path: files[path] for path in old})
-    _remove(surplus)
+    _make({path: files[path] for path in old}, surplus)
     return 0
 
 

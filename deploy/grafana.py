@@ -60,7 +60,11 @@ def rate(name: str, *by: str, matchers: str = "") -> tuple[tuple[str, str], ...]
 
 
 DECODE = 'role=~"decode|mixed"'
-STEPS = f"quadriga_step_seconds and on (replica) quadriga_slots{{{DECODE}}}"
+STEPS = (  # of each decode replica, with its class; two services may call their replicas alike
+    f"(quadriga_slots{{{DECODE}}} > bool 0) * on (job, namespace, replica) group_left () "
+    "max by (job, namespace, replica) (quadriga_step_seconds)"
+)
+CLASS = "job, namespace, model_name, depth"
 # fmt: off
 DASHBOARDS: dict[str, tuple[str, list[list[Panel]]]] = {
     "service": (
@@ -127,8 +131,10 @@ DASHBOARDS: dict[str, tuple[str, list[list[Panel]]]] = {
                       quantiles("quadriga_migration_seconds"), "s"),
             ],
             [
-                Panel("Spread of step times", "Slowest over mean decode replica; 1 is balanced.",
-                      ((f"max({STEPS}) / avg({STEPS})", "slowest / mean"),)),
+                Panel("Spread of step times", "Slowest over mean decode replica of a class; 1 is "
+                      "balanced.",
+                      ((f"max by ({CLASS}) ({STEPS}) / avg by ({CLASS}) ({STEPS})",
+                        "{{job}} {{model_name}}@{{depth}}"),)),
                 Panel("Prediction error", "Predicted length against the real one, in tokens.",
                       quantiles("quadriga_length_prediction_error_tokens", "model_name")),
                 Panel("Calibration", "Share of lengths inside their range; 0.8 is right.",

@@ -26,7 +26,6 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import yaml
@@ -123,12 +122,7 @@ class MultiNode:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -278,13 +272,10 @@ class MultiNode:
 
     def _await_health(self) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not (self._is_healthy() and self._is_complete()):
+        while not (self._is_healthy() and self.status()["is_ready"]):
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"the service is not ready in time\n{self.logs()}")
             time.sleep(POLL_INTERVAL_S)
-
-    def _is_complete(self) -> bool:
-        return bool(self.status()["is_ready"])
 
     def _is_healthy(self) -> bool:
         try:
@@ -314,20 +305,18 @@ class MultiNode:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Start, say how to ask, and wait for Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. engine.compile=off")
     parser.add_argument("--prefill-nodes", type=int, default=1)
     parser.add_argument("--decode-nodes", type=int, default=2)
     options = parser.parse_args(argv)
-    settings = dict(setting.partition("=")[::2] for setting in options.settings)
-    return serve_until_signal(options.prefill_nodes, options.decode_nodes, settings)
-
-
-def serve_until_signal(num_prefill: int, num_decode: int, settings: dict[str, str]) -> int:
-    """Start, say how to ask, and wait for Ctrl-C."""
     try:
         with MultiNode(
-            num_prefill=num_prefill, num_decode=num_decode, config=settings, log=print
+            num_prefill=options.prefill_nodes,
+            num_decode=options.decode_nodes,
+            config=dict(setting.partition("=")[::2] for setting in options.settings),
+            log=print,
         ) as cluster:
             for replica in cluster.status()["replicas"]:
                 print(f"  {replica['name']} on {replica['node']}")

@@ -29,6 +29,10 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     explain_in_serve_cli()
     config = load_config(args)
+    if any(pool.fetched_from for pool in config.pools):
+        from serve_app.fetched_models import await_models
+
+        await_models(config.pools)
     if config.helios.enabled:  # what reads catalogues is loaded for it alone
         from quadriga.control.helios_setup import with_a_choice
 

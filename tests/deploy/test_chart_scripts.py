@@ -1,4 +1,4 @@
-"""The scripts that run in the cluster: fetching models, waiting for them, one completion."""
+"""The scripts that run in the cluster: fetching models, and one completion."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import runpy
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -14,9 +15,13 @@ from typing import Any, ClassVar
 
 import pytest
 
+from quadriga.config.engine import PoolConfig
+from serve_app import fetched_models
 from tests.deploy.charts import CHART
 
-MARKER = ".quadriga-complete"
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray's own, of pydantic
+    from serve_app import app
 
 
 def script(name: str) -> Callable[[], int]:
@@ -45,22 +50,34 @@ def tell(monkeypatch: pytest.MonkeyPatch, *models: dict[str, str]) -> None:
     monkeypatch.setenv("TIMEOUT_S", "0")
 
 
-def test_a_model_is_fetched_once_and_then_waited_for(
+def test_a_model_is_fetched_once(
     tmp_path: Path, hub: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = {"repo": "org/model", "revision": "main", "path": str(tmp_path / "model")}
+    pool = PoolConfig(model=model["path"], fetched_from="org/model@main")
     tell(monkeypatch, model)
-    assert script("wait_for_models.py")() == 1, "it is not there"
+    assert not fetched_models.is_fetched(pool)
     assert script("download_models.py")() == 0
     assert script("download_models.py")() == 0
     assert hub == ["org/model@main"]
-    assert script("wait_for_models.py")() == 0
+    assert fetched_models.is_fetched(pool)
+    other = pool.model_copy(update={"fetched_from": "org/model@other"})
+    assert not fetched_models.is_fetched(other)
     tell(monkeypatch, model | {"revision": "other"})
-    assert script("wait_for_models.py")() == 1, "another revision is not there"
     assert script("download_models.py")() == 1, "nothing changes under a cluster that runs"
-    tell(monkeypatch, model)
-    assert script("wait_for_models.py")() == 0
+    assert fetched_models.is_fetched(pool)
     assert hub == ["org/model@main"]
+
+
+def test_the_application_is_built_once_its_models_are_fetched(
+    tmp_path: Path, hub: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "model")
+    tell(monkeypatch, {"repo": "org/model", "revision": "main", "path": path})
+    fetch = iter([lambda: None, script("download_models.py")])
+    monkeypatch.setattr(fetched_models.time, "sleep", lambda _: next(fetch)())
+    app.build({"model": path, "fetched_from": "org/model@main"})
+    assert hub == ["org/model@main"] and next(fetch, None) is None
 
 
 def test_what_is_no_model_is_never_called_complete(
@@ -68,7 +85,7 @@ def test_what_is_no_model_is_never_called_complete(
 ) -> None:
     tell(monkeypatch, {"repo": "org/else", "revision": "main", "path": str(tmp_path / "else")})
     assert script("download_models.py")() == 1
-    assert not (tmp_path / "else" / MARKER).exists()
+    assert not (tmp_path / "else" / fetched_models.FETCHED_FILE).exists()
 
 
 class Service(BaseHTTPRequestHandler):

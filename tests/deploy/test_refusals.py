@@ -146,6 +146,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"gcsFaultTolerance": REDIS, "networkPolicy": {"egress": {"enabled": True}}},
         "networkPolicy.egress.extra",
     ),
+    "Kubernetes out of the autoscaler's reach": (
+        {"autoscaling": {"enabled": True}, "networkPolicy": {"egress": {"enabled": True}}},
+        "networkPolicy.egress.extra: let the pods reach the Kubernetes API",
+    ),
     "shared keys": ({"gcsFaultTolerance": REDIS | {"externalStorageNamespace": "x"}}, "one place"),
     "a claim of both clusters": (
         {"gcsFaultTolerance": ROCKSDB["gcsFaultTolerance"] | {"storage": {"claimName": "x"}}},
@@ -179,6 +183,32 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         '4 ranks of replicas ask for nodes with the labels {"quadriga/role":"decode"}',
     ),
     "no GPU in the pods": ({"config": {"engine": {"device": "cuda"}}}, "hold 0 of them"),
+    "pods that nobody adds": (
+        {"models": [{"decode_replicas": 3}], "workerGroups": {"decode": {"maxReplicas": 3}}},
+        "decode hold 2 of them at most (config.engine.resources_cpus: 1, resources_gpus: 0): "
+        "raise replicas",
+    ),
+    "two models in the places of one": (
+        {
+            "models": [{"decode_labels": {"pool": "x"}}, {}],
+            "workerGroups": {"decode": {"labels": {"pool": "x"}}},
+        },
+        '4 replicas ask for nodes with the labels {"pool":"x"}',
+    ),
+    "no pod for a scout": (
+        {"config": {"helios": {"catalogue": "/models/catalogue.yaml"}}},
+        '3 replicas ask for nodes with the labels {"quadriga/role":"decode"}',
+    ),
+    "fewer CPUs for Ray than the pods have": (
+        {
+            "models": [{"decode_replicas": 4}],
+            "workerDefaults": {
+                "resources": {"limits": {"cpu": "2"}},
+                "rayStartParams": {"num-cpus": "1"},
+            },
+        },
+        "4 replicas ask for nodes",
+    ),
 }
 
 
@@ -200,6 +230,14 @@ def test_object_stores_on_the_disk_are_refused(
             render({"workerDefaults": pod})
         pod["rayStartParams"] = {"object-store-memory": "900000000"}
     render({"workerDefaults": pod})
+
+
+def test_what_finds_its_place_is_taken() -> None:
+    scouted = {"catalogue": "/models/catalogue.yaml"}
+    for helios in (scouted | {"scout": False}, scouted | {"enabled": False}):
+        render({"config": {"helios": helios}})
+    grown = {"autoscaling": {"enabled": True}, "models": [{"decode_replicas": 3}]}
+    render(grown | {"workerGroups": {"decode": {"maxReplicas": 3}}})
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -228,7 +266,7 @@ def test_the_defaults_that_templates_assume_are_ours() -> None:
 
 
 def _one_group(num_pods: int) -> dict[str, Any]:
-    pods = {"role": "any", "replicas": 1, "minReplicas": 1, "maxReplicas": num_pods}
+    pods = {"role": "any", "replicas": num_pods, "minReplicas": 1, "maxReplicas": num_pods}
     return {"prefill": None, "decode": None, "all": pods}
 
 

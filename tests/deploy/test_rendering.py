@@ -38,7 +38,7 @@ def test_pods_are_hardened(case: str) -> None:
         assert pod["automountServiceAccountToken"] is (
             group == "head" and CASES[case].get("autoscaling", {}).get("enabled", False)
         )
-        ours = {"ray-head", "ray-worker", "haproxy-starter", "wait-for-models"}
+        ours = {"ray-head", "ray-worker", "haproxy-starter"}
         for container in [*pod["containers"], *pod.get("initContainers", [])]:
             if container["name"] in ours:
                 context = container["securityContext"]
@@ -78,7 +78,7 @@ def test_another_configuration_changes_no_pod() -> None:
     values = {"models": [download], "modelStorage": {"enabled": True}}
     spec = one(render(values), "RayService")["spec"]
     changed = {
-        "models": [download | {"decode_replicas": 2}],
+        "models": [{"download": {"repo": "org/other"}, "decode_replicas": 2}],
         "config": {"decode": {"max_slots": 4}},
         "modelDownload": {"timeoutSeconds": 60},
     }
@@ -147,31 +147,20 @@ def test_a_cluster_is_one_endpoint_of_an_inference_pool() -> None:
     assert several == {"fleet": "chat"} | kuberay
 
 
-def test_policy_ports_are_ports_of_the_pods() -> None:
-    for case, values in CASES.items():
-        documents = render(values)
-        policies = [d for d in documents if d["kind"] == "NetworkPolicy"]
-        named = {
-            p["port"]
-            for policy in policies
-            for rule in policy["spec"]["ingress"]
-            for p in rule.get("ports", [])
-        }
-        ports = pod_templates(documents)["head"]["spec"]["containers"][0]["ports"]
-        assert named <= {p["name"] for p in ports}, case
-
-
-def test_services_and_monitors_use_ports_of_the_pods() -> None:
-    for values in CASES.values():
-        documents = render(values)
-        ports = {
-            p["name"] for p in pod_templates(documents)["head"]["spec"]["containers"][0]["ports"]
-        }
-        for document in documents:
-            if document["kind"] == "Service":
-                assert {p["targetPort"] for p in document["spec"]["ports"]} <= ports
-            if document["kind"] == "PodMonitor":
-                assert {e["port"] for e in document["spec"]["podMetricsEndpoints"]} <= ports
+@every_case
+def test_named_ports_are_ports_of_the_pods(case: str) -> None:
+    documents = render(CASES[case])
+    ports = pod_templates(documents)["head"]["spec"]["containers"][0]["ports"]
+    named = set()
+    for document in documents:
+        spec = document.get("spec", {})
+        if document["kind"] == "NetworkPolicy":
+            named |= {p["port"] for rule in spec["ingress"] for p in rule.get("ports", [])}
+        if document["kind"] == "Service":
+            named |= {p["targetPort"] for p in spec["ports"]}
+        if document["kind"] == "PodMonitor":
+            named |= {endpoint["port"] for endpoint in spec["podMetricsEndpoints"]}
+    assert named <= {p["name"] for p in ports}
 
 
 @every_case
@@ -215,7 +204,8 @@ def test_a_variable_is_never_given_twice_and_the_users_wins() -> None:
         assert {"name": "RAY_enable_timeline", "value": "1"} in env
 
 
-def test_pods_wait_for_downloads() -> None:
+def test_the_application_waits_for_downloads() -> None:
+    """Pods do not: where an upgrade changes none, nothing else would."""
     documents = render(EVERYTHING)
     job = one(documents, "Job")
     downloads = json.loads(_env(job["spec"]["template"]["spec"]["containers"][0], "MODELS"))
@@ -224,9 +214,7 @@ def test_pods_wait_for_downloads() -> None:
     ]
     pools = serve_config(documents)["applications"][0]["args"]["pools"]
     assert [p["model"] for p in pools] == ["quadriga-s", "/models/0123abc/tiny"]
-    for template in pod_templates(documents).values():
-        [wait] = [c for c in template["spec"]["initContainers"] if c["name"] == "wait-for-models"]
-        assert json.loads(_env(wait, "MODELS")) == downloads
+    assert [p.get("fetched_from") for p in pools] == [None, "org/tiny@0123abc"]
 
 
 def test_another_download_makes_another_job(tmp_path: Path) -> None:
@@ -356,16 +344,19 @@ def test_dashboards_and_alerts_of_the_chart_are_shipped(tmp_path: Path) -> None:
     for folder in ("dashboards", "alerts"):
         shutil.rmtree(chart / folder, ignore_errors=True)
         (chart / folder).mkdir()
-    (chart / "dashboards" / "one_page.json").write_text('{"title": "{{ not a template }}"}\n')
+    page = {"title": "{{ not a template }}", "templating": {"list": [{"name": "job"}]}}
+    (chart / "dashboards" / "one_page.json").write_text(json.dumps(page))
     asked = 'sum by (model_name) (rate(vllm:a_total[5m])) / absent(quadriga_b{code=~"5.."})'
     rule = {"alert": "A", "expr": asked, "annotations": {"summary": "{{ $labels.pod }}"}}
     for name in ("a", "b"):
         groups = {"groups": [{"name": name, "rules": [rule]}]}
         (chart / "alerts" / f"{name}.yaml").write_text(yaml.safe_dump(groups))
     documents = render(EVERYTHING, chart=chart)
-    [page] = [d for d in documents if d["metadata"]["name"] == "quadriga-one-page"]
-    assert page["data"] == {"quadriga-one_page.json": '{"title": "{{ not a template }}"}\n'}
-    assert page["metadata"]["labels"]["grafana_dashboard"] == "1"
+    [shipped] = [d for d in documents if d["metadata"]["name"] == "quadriga-one-page"]
+    assert shipped["metadata"]["labels"]["grafana_dashboard"] == "1"
+    shown = json.loads(shipped["data"]["quadriga.quadriga.one_page.json"])
+    assert shown["title"] == "{{ not a template }} (quadriga/quadriga)"
+    assert shown["templating"]["list"][0]["current"]["value"] == ["quadriga/quadriga"]
     groups = one(documents, "PrometheusRule")["spec"]["groups"]
     assert [g["name"] for g in groups] == ["a", "b"]
     for is_read, label, value in ((1, "job", "quadriga/quadriga"), (0, "namespace", "quadriga")):
@@ -375,6 +366,16 @@ def test_dashboards_and_alerts_of_the_chart_are_shipped(tmp_path: Path) -> None:
         expr = asked.replace("a_total", f"a_total{{{here}}}").replace("{code", f"{{{here},code")
         groups = one(render(values, chart=chart), "PrometheusRule")["spec"]["groups"]
         assert groups[0]["rules"] == [rule | {"expr": expr, "labels": {label: value}}]
+
+
+def test_dashboards_of_two_releases_fit_one_grafana() -> None:
+    values = {"grafanaDashboards": {"enabled": True}}
+    files: dict[str, Any] = {}
+    for release in ({}, {"fullnameOverride": "other"}):
+        maps = [d["data"] for d in render(values | release) if d["kind"] == "ConfigMap"]
+        files |= {name: json.loads(text) for data in maps for name, text in data.items()}
+    assert [len({page[key] for page in files.values()}) for key in ("uid", "title")] == [10, 10]
+    assert all(len(page["uid"]) <= 40 for page in files.values())
 
 
 def _env(container: Document, name: str) -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -118,6 +116,16 @@ def test_gpu_nodes_may_join_after_the_application(tmp_path: Path) -> None:
     assert {r.num_gpus for r in deployment.replicas} == {1.0}
 
 
+@pytest.mark.parametrize("num_gpus", [0, 1, 8])
+def test_there_are_as_many_replicas_whichever_gpus_joined_first(num_gpus: int) -> None:
+    pods = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
+    values = {"config": {"engine": {"device": "cuda"}}, "workerDefaults": pods}
+    args = serve_config(render(values | {"models": [{"model": "quadriga-s"}]}))
+    config = load_config(args["applications"][0]["args"])
+    roles = [r.role for r in resolve(config, Hardware(num_cpus=4, num_gpus=num_gpus)).replicas]
+    assert roles == [Role.PREFILL, Role.DECODE, Role.DECODE]
+
+
 @every_case
 def test_notes_tell_how_to_reach_it(case: str) -> None:
     import helm_python
@@ -174,17 +182,6 @@ def _by_name(documents: list[Document]) -> dict[tuple[str, str], Document]:
     return {(d["kind"], d["metadata"]["name"]): d for d in documents}
 
 
-def _leaves(node: Any) -> Iterator[Any]:
-    if isinstance(node, dict):
-        for child in node.values():
-            yield from _leaves(child)
-    elif isinstance(node, list):
-        for child in node:
-            yield from _leaves(child)
-    else:
-        yield node
-
-
 def test_large_numbers_stay_numbers() -> None:
     args = serve_config(render(EVERYTHING))["applications"][0]["args"]
-    assert 4_000_000 in list(_leaves(args))
+    assert args["ingress"]["max_body_bytes"] == 4_000_000

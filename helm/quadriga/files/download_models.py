@@ -7,21 +7,20 @@ import sys
 
 from huggingface_hub import snapshot_download
 
-MARKER = ".quadriga-complete"
-PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-IGNORED = ["consolidated*", "original/*", "onnx/*"]
+from quadriga.checkpoint.folder import HUB_IGNORED, HUB_PATTERNS
+from serve_app.fetched_models import FETCHED_FILE
 
 
 def main() -> int:
     for model in json.loads(os.environ["MODELS"]):
         origin = f"{model['repo']}@{model['revision']}"
         folder = pathlib.Path(model["path"])
-        marker = folder / MARKER
-        if marker.is_file() and marker.read_text(encoding="utf-8") == origin:
+        marker = folder / FETCHED_FILE
+        held = marker.read_text(encoding="utf-8") if marker.is_file() else None
+        if held == origin:
             print(f"{folder}: {origin} is there", flush=True)
             continue
-        if marker.is_file():
-            held = marker.read_text(encoding="utf-8")
+        if held is not None:
             print(
                 f"{folder} holds {held}, which replicas may be reading, and not {origin}; delete "
                 "the folder first, or name a revision, which has one of its own"
@@ -32,8 +31,8 @@ def main() -> int:
             model["repo"],
             revision=model["revision"],
             local_dir=folder,
-            allow_patterns=PATTERNS,
-            ignore_patterns=IGNORED,
+            allow_patterns=HUB_PATTERNS,
+            ignore_patterns=HUB_IGNORED,
         )
         if not (folder / "config.json").is_file():
             print(f"{folder}: {origin} holds no config.json, so it is no model")

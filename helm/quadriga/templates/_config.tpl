@@ -12,6 +12,11 @@ one: an upgrade to another must not change files that replicas have open. */}}
 {{- printf "%s%s/%s" (trimSuffix "/" .root.Values.modelStorage.mountPath) $under (base .download.repo) -}}
 {{- end -}}
 
+{{/* What the folder of a downloaded model says once it is complete. */}}
+{{- define "quadriga.origin" -}}
+{{- printf "%s@%s" .repo (.revision | default "main") -}}
+{{- end -}}
+
 {{- define "quadriga.downloads" -}}
 {{- $downloads := list -}}
 {{- range .Values.models -}}
@@ -42,8 +47,10 @@ one: an upgrade to another must not change files that replicas have open. */}}
 {{- $groups | toJson -}}
 {{- end -}}
 
-{{/* Roles that have groups of their own: where there are none, replicas go anywhere. */}}
+{{/* Roles that have groups of their own: where there are none, replicas go anywhere. How many
+there are would otherwise depend on which GPUs joined first. */}}
 {{- define "quadriga.pools" -}}
+{{- $auto := dict "prefill" 1 "decode" 2 -}}
 {{- $roles := dict -}}
 {{- range $group := include "quadriga.groups" . | fromJson -}}
 {{- $_ := set $roles $group.role true -}}
@@ -51,14 +58,19 @@ one: an upgrade to another must not change files that replicas have open. */}}
 {{- $pools := list -}}
 {{- range .Values.models -}}
 {{- $pool := omit (deepCopy .) "download" -}}
-{{- if .download -}}
-{{- $_ := set $pool "model" (include "quadriga.downloadPath" (dict "root" $ "download" .download)) -}}
+{{- with .download -}}
+{{- $_ := set $pool "model" (include "quadriga.downloadPath" (dict "root" $ "download" .)) -}}
+{{- $_ := set $pool "fetched_from" (include "quadriga.origin" .) -}}
 {{- end -}}
 {{- $_ := set $pool "mixed_replicas" ($pool.mixed_replicas | default 0) -}}
 {{- range $role := ternary (list "mixed") (list "prefill" "decode") (gt (int $pool.mixed_replicas) 0) -}}
 {{- $field := printf "%s_labels" $role -}}
 {{- if and (not (hasKey $pool $field)) (hasKey $roles $role) -}}
 {{- $_ := set $pool $field (dict "quadriga/role" $role) -}}
+{{- end -}}
+{{- $count := printf "%s_replicas" $role -}}
+{{- if has (get $pool $count) (list "" "auto") -}}
+{{- $_ := set $pool $count (get $auto $role) -}}
 {{- end -}}
 {{- end -}}
 {{- $pools = append $pools $pool -}}

@@ -112,30 +112,6 @@ HF_TOKEN:
     {{- include "quadriga.sharedMounts" .root | nindent 4 }}
 {{- end -}}
 
-{{/* Nothing starts before its models are there. */}}
-{{- define "quadriga.waitForModels" -}}
-{{- $root := .root -}}
-- name: wait-for-models
-  image: {{ include "quadriga.image" $root }}
-  imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-  command: [python, -c]
-  args:
-    - |
-      {{- $root.Files.Get "files/wait_for_models.py" | nindent 6 }}
-  env:
-    - name: MODELS
-      value: {{ include "quadriga.downloads" $root | quote }}
-    - name: TIMEOUT_S
-      value: "7200" # then it starts again; modelDownload.timeoutSeconds would change pods
-  resources:
-    requests: {cpu: 50m, memory: 64Mi}
-    limits: {memory: 128Mi}
-  securityContext:
-    {{- toYaml .pod.securityContext | nindent 4 }}
-  volumeMounts:
-    - {name: models, mountPath: {{ $root.Values.modelStorage.mountPath }}, readOnly: true}
-{{- end -}}
-
 {{/* (dict "root" $ "pod" <settings> "group" <name> "labels" <Ray labels> "container" <name>) */}}
 {{- define "quadriga.podTemplate" -}}
 {{- $root := .root -}}
@@ -175,14 +151,10 @@ spec:
   {{- end }}
   securityContext:
     {{- toYaml $pod.podSecurityContext | nindent 4 }}
-  {{- $waits := include "quadriga.downloads" $root | fromJsonArray }}
-  {{- if or $waits $root.Values.haproxy.enabled $pod.initContainers }}
+  {{- if or $root.Values.haproxy.enabled $pod.initContainers }}
   initContainers:
     {{- if $root.Values.haproxy.enabled }}
     {{- include "quadriga.haproxyStarter" . | nindent 4 }}
-    {{- end }}
-    {{- if $waits }}
-    {{- include "quadriga.waitForModels" . | nindent 4 }}
     {{- end }}
     {{- with $pod.initContainers }}
     {{- toYaml . | nindent 4 }}

@@ -95,7 +95,7 @@
 {{- fail (printf "models[%d]: model and download exclude each other; the model is called after its repository" $i) -}}
 {{- end -}}
 {{- $folder := base $model.download.repo -}}
-{{- $origin := printf "%s@%s" $model.download.repo ($model.download.revision | default "main") -}}
+{{- $origin := include "quadriga.origin" $model.download -}}
 {{- if ne (get $seen $folder | default $origin) $origin -}}
 {{- fail (printf "models[%d].download: %s and %s would share the folder %s" $i (get $seen $folder) $origin $folder) -}}
 {{- end -}}
@@ -138,13 +138,18 @@
 {{- if and (or .externalStorageNamespace .storage.claimName) (ne $v.upgradeStrategy.type "None") -}}
 {{- fail "gcsFaultTolerance.externalStorageNamespace and storage.claimName are one place for both clusters of an upgrade: leave them empty, or set upgradeStrategy.type to None" -}}
 {{- end -}}
-{{- if and $v.networkPolicy.enabled $v.networkPolicy.egress.enabled .redisAddress (not $v.networkPolicy.egress.extra) -}}
-{{- fail "networkPolicy.egress.extra: let the pods reach gcsFaultTolerance.redisAddress" -}}
-{{- end -}}
 {{- range concat $v.env $v.head.env -}}
 {{- if eq .name "RAY_REDIS_ADDRESS" -}}
 {{- fail "RAY_REDIS_ADDRESS must not be set beside gcsFaultTolerance: KubeRay sets it" -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.networkPolicy.enabled $v.networkPolicy.egress.enabled (not $v.networkPolicy.egress.extra) -}}
+{{- $redis := and $v.gcsFaultTolerance.enabled (ne $v.gcsFaultTolerance.redisAddress "") -}}
+{{- range $what, $on := dict "gcsFaultTolerance.redisAddress" $redis "the Kubernetes API (autoscaling.enabled)" $v.autoscaling.enabled "otel.endpoint" $v.otel.enabled -}}
+{{- if $on -}}
+{{- fail (printf "networkPolicy.egress.extra: let the pods reach %s" $what) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -204,9 +209,10 @@ both; it puts a store that does not fit into /dev/shm on the disk. */}}
 {{- mulf (toString . | trimSuffix $unit | float64) (get $sizes $unit | default 1) -}}
 {{- end -}}
 
-{{/* Whole CPUs of a pod, as KubeRay tells Ray: rounded up. */}}
+{{/* Whole CPUs of a group's pod, as KubeRay tells Ray: rounded up. */}}
 {{- define "quadriga.cpus" -}}
-{{- $cpu := dig "limits" "cpu" (dig "requests" "cpu" 0 .) . | toString -}}
+{{- $reserved := dig "limits" "cpu" (dig "requests" "cpu" 0 .resources) .resources -}}
+{{- $cpu := get .rayStartParams "num-cpus" | default $reserved | toString -}}
 {{- if hasSuffix "m" $cpu -}}
 {{- divf (trimSuffix "m" $cpu | float64) 1000 | ceil | int -}}
 {{- else -}}
@@ -214,7 +220,15 @@ both; it puts a store that does not fit into /dev/shm on the disk. */}}
 {{- end -}}
 {{- end -}}
 
-{{/* Every replica must find a place at the largest size of the groups it may be in. */}}
+{{/* 1 where HELIOS has a scout of each role beside the first model's replicas, else 0. */}}
+{{- define "quadriga.scouts" -}}
+{{- $helios := .Values.config.helios | default dict -}}
+{{- $isOn := hasKey $helios "enabled" | ternary $helios.enabled (not (empty $helios.catalogue)) -}}
+{{- and $isOn (dig "scout" true $helios) | ternary 1 0 -}}
+{{- end -}}
+
+{{/* Every replica must find a place at the largest size of the groups it may be in, beside those
+that may be nowhere else. Without autoscaling nobody adds pods. */}}
 {{- define "quadriga.validateCapacity" -}}
 {{- $engine := (include "quadriga.args" . | fromYaml).engine -}}
 {{- if eq $engine.device "auto" -}}
@@ -226,41 +240,44 @@ both; it puts a store that does not fit into /dev/shm on the disk. */}}
 {{- end -}}
 {{- end -}}
 {{- $ranks := $engine.tensor_parallel | default 1 | int -}}
-{{- $auto := dict "prefill" 1 "decode" 2 -}}
+{{- $size := .Values.autoscaling.enabled | ternary "maxReplicas" "replicas" -}}
 {{- $wanted := dict -}}
-{{- range $pool := include "quadriga.pools" . | fromJsonArray -}}
-{{- $counts := dict "mixed" $pool.mixed_replicas -}}
-{{- if not (int $pool.mixed_replicas) -}}
-{{- $counts = dict "prefill" ($pool.prefill_replicas | default "auto") "decode" ($pool.decode_replicas | default "auto") -}}
-{{- end -}}
-{{- range $role, $count := $counts -}}
+{{- $places := dict -}}
+{{- range $i, $pool := include "quadriga.pools" . | fromJsonArray -}}
+{{- $scouts := eq $i 0 | ternary (include "quadriga.scouts" $ | int) 0 -}}
+{{- range $role := gt (int $pool.mixed_replicas) 0 | ternary (list "mixed") (list "prefill" "decode") -}}
 {{- $key := get $pool (printf "%s_labels" $role) | default dict | toJson -}}
-{{- $replicas := eq (toString $count) "auto" | ternary (get $auto $role) $count | int -}}
-{{- $_ := set $wanted $key (add (mul $replicas $ranks) (get $wanted $key | default 0)) -}}
-{{- end -}}
-{{- end -}}
-{{- range $key, $count := $wanted -}}
-{{- $labels := fromJson $key -}}
-{{- $slots := 0 -}}
-{{- $names := list -}}
+{{- $count := get $pool (printf "%s_replicas" $role) | int | add $scouts | mul $ranks -}}
+{{- $_ := set $wanted $key (get $wanted $key | default 0 | add $count) -}}
+{{- $groups := dict -}}
 {{- range $name, $group := include "quadriga.groups" $ | fromJson -}}
 {{- $matches := true -}}
-{{- range $label, $value := $labels -}}
+{{- range $label, $value := fromJson $key -}}
 {{- if ne (get $group.labels $label | toString) $value -}}{{- $matches = false -}}{{- end -}}
 {{- end -}}
 {{- if $matches -}}
-{{- $names = append $names $name -}}
-{{- $pods := mul (int $group.maxReplicas) (int $group.numOfHosts) -}}
 {{- $fit := include "quadriga.replicasPerPod" (dict "group" $group "engine" $engine "gpu" $.Values.gpuResourceName) | int -}}
-{{- $slots = add $slots (mul $pods $fit) -}}
+{{- $_ := set $groups $name (mul (int (get $group $size)) (int $group.numOfHosts) $fit) -}}
 {{- end -}}
 {{- end -}}
-{{- if not $names -}}
+{{- if not $groups -}}
 {{- fail (printf "no worker group has the labels %s that replicas of a model ask for; add them to a group's labels" $key) -}}
 {{- end -}}
+{{- $_ := set $places $key $groups -}}
+{{- end -}}
+{{- end -}}
+{{- range $key, $groups := $places -}}
+{{- $count := 0 -}}
+{{- range $other, $others := $places -}}
+{{- $isInside := true -}}
+{{- range $name, $_ := $others -}}{{- $isInside = and $isInside (hasKey $groups $name) -}}{{- end -}}
+{{- if $isInside -}}{{- $count = add $count (get $wanted $other) -}}{{- end -}}
+{{- end -}}
+{{- $slots := 0 -}}
+{{- range $groups -}}{{- $slots = add $slots . -}}{{- end -}}
 {{- if gt (int $count) (int $slots) -}}
 {{- $what := eq $ranks 1 | ternary "replicas" "ranks of replicas" -}}
-{{- fail (printf "%d %s ask for nodes with the labels %s, but the worker groups %s hold %d of them at most (config.engine.resources_cpus: %v, resources_gpus: %v): raise maxReplicas or the limits in resources" (int $count) $what $key (join ", " $names) (int $slots) $engine.resources_cpus $engine.resources_gpus) -}}
+{{- fail (printf "%d %s ask for nodes with the labels %s, but the worker groups %s hold %d of them at most (config.engine.resources_cpus: %v, resources_gpus: %v): raise %s or the limits in resources" (int $count) $what $key (keys $groups | sortAlpha | join ", ") (int $slots) $engine.resources_cpus $engine.resources_gpus $size) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -269,10 +286,10 @@ both; it puts a store that does not fit into /dev/shm on the disk. */}}
 {{- define "quadriga.replicasPerPod" -}}
 {{- $fit := 1024 -}}
 {{- if gt (float64 .engine.resources_cpus) 0.0 -}}
-{{- $fit = min $fit (divf (include "quadriga.cpus" .group.resources | float64) (float64 .engine.resources_cpus) | floor | int) -}}
+{{- $fit = min $fit (divf (include "quadriga.cpus" .group | float64) (float64 .engine.resources_cpus) | floor | int) -}}
 {{- end -}}
 {{- if gt (float64 .engine.resources_gpus) 0.0 -}}
-{{- $gpus := dig "limits" .gpu 0 .group.resources | float64 -}}
+{{- $gpus := get .group.rayStartParams "num-gpus" | default (dig "limits" .gpu 0 .group.resources) | float64 -}}
 {{- $fit = min $fit (divf $gpus (float64 .engine.resources_gpus) | floor | int) -}}
 {{- end -}}
 {{- $fit -}}
