@@ -99,16 +99,12 @@ class BaseClient:
         self._cancelling: set[asyncio.Task[None]] = set()  # of the asyncio client alone
         self._open: set[str] = set()  # ids of requests that the server may still run
 
-    def _for(self, request: Any) -> list[tuple[str, str]]:
-        """Metadata that sends every attempt of a request to the same ingress."""
-        return [*self._metadata, *affinity(request.request_id)]
-
     def _attempt(self, method: Any, request: Any, deadline: Deadline) -> Any:
-        """Begin a call of a method."""
+        """Begin a call of a method; every one of a request goes to the same ingress."""
         metadata = self._metadata
         if not isinstance(request, pb.ListModelsRequest):
             deadline.tell(request)
-            metadata = self._for(request)
+            metadata = [*metadata, *affinity(request.request_id)]
             self._open.add(request.request_id)
         return method(request, metadata=metadata, timeout=deadline.left_s())
 

@@ -89,7 +89,8 @@ class SamplingParams:
     def check(self, vocab_size: int) -> None:
         """Raises: InvalidRequest: A value is outside what the sampler can do."""
         for name, (low, high) in SAMPLING_BOUNDS.items():
-            value, kind = getattr(self, name), Integral if isinstance(low, int) else Real
+            value = getattr(self, name)
+            kind: Any = Integral if isinstance(low, int) else Real
             if value is None and name.endswith("logprobs"):
                 continue
             if not isinstance(value, kind) or not low <= value <= high:

@@ -49,7 +49,6 @@ logger = logging.getLogger("quadriga.grpc")
 HEALTH_WATCH_INTERVAL_S = 1.0
 OK = "OK"
 Render = Callable[[Request], Any]
-"""From a request that is over to its answer."""
 
 
 class GrpcServer:
