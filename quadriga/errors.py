@@ -14,6 +14,7 @@
     ├── Overloaded                429  RESOURCE_EXHAUSTED   says when to retry
     │   ├── KVCacheExhausted      429  RESOURCE_EXHAUSTED
     │   ├── DeviceMemoryExhausted 429  RESOURCE_EXHAUSTED   a pass needs more than is free
+    │   ├── IngressFull           429  RESOURCE_EXHAUSTED   a limit of one ingress
     │   └── KeyLimitReached       429  RESOURCE_EXHAUSTED   the API key's own limit
     ├── Unavailable               503  UNAVAILABLE          no capacity, starting or draining
     ├── DeadlineExceeded          504  DEADLINE_EXCEEDED
@@ -186,6 +187,12 @@ class DeviceMemoryExhausted(Overloaded):
     """A pass needed more of the device's memory than was free; all is as it was before."""
 
     default_code = "device_memory_exhausted"
+
+
+class IngressFull(Overloaded):
+    """The ingress has as much of something as it takes; the cluster was not asked."""
+
+    default_code = "ingress_full"
 
 
 class KeyLimitReached(Overloaded):

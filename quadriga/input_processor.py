@@ -109,6 +109,10 @@ class InputProcessor:
         field: str,
     ) -> SequenceState:
         checkpoint, most = self._spec.checkpoint, self._max_tokens
+        if not isinstance(prompt, Sequence):
+            raise InvalidRequest(
+                f"{field}: must be text, token ids or messages, got {prompt!r:.40}", param=field
+            )
         ids = self._tokenizer.prompt_ids(prompt) if self._tokenizer else list[Any](prompt)
         wrong = [t for t in ids if not isinstance(t, int) or not 0 <= t < checkpoint.vocab_size]
         if wrong or not ids:
@@ -141,10 +145,16 @@ class InputProcessor:
         )
 
 
-def _each(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
-    """The prompts, also where one alone was given."""
-    is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int | Mapping))
-    return [prompts] if is_one else prompts
+def _each(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """The prompts, also where one alone was given; arrays as lists."""
+    given = _plain(prompts)
+    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int | Mapping))
+    return [given] if is_one else [_plain(prompt) for prompt in given]
+
+
+def _plain(value: Any) -> Any:
+    """An array of numpy or torch as lists; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _is_chat(prompt: Prompt) -> bool:

@@ -114,8 +114,8 @@ class Ingress:
     async def ListModels(self, request: bytes, grpc_context: Any) -> Any:
         return await self._grpc.list_models(request, grpc_context)
 
-    async def Check(self, request: Any) -> Any:
-        return self._grpc.health(request.service)
+    async def Check(self, request: Any, grpc_context: Any) -> Any:
+        return self._grpc.check(request.service, grpc_context)
 
     async def Watch(self, request: Any) -> AsyncIterator[Any]:
         async with aclosing(self._grpc.watch(request.service)) as answers:

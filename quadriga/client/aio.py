@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any, ClassVar, Unpack
 
 import grpc
 
-from quadriga.client.base import CANCEL_TIMEOUT_S, BaseClient, Deadline
+from quadriga.client.base import CANCEL_TIMEOUT_S, BaseClient
 from quadriga.client.errors import from_rpc
 from quadriga.client.results import Completion, Embeddings, Model, Piece
 from quadriga.client.wire import (
@@ -42,10 +41,10 @@ class AsyncClient(BaseClient):
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection; running calls end in `Cancelled`, streams at the server too."""
-        for progress in list(self._open):
-            if self._is_left(progress):
-                self._cancel_soon(progress.request)
+        """Close the connection; running calls end in `Cancelled`, and at the server."""
+        left, self._open = self._open, set()
+        for request_id in left:
+            self._cancel_soon(request_id)
         if self._cancelling:
             await asyncio.wait(self._cancelling, timeout=CANCEL_TIMEOUT_S)
         await self._channel.close(None)
@@ -68,15 +67,7 @@ class AsyncClient(BaseClient):
         Raises: QuadrigaError.
         """
         request = make_request(prompt, model, request_id, options)
-        deadline = self._deadline(timeout_s)
-
-        async def attempt() -> Any:
-            deadline.tell(request)
-            return await self._stub.GenerateOnce(
-                request, metadata=self._for(request), timeout=deadline.left_s()
-            )
-
-        return completion(await self._retried(attempt, deadline, request))
+        return completion(await self._retried(self._stub.GenerateOnce, request, timeout_s))
 
     async def stream(
         self,
@@ -97,20 +88,17 @@ class AsyncClient(BaseClient):
         progress = StreamProgress(request)
         deadline = self._deadline(timeout_s)
         attempts = 0
-        self._open.add(progress)
         try:
             while True:
                 attempts += 1
                 had = list(progress.received)
                 try:
-                    deadline.tell(request)
-                    call = self._stub.Generate(
-                        progress.next_request(),
-                        metadata=self._for(request),
-                        timeout=deadline.left_s(),
-                    )
+                    call = self._attempt(self._stub.Generate, progress.next_request(), deadline)
                     async for message in call:
-                        for piece in progress.take(message):
+                        pieces = progress.take(message)
+                        if progress.is_complete:
+                            self._open.discard(request.request_id)
+                        for piece in pieces:
                             yield piece
                     if not progress.is_complete:
                         raise Unavailable("the stream ended before the answer did")
@@ -126,9 +114,8 @@ class AsyncClient(BaseClient):
                 if progress.received != had:
                     attempts = 1
                 await asyncio.sleep(self._pause_s(error, attempts, deadline))
-        finally:  # unless in an error: then the request may be another's
-            if self._is_left(progress) and not isinstance(sys.exception(), QuadrigaError):
-                self._cancel_soon(request)
+        finally:
+            self._leave(request.request_id)
 
     async def embed(
         self,
@@ -148,26 +135,11 @@ class AsyncClient(BaseClient):
         Raises: QuadrigaError.
         """
         request = make_embed_request(inputs, model, request_id, options)
-        deadline = self._deadline(timeout_s)
-
-        async def attempt() -> Any:
-            deadline.tell(request)
-            return await self._stub.Embed(
-                request, metadata=self._for(request), timeout=deadline.left_s()
-            )
-
-        return embeddings(await self._retried(attempt, deadline, request))
+        return embeddings(await self._retried(self._stub.Embed, request, timeout_s))
 
     async def models(self) -> list[Model]:
         """The models the service offers. Raises: QuadrigaError."""
-        deadline = self._deadline(None)
-
-        async def attempt() -> Any:
-            return await self._stub.ListModels(
-                pb.ListModelsRequest(), metadata=self._metadata, timeout=deadline.left_s()
-            )
-
-        reply = await self._retried(attempt, deadline)
+        reply = await self._retried(self._stub.ListModels, pb.ListModelsRequest())
         return [to_model(m) for m in reply.models]
 
     async def cancel(self, request_id: str) -> bool:
@@ -180,33 +152,39 @@ class AsyncClient(BaseClient):
             raise from_rpc(exc) from exc
         return bool(reply.found)
 
-    def _cancel_soon(self, request: Any) -> None:
+    def _leave(self, request_id: str) -> None:
+        """Have the server drop a request that its caller has left."""
+        if self._is_left(request_id):
+            self._cancel_soon(request_id)
+
+    def _cancel_soon(self, request_id: str) -> None:
         """Have the server drop a request; in the background, as the caller is on its way out."""
 
         async def drop() -> None:
             # A client that was closed meanwhile: the server gives the request up by itself.
             with contextlib.suppress(QuadrigaError, grpc.aio.UsageError):
-                await self.cancel(request.request_id)
+                await self.cancel(request_id)
 
         task = asyncio.get_running_loop().create_task(drop())
         self._cancelling.add(task)
         task.add_done_callback(self._cancelling.discard)
 
-    async def _retried(
-        self, attempt: Callable[[], Any], deadline: Deadline, request: Any = None
-    ) -> Any:
-        attempts = 0
+    async def _retried(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
+        deadline, attempts = self._deadline(timeout_s), 0
+        request_id = getattr(request, "request_id", "")
         try:
             while True:
                 attempts += 1
                 try:
-                    return await attempt()
+                    answer = await self._attempt(method, request, deadline)
+                    self._open.discard(request_id)
+                    return answer
                 except grpc.RpcError as exc:
                     await asyncio.sleep(self._pause_s(from_rpc(exc), attempts, deadline))
         except asyncio.CancelledError as exc:
-            if request is not None:
-                self._cancel_soon(request)
             raise _ended(exc) from None
+        finally:
+            self._leave(request_id)
 
 
 def _ended(exc: asyncio.CancelledError) -> BaseException:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from typing import Any, ClassVar
 
 from quadriga.client.retries import RetryPolicy
-from quadriga.client.wire import CHANNEL_OPTIONS, StreamProgress, affinity, credentials
+from quadriga.client.wire import CHANNEL_OPTIONS, affinity, credentials
 from quadriga.errors import DeadlineExceeded, QuadrigaError
+from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import QuadrigaStub
 
 CANCEL_TIMEOUT_S = 2.0
@@ -95,17 +97,25 @@ class BaseClient:
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
         self._cancelling: set[asyncio.Task[None]] = set()  # of the asyncio client alone
-        self._open: set[StreamProgress] = set()  # streams that were begun and are not over
+        self._open: set[str] = set()  # ids of requests that the server may still run
 
-    def _for(self, request: Any) -> list[tuple[str, str]]:
-        """Metadata that sends every attempt of a request to the same ingress."""
-        return [*self._metadata, *affinity(request.request_id)]
+    def _attempt(self, method: Any, request: Any, deadline: Deadline) -> Any:
+        """Begin a call of a method; every one of a request goes to the same ingress."""
+        metadata = self._metadata
+        if not isinstance(request, pb.ListModelsRequest):
+            deadline.tell(request)
+            metadata = [*metadata, *affinity(request.request_id)]
+            self._open.add(request.request_id)
+        return method(request, metadata=metadata, timeout=deadline.left_s())
 
-    def _is_left(self, progress: StreamProgress) -> bool:
-        """Forget a stream; returns whether it is incomplete and was not forgotten before."""
-        is_open = progress in self._open
-        self._open.discard(progress)
-        return is_open and not progress.is_complete
+    def _is_left(self, request_id: str) -> bool:
+        """Forget a request; returns whether the server may still run it, for nobody.
+
+        Not where it ends in an error: then it may be another's.
+        """
+        is_open = request_id in self._open
+        self._open.discard(request_id)
+        return is_open and not isinstance(sys.exception(), QuadrigaError)
 
     def _pause_s(self, error: QuadrigaError, attempts: int, deadline: Deadline) -> float:
         """Seconds before the next attempt. Raises: the error, where there shall be none."""

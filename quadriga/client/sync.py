@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, ClassVar, Unpack
 
 import grpc
 
-from quadriga.client.base import CANCEL_TIMEOUT_S, BaseClient, Deadline
+from quadriga.client.base import CANCEL_TIMEOUT_S, BaseClient
 from quadriga.client.errors import from_rpc
 from quadriga.client.results import Completion, Embeddings, Model, Piece
 from quadriga.client.wire import (
@@ -42,9 +41,9 @@ class Client(BaseClient):
         self.close()
 
     def close(self) -> None:
-        """Close the connection; running calls end in `Cancelled`, streams at the server too."""
-        left = [progress for progress in list(self._open) if self._is_left(progress)]
-        for call in [self._cancel(progress.request.request_id) for progress in left]:
+        """Close the connection; running calls end in `Cancelled`, and at the server."""
+        left, self._open = self._open, set()
+        for call in [self._cancel(request_id) for request_id in list(left)]:
             with contextlib.suppress(grpc.FutureCancelledError):
                 call.exception()
         self._channel.close()
@@ -63,15 +62,7 @@ class Client(BaseClient):
         Raises: QuadrigaError.
         """
         request = make_request(prompt, model, request_id, options)
-        deadline = self._deadline(timeout_s)
-
-        def attempt() -> Any:
-            deadline.tell(request)
-            return self._stub.GenerateOnce(
-                request, metadata=self._for(request), timeout=deadline.left_s()
-            )
-
-        return completion(self._retried(attempt, deadline))
+        return completion(self._retried(self._stub.GenerateOnce, request, timeout_s))
 
     def stream(
         self,
@@ -90,20 +81,17 @@ class Client(BaseClient):
         progress = StreamProgress(request)
         deadline = self._deadline(timeout_s)
         attempts = 0
-        self._open.add(progress)
         try:
             while True:
                 attempts += 1
                 had = list(progress.received)
                 try:
-                    deadline.tell(request)
-                    call = self._stub.Generate(
-                        progress.next_request(),
-                        metadata=self._for(request),
-                        timeout=deadline.left_s(),
-                    )
+                    call = self._attempt(self._stub.Generate, progress.next_request(), deadline)
                     for message in call:
-                        yield from progress.take(message)
+                        pieces = progress.take(message)
+                        if progress.is_complete:
+                            self._open.discard(request.request_id)
+                        yield from pieces
                     if not progress.is_complete:
                         raise Unavailable("the stream ended before the answer did")
                     return
@@ -116,10 +104,8 @@ class Client(BaseClient):
                 if progress.received != had:
                     attempts = 1
                 time.sleep(self._pause_s(error, attempts, deadline))
-        finally:  # unless in an error: then the request may be another's
-            if self._is_left(progress) and not isinstance(sys.exception(), QuadrigaError):
-                with contextlib.suppress(QuadrigaError, ValueError):  # ValueError: channel closed
-                    self.cancel(request.request_id)
+        finally:
+            self._leave(request.request_id)
 
     def embed(
         self,
@@ -130,33 +116,17 @@ class Client(BaseClient):
         timeout_s: float | None = None,
         **options: Unpack[EmbedOptions],
     ) -> Embeddings:
-        """Make a vector of each input, of the whole model's last hidden states.
-
-        Args:
-            inputs: A text or several, or token ids or several lists of them.
-            model: Model id; the first model where None.
+        """Make a vector of each input; see `AsyncClient.embed`.
 
         Raises: QuadrigaError.
         """
         request = make_embed_request(inputs, model, request_id, options)
-        deadline = self._deadline(timeout_s)
-
-        def attempt() -> Any:
-            deadline.tell(request)
-            return self._stub.Embed(request, metadata=self._for(request), timeout=deadline.left_s())
-
-        return embeddings(self._retried(attempt, deadline))
+        return embeddings(self._retried(self._stub.Embed, request, timeout_s))
 
     def models(self) -> list[Model]:
         """The models the service offers. Raises: QuadrigaError."""
-        deadline = self._deadline(None)
-
-        def attempt() -> Any:
-            return self._stub.ListModels(
-                pb.ListModelsRequest(), metadata=self._metadata, timeout=deadline.left_s()
-            )
-
-        return [to_model(m) for m in self._retried(attempt, deadline).models]
+        reply = self._retried(self._stub.ListModels, pb.ListModelsRequest())
+        return [to_model(m) for m in reply.models]
 
     def cancel(self, request_id: str) -> bool:
         """End a request by its id; False when the server does not know it."""
@@ -174,11 +144,23 @@ class Client(BaseClient):
             timeout=CANCEL_TIMEOUT_S,
         )
 
-    def _retried(self, attempt: Callable[[], Any], deadline: Deadline) -> Any:
-        attempts = 0
-        while True:
-            attempts += 1
-            try:
-                return attempt()
-            except grpc.RpcError as exc:
-                time.sleep(self._pause_s(from_rpc(exc), attempts, deadline))
+    def _leave(self, request_id: str) -> None:
+        """Have the server drop a request that its caller has left."""
+        if self._is_left(request_id):
+            with contextlib.suppress(QuadrigaError, ValueError):  # ValueError: channel closed
+                self.cancel(request_id)
+
+    def _retried(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
+        deadline, attempts = self._deadline(timeout_s), 0
+        request_id = getattr(request, "request_id", "")
+        try:
+            while True:
+                attempts += 1
+                try:
+                    answer = self._attempt(method, request, deadline)
+                    self._open.discard(request_id)
+                    return answer
+                except grpc.RpcError as exc:
+                    time.sleep(self._pause_s(from_rpc(exc), attempts, deadline))
+        finally:
+            self._leave(request_id)

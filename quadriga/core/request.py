@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
@@ -89,8 +90,14 @@ class SamplingParams:
         """Raises: InvalidRequest: A value is outside what the sampler can do."""
         for name, (low, high) in SAMPLING_BOUNDS.items():
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise InvalidRequest(f"{name}: {value} must be in {low}..{high}", param=name)
+            kind: Any = Integral if isinstance(low, int) else Real
+            if value is None and name.endswith("logprobs"):
+                continue
+            if not isinstance(value, kind) or not low <= value <= high:
+                what = "a whole number " if kind is Integral else ""
+                raise InvalidRequest(
+                    f"{name}: {value!r:.80} must be {what}in {low}..{high}", param=name
+                )
         for token_id, bias in self.logit_bias:
             if not 0 <= token_id < vocab_size or not bias <= 1e6:  # -inf bans, NaN does not pass
                 raise InvalidRequest(
@@ -120,6 +127,7 @@ class SamplingParams:
 
 
 SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
+    "max_tokens": (0, 1 << 30),
     "min_tokens": (0, 1 << 30),
     "temperature": (0.0, 1e6),
     "top_p": (0.0, 1.0),

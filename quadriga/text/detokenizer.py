@@ -12,8 +12,6 @@ SPACE = "\u2581"
 """As SentencePiece's vocabularies write it."""
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 MAX_PENDING_TOKENS = 16
-CONTEXT_TOKENS = 4
-"""Of a prompt, for a decoder that looks to the left."""
 
 
 class Detokenizer(Protocol):
@@ -79,15 +77,19 @@ class ByteLevelDetokenizer:
 
     Args:
         table: What `byte_level_table` returned; shared by all sequences of a model.
+        marks: Texts of special tokens that have one.
     """
 
-    __slots__ = ("_decode", "_table")
+    __slots__ = ("_decode", "_marks", "_table")
 
-    def __init__(self, table: list[bytes]) -> None:
+    def __init__(self, table: list[bytes], marks: Mapping[int, str]) -> None:
         self._table = table
+        self._marks = marks
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, token_id: int) -> str:
+        if token_id in self._marks:
+            return self.flush() + self._marks[token_id]
         return self._decode(self._table[token_id] if token_id < len(self._table) else b"")
 
     def flush(self) -> str:
@@ -102,15 +104,15 @@ class WindowDetokenizer:
     `MAX_PENDING_TOKENS`.
 
     Args:
-        decode: Token ids to text, special tokens skipped.
-        after: Tokens before the first, whose text was shown.
+        decode: Token ids to text.
+        after: Tokens before the first, whose text was shown; a few will do.
     """
 
     __slots__ = ("_decode", "_ids", "_read", "_start")
 
     def __init__(self, decode: Callable[[list[int]], str], after: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._ids = list(after[-CONTEXT_TOKENS:])
+        self._ids = list(after)
         self._start = 0  # first token of the window
         self._read = len(self._ids)  # tokens before this one have been shown
 
@@ -136,24 +138,3 @@ class WindowDetokenizer:
         self._read -= self._start
         self._start = 0
         return whole[len(shown) :]
-
-
-class MarkedDetokenizer:
-    """Another detokeniser that shows some special tokens as well.
-
-    Args:
-        marks: Their texts.
-    """
-
-    __slots__ = ("_inner", "_marks")
-
-    def __init__(self, inner: Detokenizer, marks: Mapping[int, str]) -> None:
-        self._inner = inner
-        self._marks = marks
-
-    def push(self, token_id: int) -> str:
-        mark = self._marks.get(token_id)
-        return self._inner.push(token_id) if mark is None else self._inner.flush() + mark
-
-    def flush(self) -> str:
-        return self._inner.flush()

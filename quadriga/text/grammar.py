@@ -7,6 +7,7 @@ answer that goes on in another replica, or is begun anew there, goes on in the s
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
@@ -27,6 +28,12 @@ MAX_KEPT = 16
 
 LEFT = "the answer has left its grammar"
 STUCK = "no token of the model can go on with the answer"
+
+UNKNOWN = {
+    r"Unimplemented keys: \[(.*)\]": r"schemas may not hold \1, whatever the value; leave it out",
+    r"Unknown format: (.*)": r"format '\1' is not known; leave it out, or say it by a pattern",
+}
+"""What the library says of schemas that ask for what it does not know, and what clients read."""
 
 LARGE_VOCABULARY = 8192
 """Masks over fewer tokens are found by one thread, sooner than others are woken."""
@@ -294,4 +301,7 @@ def _reason(core: Any) -> str:
     if not core.is_error():
         return ""
     text = str(core.get_error()).split("<non-verbose/>")[0]
-    return " ".join(text.split())[:500] or "the grammar allows no text"
+    text = " ".join(text.split())[:500]
+    for pattern, words in UNKNOWN.items():
+        text = re.sub(pattern, words, text)
+    return text or "the grammar allows no text"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from quadriga.text.detokenizer import (
     SPACE,
     ByteLevelDetokenizer,
     Detokenizer,
-    MarkedDetokenizer,
     WindowDetokenizer,
     byte_level_table,
     sentence_piece_table,
@@ -23,6 +23,8 @@ PIECE_CHARS = 8192
 """Of a text whose tokens are only counted, so much is encoded at a time."""
 CUT_SHARE = 32
 """No token is longer than a piece divided by this."""
+CONTEXT_TOKENS = 4
+"""Of a prompt, for a decoder that looks to the left."""
 
 
 class TextTokenizer:
@@ -131,10 +133,17 @@ class TextTokenizer:
         Args:
             after: Tokens whose text the answer goes on with; empty for an answer by itself.
         """
-        made: Detokenizer = WindowDetokenizer(self.decode, after)
         if self._table is not None:
-            made = ByteLevelDetokenizer(self._table)
-        return MarkedDetokenizer(made, marks) if marks else made
+            return ByteLevelDetokenizer(self._table, marks or {})
+        hidden = self._hidden.difference(marks or ())
+
+        def decode(token_ids: Sequence[int]) -> str:
+            shown = [token_id for token_id in token_ids if token_id not in hidden]
+            return self.decode(shown, skip_special_tokens=False)
+
+        # A decoder that begins a text anew takes its first space: the context is what has a text.
+        context = (token_id for token_id in reversed(after) if token_id not in hidden)
+        return WindowDetokenizer(decode, [*islice(context, CONTEXT_TOKENS)][::-1])
 
     def special_ids(self, texts: Sequence[str]) -> dict[str, int]:
         """Those of some texts that are special tokens, with their ids."""

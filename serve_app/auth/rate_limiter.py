@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from quadriga.clock import Clock
-from quadriga.errors import ConfigError, KeyLimitReached, Overloaded
+from quadriga.errors import ConfigError, IngressFull, KeyLimitReached
 from serve_app.auth.api_keys import ApiKeys, read_key_file
 from serve_app.auth.keys import ApiKey, KeyLimits
 from serve_app.ops.metrics import IngressMetrics
@@ -99,9 +99,9 @@ class ConcurrencyLimiter:
 
     @contextmanager
     def slot(self) -> Iterator[None]:
-        """Hold one place. Raises: Overloaded."""
+        """Hold one place. Raises: IngressFull."""
         if self.is_full:
-            raise Overloaded(
+            raise IngressFull(
                 f"{self.num_taken} calls at once {self._what}, the limit; retry shortly",
                 retry_after_s=CONCURRENCY_RETRY_S,
             )

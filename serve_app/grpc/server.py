@@ -6,14 +6,21 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from grpc_health.v1 import health_pb2
 
 from quadriga.core.request import AUTO_MODEL
-from quadriga.errors import Cancelled, InvalidRequest, QuadrigaError, Unauthenticated, Unavailable
+from quadriga.errors import (
+    Cancelled,
+    InvalidRequest,
+    NotFound,
+    QuadrigaError,
+    Unauthenticated,
+    Unavailable,
+)
 from quadriga.observability import tracing
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.auth.keys import ApiKey
@@ -41,6 +48,7 @@ logger = logging.getLogger("quadriga.grpc")
 
 HEALTH_WATCH_INTERVAL_S = 1.0
 OK = "OK"
+Render = Callable[[Request], Any]
 
 
 class GrpcServer:
@@ -88,45 +96,43 @@ class GrpcServer:
 
     async def generate_once(self, data: bytes, context: Any) -> Any:
         """GenerateOnce: returns `GenerateOnceResponse`."""
-        stream: OutputStream | None = None
-        code = Cancelled.grpc_code  # of a call that is cancelled
-        try:
-            stream = await self._begin(data, context)
-            request = stream.request
-            with self._engine_client.answering():
-                while await stream.read():
-                    pass
-            answer = await beside(request, partial(wire.whole_message, request))
-            code = OK
-            return answer
-        except Exception as exc:  # as above
-            error = self._failed(exc, context)
-            code = error.grpc_code
-            return pb.GenerateOnceResponse(error=wire.error_message(error))
-        finally:
-            self._end(stream, code)
+
+        async def begin() -> tuple[OutputStream, Render]:
+            return await self._begin(data, context), wire.whole_message
+
+        return await self._whole(begin(), pb.GenerateOnceResponse, context)
 
     async def embed(self, data: bytes, context: Any) -> Any:
         """Embed: returns `EmbedResponse`."""
-        stream: OutputStream | None = None
-        code = Cancelled.grpc_code  # of a call that is cancelled
-        try:
+
+        async def begin() -> tuple[OutputStream, Render]:
             caller = self._caller(context)
             message = wire.parse_request(pb.EmbedRequest, data, self._limits.max_body_bytes)
             request = await self._embedding(message)
             request.traceparent = _traceparent(context)
             stream = (await self._begun(caller, message, request)).reader()
-            request = stream.request
+            return stream, partial(_embeddings, normalize=message.normalize)
+
+        return await self._whole(begin(), pb.EmbedResponse, context)
+
+    async def _whole(
+        self, begun: Awaitable[tuple[OutputStream, Render]], message_class: Any, context: Any
+    ) -> Any:
+        """The whole answer of a request, or a message of this class with the error."""
+        stream: OutputStream | None = None
+        code = Cancelled.grpc_code  # of a call that is cancelled
+        try:
+            stream, render = await begun
             with self._engine_client.answering():
                 while await stream.read():
                     pass
-            answer = await beside(request, partial(_embeddings, request, message.normalize))
+            answer = await beside(stream.request, partial(render, stream.request))
             code = OK
             return answer
         except Exception as exc:  # as above
             error = self._failed(exc, context)
             code = error.grpc_code
-            return pb.EmbedResponse(error=wire.error_message(error))
+            return message_class(error=wire.error_message(error))
         finally:
             self._end(stream, code)
 
@@ -165,8 +171,16 @@ class GrpcServer:
             self._failed(exc, context)
             return pb.ListModelsResponse()
 
+    def check(self, service: str, context: Any) -> Any:
+        """grpc.health.v1: the state; NOT_FOUND where there is no such service."""
+        answer = self.health(service)
+        if answer.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+            error = NotFound(f"service: {service[:80]!r} is none; ask for {wire.SERVICE!r} or ''")
+            wire.set_error(context, error)
+        return answer
+
     def health(self, service: str) -> Any:
-        """grpc.health.v1: of the whole ("") or of one service."""
+        """The state of the whole ("") or of one service, as a watch says it."""
         kinds = health_pb2.HealthCheckResponse
         if service not in ("", wire.SERVICE):
             return kinds(status=kinds.SERVICE_UNKNOWN)
@@ -287,6 +301,7 @@ class GrpcServer:
         error = as_quadriga(exc)
         if error is not exc:
             logger.exception("unexpected failure in a gRPC call")
+        self._engine_client.metrics.count_refusal(error)
         wire.set_error(context, error)
         return error
 
@@ -297,7 +312,7 @@ class GrpcServer:
         self._engine_client.metrics.requests.labels("grpc", code).inc()
 
 
-def _embeddings(request: Request, normalize: bool) -> Any:
+def _embeddings(request: Request, *, normalize: bool) -> Any:
     found = vectors(request, normalize=normalize)
     return pb.EmbedResponse(
         request_id=request.request_id,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any
@@ -20,7 +19,7 @@ from quadriga.errors import (
     RequestTimeout,
 )
 from serve_app.http.server_metrics import HTTP_SERVER
-from serve_app.http.tls import is_loopback
+from serve_app.http.tls import hostname, is_loopback, is_public_name
 from serve_app.openai.errors import as_quadriga, send_error
 from serve_app.request.engine_client import EngineClient
 
@@ -90,22 +89,6 @@ class Call:
         size = sum(len(name) + len(value) for name, value in headers)
         if size > max_bytes:
             raise HeadersTooLarge(f"headers of {size} bytes, above the limit of {max_bytes}")
-
-    def check_origin(self, allowed: tuple[str, ...]) -> None:
-        """Refuse pages whose own name may resolve to this machine (DNS rebinding).
-
-        Raises: Forbidden: The call came over loopback, from a page of another host.
-        """
-        origin, server = self.headers.get("origin"), self.scope.get("server") or ("",)
-        if origin is None or not is_loopback(str(server[0])) or {origin, "*"} & {*allowed}:
-            return
-        if not is_loopback(re.sub(r":\d+$", "", origin.partition("://")[2])):
-            raise Forbidden(
-                f"origin: pages of {origin[:80]!r} may not call a service without API keys on "
-                "loopback; name them in ingress.cors_origins, or set keys",
-                param="origin",
-                code="cors_refused",
-            )
 
     async def read_body(self, engine_client: EngineClient) -> bytes:
         """Read the body within the deployment's limits. Raises: as `body`, and Overloaded."""
@@ -193,7 +176,7 @@ class Endpoint:
     def __init__(self, engine_client: EngineClient, handler: Handler, door: str = "http") -> None:
         self._engine_client = engine_client
         self._handler = handler
-        self._requests = engine_client.metrics.requests
+        self._metrics = engine_client.metrics
         self._door = door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -201,13 +184,13 @@ class Endpoint:
         limits = self._engine_client.config.ingress
         try:
             call.check_headers(limits.max_headers, limits.max_header_bytes)
-            if self._engine_client.rate_limiter.keys.is_http_open:
-                call.check_origin(limits.cors_origins)
+            self._check_page(call)
             await self._handler(call)
         except Exception as exc:  # whatever it is, the client gets the documented form
             error = as_quadriga(exc)
             if error is not exc:
                 logger.exception("unexpected failure in %s", call.route)
+            self._metrics.count_refusal(error)
             if call.status:
                 call.failed_status = error.http_status
                 raise
@@ -218,7 +201,39 @@ class Endpoint:
         finally:  # without a status where the call itself was cancelled
             code = call.failed_status or call.status or CLIENT_GONE
             if call.route not in UNCOUNTED:
-                self._requests.labels(self._door, str(code)).inc()
+                self._metrics.requests.labels(self._door, str(code)).inc()
+
+    def _check_page(self, call: Call) -> None:
+        """Refuse web pages of other hosts over loopback, where no key is asked for.
+
+        Browsers name the page in `Origin`; but not in a GET from the page's own host, whose name
+        may resolve to this machine (DNS rebinding), and is in `Host`.
+
+        Raises: Forbidden.
+        """
+        config, allowed, remedy = self._engine_client.config, tuple[str, ...](), ""
+        is_open = is_loopback(config.admin.host)
+        if self._door == "http":
+            is_open = self._engine_client.rate_limiter.keys.is_http_open
+            allowed = config.ingress.cors_origins
+            remedy = ", name the page in ingress.cors_origins, or set keys"
+        server = call.scope.get("server") or ("",)
+        if not is_open or "*" in allowed or not is_loopback(str(server[0])):
+            return
+        field, page = "origin", call.headers.get("origin")
+        if page is not None:
+            is_known = page in allowed or is_loopback(hostname(page))
+        else:
+            field, page = "host", call.headers.get("host", "")
+            is_known = call.scope["method"] == "POST" or not is_public_name(hostname(page))
+            is_known = is_known or any(page == origin.partition("://")[2] for origin in allowed)
+        if not is_known:
+            raise Forbidden(
+                f"{field}: pages of {page[:80]!r} may not call on loopback what asks for no key; "
+                f"call it as localhost{remedy}",
+                param=field,
+                code="cors_refused",
+            )
 
 
 def json_in_parts(answer: dict[str, Any]) -> bytes:

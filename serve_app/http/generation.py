@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import re
 import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 from quadriga.errors import InvalidRequest, QuadrigaError
 from quadriga.observability import tracing
@@ -39,13 +40,6 @@ SSE_HEADERS = [
 MAX_WARNED_FIELDS = 8
 ReadBody = Callable[[Any, ApiKey], Awaitable[tuple[Request, AnswerFormat]]]
 """From a body's JSON to the request, and how its answer is written."""
-
-
-class NameAndTime(TypedDict):
-    """What a request gets from us."""
-
-    request_id: str
-    now_unix_s: float
 
 
 class HttpGeneration:
@@ -141,7 +135,7 @@ class HttpGeneration:
     def _models(self) -> ModelDirectory:
         return self._engine_client.models
 
-    def _name_and_time(self) -> NameAndTime:
+    def _name_and_time(self) -> dict[str, Any]:
         """Of a request that begins now."""
         return {"request_id": uuid.uuid4().hex, "now_unix_s": self._engine_client.clock.unix_s()}
 
@@ -163,7 +157,7 @@ class HttpGeneration:
 
     def _warning_headers(self, request: Request) -> Headers:
         """Headers that name the ignored fields; the log names each once."""
-        names = [f for f in request.ignored_fields if f.isascii() and f.replace("_", "").isalnum()]
+        names = [f for f in request.ignored_fields if re.fullmatch(r"[\w.]+", f, re.ASCII)]
         names = [name[:64] for name in names[:MAX_WARNED_FIELDS]]
         if not names:
             return []

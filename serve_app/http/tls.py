@@ -13,6 +13,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ HOST_VARIABLE = "QUADRIGA_TLS_HOST"
 DEFAULT_HTTPS_PORT = 8443
 DEFAULT_GRPC_PORT = 9443
 HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
+PRIVATE_DOMAINS = frozenset({"localhost", "local", "internal", "svc"})
+"""Last parts of names that nobody can register."""
 
 logger = logging.getLogger("quadriga.tls")
 
@@ -177,6 +180,22 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def hostname(place: str) -> str:
+    """The host of an origin, or of a Host header."""
+    return re.sub(r":\d+$", "", place.rpartition("://")[2])
+
+
+def is_public_name(host: str) -> bool:
+    """Whether somebody elsewhere may own a host's name, and have it resolve to any address."""
+    name = host.strip("[]").rstrip(".").lower()
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        _, dot, last = name.rpartition(".")
+        return bool(dot) and last not in PRIVATE_DOMAINS
+    return False
 
 
 def port_variable(variable: str, default: int) -> int:

@@ -97,6 +97,14 @@ def check_unicode(value: object, path: str = "") -> None:
             stack.extend((child, f"{prefix}{i}") for i, child in enumerate(item))
 
 
+def json_size(value: object, field: str) -> int:
+    """Bytes of a decoded value as JSON. Raises: InvalidRequest: Not every number in it is one."""
+    try:
+        return len(json.dumps(value, allow_nan=False))
+    except ValueError as exc:
+        raise InvalidRequest(f"{field}: a number is above 1.8e308, the limit", param=field) from exc
+
+
 def shown(value: object) -> str:
     """A value as an error message may quote it: short, printable ASCII."""
     text = ascii(value) if not isinstance(value, (list, dict)) else _shown_container(value)
@@ -138,9 +146,16 @@ def _field_name(location: tuple[int | str, ...]) -> str:
     return ".".join(known) or "body"
 
 
-def ignored_fields(body: RequestBody) -> tuple[str, ...]:
-    """Fields that mean nothing here; not those that are known and ask for nothing."""
-    return tuple(sorted((body.model_extra or {}).keys() - body.unsupported.keys()))
+def ignored_fields(body: RequestBody, place: str = "") -> tuple[str, ...]:
+    """Fields that mean nothing here, those of its objects too (`stream_options.x`).
+
+    Not those that are known and ask for nothing.
+    """
+    names = [f"{place}{n}" for n in (body.model_extra or {}).keys() - body.unsupported.keys()]
+    for name, value in body:
+        if isinstance(value, RequestBody):
+            names += ignored_fields(value, f"{place}{name}.")
+    return tuple(sorted(names))
 
 
 def refuse_unsupported(

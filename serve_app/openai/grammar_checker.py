@@ -16,7 +16,7 @@ from typing import Any
 
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.core.grammar import MAX_GRAMMAR_BYTES, Grammar
-from quadriga.errors import InvalidRequest, Overloaded, Unavailable
+from quadriga.errors import IngressFull, InvalidRequest, Unavailable
 from quadriga.pipes import read_line
 from quadriga.text import TextTokenizer
 
@@ -63,7 +63,7 @@ class GrammarChecker:
 
         Raises:
             InvalidRequest: It is too long, is none, or takes too much time or memory.
-            Overloaded: Too many of this caller wait to be tried, or it waited too long.
+            IngressFull: Too many of this caller wait to be tried, or it waited too long.
             Unavailable: The process does not start.
         """
         if not self._checkpoint.eos_token_ids:
@@ -107,7 +107,7 @@ class GrammarChecker:
     async def _turn(self, caller: str) -> None:
         """Wait for the process; `_next_turn` gives it on.
 
-        Raises: Overloaded.
+        Raises: IngressFull.
         """
         if not self._is_busy:
             self._is_busy = True
@@ -115,7 +115,7 @@ class GrammarChecker:
         queue = self._waiting.get(caller, deque())
         num_waiting = sum(map(len, self._waiting.values()))
         if len(queue) >= MAX_WAITING or num_waiting >= MAX_WAITING_OF_ALL:
-            raise Overloaded(
+            raise IngressFull(
                 f"{len(queue)} other grammars of yours, {num_waiting} of all callers, wait to be "
                 "compiled; retry shortly",
                 retry_after_s=1.0,
@@ -127,7 +127,7 @@ class GrammarChecker:
             await asyncio.wait_for(asyncio.shield(turn), WAIT_LIMIT_S)
         except TimeoutError as exc:
             self._let_go(turn)
-            raise Overloaded(
+            raise IngressFull(
                 f"the grammar waited {WAIT_LIMIT_S:.0f} s to be compiled; retry shortly",
                 retry_after_s=5.0,
             ) from exc

@@ -51,14 +51,14 @@ def _response_format(body: GenerationFields) -> list[tuple[Grammar, str]]:
     form = body.response_format
     if form is not None:
         refuse_unsupported(form.model_extra or {}, form.unsupported, "response_format.")
-    if form is None or form.type == "text":
+    if form is None:
         return []
-    if form.type == "json_object":
-        return [(Grammar.json_object(), "response_format")]
-    wanted = form.json_schema
+    wanted, field = form.json_schema, "response_format.json_schema"
+    if (wanted is None) is (form.type == "json_schema"):
+        why = "needs it" if wanted is None else "has none; leave it out, or set type json_schema"
+        raise InvalidRequest(f"{field}: type {form.type} {why}", param=field)
     if wanted is None:
-        field = "response_format.json_schema"
-        raise InvalidRequest(f"{field}: type json_schema needs it", param=field)
+        return [] if form.type == "text" else [(Grammar.json_object(), "response_format")]
     if wanted.schema_ is None:
         return [(Grammar.json_object(), "response_format.json_schema")]
     return [(Grammar.json_schema(wanted.schema_), "response_format.json_schema.schema")]

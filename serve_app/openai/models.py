@@ -17,7 +17,7 @@ from quadriga.config.resolve import configured_exits
 from quadriga.core.grammar import Grammar
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.request import AUTO_MODEL
-from quadriga.errors import ConfigError, ContextTooLong, Overloaded, UnknownModel
+from quadriga.errors import ConfigError, ContextTooLong, IngressFull, UnknownModel
 from quadriga.text import TextTokenizer, load_tokenizer
 from serve_app.openai.grammar_checker import GrammarChecker
 
@@ -175,7 +175,7 @@ class ModelDirectory:
             max_tokens: The most tokens it may have; None: as many as the model takes. A text that
                 is far too long is refused before it delays the texts behind it.
 
-        Raises: ContextTooLong, InvalidRequest, Overloaded.
+        Raises: ContextTooLong, InvalidRequest, IngressFull.
         """
         tokenizer, most = model.tokenizer, max_tokens or model.max_model_len
 
@@ -217,11 +217,11 @@ class ModelDirectory:
         self._encoder.shutdown(wait=False, cancel_futures=True)
 
     async def off_loop(self, size: int, work: Callable[[], Result]) -> Result:
-        """Do work of this size, in a thread where it is large. Raises: Overloaded."""
+        """Do work of this size, in a thread where it is large. Raises: IngressFull."""
         if size <= INLINE_SIZE:
             return work()
         if self._waiting_size and self._waiting_size + size > MAX_WAITING_SIZE:
-            raise Overloaded("too many long texts wait; retry shortly", retry_after_s=1.0)
+            raise IngressFull("too many long texts wait; retry shortly", retry_after_s=1.0)
         self._waiting_size += size
         try:
             return await asyncio.get_running_loop().run_in_executor(self._encoder, work)

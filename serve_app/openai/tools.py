@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from quadriga.core.grammar import MAX_GRAMMAR_BYTES, Grammar
 from quadriga.errors import InvalidRequest
 from quadriga.text.tool_parser import ToolCalling
-from serve_app.openai.bodies import shown
+from serve_app.openai.bodies import json_size, shown
 from serve_app.openai.models import ServedModel
 from serve_app.openai.schema import ChatBody, NamedToolChoice, ToolBody
 
@@ -108,10 +107,7 @@ def _check(tools: list[ToolBody]) -> None:
                 f"{field}.required: must be a list of names, got {shown(required)}",
                 param=f"{field}.required",
             )
-    try:
-        size = sum(len(json.dumps(tool.function.parameters, allow_nan=False)) for tool in tools)
-    except ValueError as exc:
-        raise InvalidRequest("tools: a number is above 1.8e308, the limit", param="tools") from exc
+    size = sum(json_size(tool.function.parameters, "tools") for tool in tools)
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
             f"tools: the parameters have {size:,} bytes together, above the limit of "

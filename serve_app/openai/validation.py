@@ -361,9 +361,9 @@ async def read_prompts(
         )
     if len(items) * n > limits.max_choices:
         raise InvalidRequest(
-            f"prompt: {len(items)} prompts with n = {n} make {len(items) * n} choices, above the "
+            f"{field}: {len(items)} prompts with n = {n} make {len(items) * n} choices, above the "
             f"limit of {limits.max_choices}; lower n or send fewer prompts",
-            param="prompt",
+            param=field,
         )
     prompts: list[list[int]] = []
     texts: list[str] = []
@@ -395,7 +395,7 @@ async def _one_prompt(
         raise InvalidRequest(f"{name}: is empty", param=name)
     check_length(len(item), model, name)
     await check_token_ids(item, name, model)
-    return item, model.tokenizer.decode(item) if echo else ""
+    return item, await models.detokenize(model, item, skip_special_tokens=True) if echo else ""
 
 
 def check_length(num_tokens: int, model: ServedModel, field: str) -> None:

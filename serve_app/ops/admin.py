@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from quadriga.config.ingress import AdminConfig
-from quadriga.errors import ConfigError, Forbidden, InvalidRequest, NotFound
+from quadriga.errors import ConfigError, InvalidRequest, NotFound
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.http.call import Call, Endpoint, Handler
 from serve_app.http.pages import dashboard_pages
@@ -74,7 +74,7 @@ class AdminServer:
         # The page's own files hold nothing of the service: a browser gets them without a key, asks
         # its user for one, and shows it with every request for data.
         handlers = [(path, self._guarded(handler)) for path, handler in self.routes()]
-        handlers += [(path, self._checked(handler)) for path, handler in dashboard_pages()]
+        handlers += dashboard_pages()
         routes = [
             Route(path, Endpoint(self._engine_client, handler, "admin"), methods=["GET"])
             for path, handler in handlers
@@ -125,21 +125,7 @@ class AdminServer:
                 )
             await handler(call)
 
-        return self._checked(guarded)
-
-    def _checked(self, handler: Handler) -> Handler:
-        async def checked(call: Call) -> None:
-            if self._is_loopback and not is_loopback(_hostname(call.headers.get("host", ""))):
-                # A web page may have its own name resolve to this machine (DNS rebinding).
-                raise Forbidden("call the admin port as localhost or 127.0.0.1", param="host")
-            await handler(call)
-
-        return checked
-
-
-def _hostname(host: str) -> str:
-    """A Host header without its port."""
-    return host if host.endswith("]") or ":" not in host else host.rpartition(":")[0]
+        return guarded
 
 
 async def serve_admin(engine_client: EngineClient) -> None:

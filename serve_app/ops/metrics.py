@@ -9,6 +9,7 @@ from prometheus_client import Counter, Histogram
 
 from quadriga.core.replica import Role
 from quadriga.core.routing import ClusterView
+from quadriga.errors import IngressFull, QuadrigaError
 from quadriga.observability.metrics import (
     FINE_LATENCY_BUCKETS_S,
     LATENCY_BUCKETS_S,
@@ -75,23 +76,29 @@ class IngressMetrics:
             series = self._series[model] = ModelSeries(**children)  # type: ignore[arg-type]
         return series
 
+    def count_refusal(self, error: QuadrigaError) -> None:
+        """Record what a limit of this ingress refused; keys' limits and the cluster's are apart."""
+        if isinstance(error, IngressFull):
+            self.refused.labels(error.code).inc()
+
     def count_tokens(
         self, request: Request, sequence: SequenceRequest, num_new: int, now_s: float
     ) -> None:
         """Record new tokens of a sequence as the client experiences them; notes their times."""
         series = self.of(request.shown_model)
-        series.generation_tokens.inc(num_new)
         is_first = sequence.first_token_s is None
         is_adopted = sequence.was_adopted and is_first and sequence.num_rebuilds == 0
         if sequence.lost_s is not None:
             self.recoveries.labels("adopted" if is_adopted else "recovered").inc()
             self.recovery_time.observe(now_s - sequence.lost_s)
             sequence.lost_s, sequence.num_stalled = None, 0
+        if is_adopted:  # it had these tokens before; another ingress has counted them
+            sequence.first_token_s = sequence.last_token_s = now_s
+            sequence.num_at_first = len(sequence.state.output_ids)
+            return
+        series.generation_tokens.inc(num_new)
         if is_first:
             sequence.first_token_s = sequence.last_token_s = now_s
-            if is_adopted:  # it had these tokens before; another ingress has measured them
-                sequence.num_at_first = len(sequence.state.output_ids)
-                return
             series.ttft.observe(now_s - request.arrived_s)
             if sequence.accepted_s is not None:
                 series.prefill_time.observe(now_s - sequence.accepted_s)

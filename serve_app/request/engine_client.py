@@ -17,6 +17,7 @@ from quadriga.config.loader import QuadrigaConfig
 from quadriga.core.request import FinishReason, ResumableSequence
 from quadriga.errors import (
     Cancelled,
+    IngressFull,
     NotFound,
     Overloaded,
     QuadrigaError,
@@ -290,7 +291,7 @@ class EngineClient:
                 may_begin=may_begin,
             )
         if len(known.readers) >= MAX_READERS:
-            raise Overloaded(
+            raise IngressFull(
                 f"{MAX_READERS} connections follow this request, the limit", retry_after_s=1.0
             )
         self.metrics.resumed.inc()
@@ -372,8 +373,7 @@ class EngineClient:
         limit = self.config.ingress.max_ongoing_requests
         # A request with more sequences than the limit is let in where nothing else is open.
         if self._num_open_sequences and self._num_open_sequences + num_sequences > limit:
-            self.metrics.refused.labels("ingress_full").inc()
-            raise Overloaded(
+            raise IngressFull(
                 f"this ingress answers {self._num_open_sequences} choices, {num_sequences} more "
                 f"are above its limit of {limit}; retry shortly",
                 retry_after_s=1.0,

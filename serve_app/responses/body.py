@@ -11,7 +11,6 @@ from quadriga.checkpoint.exits import ExitPolicy
 from quadriga.errors import InvalidRequest
 from serve_app.openai.bodies import parse_body, refuse_unsupported, shown
 from serve_app.openai.schema import (
-    CACHE_SALT,
     COUNTED,
     INT32_MAX,
     INT64_MAX,
@@ -19,16 +18,16 @@ from serve_app.openai.schema import (
     MAX_MESSAGES,
     MAX_TOKENS_LIMIT,
     MAX_TOOLS,
-    CacheSalt,
     ChatBody,
     RequestBody,
+    RequestFields,
 )
 from serve_app.openai.unsupported import RESPONSES
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 CHAT_NAMES = {
     "max_completion_tokens": "max_output_tokens",
-    r"response_format\.json_schema\.schema": "text.format.schema",
+    r"response_format\.json_schema(\.schema)?": "text.format.schema",
     "response_format": "text.format",
     "messages": "input",
     r"(tools\.\d+|tool_choice)\.function": r"\1",
@@ -73,12 +72,11 @@ class ResponseText(RequestBody):
     format: TextFormat | None = Field(None, description="Its form; any by default.")
 
 
-class ResponsesBody(RequestBody):
+class ResponsesBody(RequestFields):
     """POST /v1/responses: stateless, so `input` is the whole conversation."""
 
     unsupported = RESPONSES
 
-    model: str = Field("quadriga-auto", max_length=512, description="Model id.")
     input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)] = Field(
         description="Text, or messages, calls and their outputs in order."
     )
@@ -103,11 +101,7 @@ class ResponsesBody(RequestBody):
     metadata: Annotated[dict[str, str] | None, COUNTED] = Field(
         None, max_length=16, description="Repeated in the answer."
     )
-    user: str | None = Field(None, max_length=4096, description="Accepted; changes nothing.")
-    cache_salt: CacheSalt | None = Field(None, description=CACHE_SALT)
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX, description="As for chats.")
-    priority: int | None = Field(None, description="As for chats.")
-    deadline_ms: int | None = Field(None, ge=1, le=INT32_MAX, description="As for chats.")
     exit_threshold: float | None = Field(None, ge=0, le=1, description="As for chats.")
     exit_policy: ExitPolicy | None = Field(None, description="As for chats.")
     max_depth: int | None = Field(None, ge=1, le=INT32_MAX, description="As for chats.")
@@ -115,24 +109,8 @@ class ResponsesBody(RequestBody):
     quality_budget: float | None = Field(None, ge=0, le=1, description="As for chats.")
 
 
-SAME = (
-    "model",
-    "temperature",
-    "top_p",
-    "parallel_tool_calls",
-    "stream",
-    "user",
-    "seed",
-    "priority",
-    "cache_salt",
-    "deadline_ms",
-    "exit_threshold",
-    "exit_policy",
-    "max_depth",
-    "sla_tbt_ms",
-    "quality_budget",
-)
-"""Fields that a chat has as well."""
+SAME = ResponsesBody.model_fields.keys() & ChatBody.model_fields.keys() - {"tools", "tool_choice"}
+"""Fields that a chat has as well, and means the same by."""
 
 
 def as_chat(body: ResponsesBody) -> ChatBody:
@@ -155,11 +133,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     form = body.text.format if body.text is not None else None
     if form is not None:
         fields["response_format"] = {"type": form.type}
-        if form.type == "json_schema":
-            if form.schema_ is None:
-                raise InvalidRequest(
-                    "text.format.schema: type json_schema needs it", param="text.format.schema"
-                )
+        if form.schema_ is not None:
             fields["response_format"]["json_schema"] = {"schema": form.schema_}
     if body.tools:
         fields["tools"] = [

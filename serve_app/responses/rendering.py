@@ -10,6 +10,7 @@ from quadriga.core.request import FinishReason
 from quadriga.errors import QuadrigaError
 from quadriga.text import TextTokenizer
 from quadriga.text.tool_parser import CallNews
+from serve_app.openai.bodies import json_size
 from serve_app.openai.rendering import StreamFormat, usage
 from serve_app.openai.tool_output import FinishedCall, call_id, read_items, read_news
 from serve_app.request.request import OutputDelta, OutputStream, Request
@@ -168,8 +169,10 @@ class ResponsesFormat(StreamFormat):
 
 
 def _asked(body: ResponsesBody) -> dict[str, Any]:
-    """What an answer repeats of its request."""
+    """What an answer repeats of its request. Raises: InvalidRequest: It cannot be repeated."""
     given = body.model_dump(by_alias=True, exclude_none=True)
+    for name in ("text", "tools", "tool_choice"):  # any JSON is read of their unknown fields
+        json_size(given.get(name), name)
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,

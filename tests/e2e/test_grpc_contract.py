@@ -156,8 +156,9 @@ def test_health_and_reflection(service: Service) -> None:
         for name in ("", "quadriga.v1.Quadriga"):
             answer = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        unknown = stub.Check(health_pb2.HealthCheckRequest(service="x"), timeout=10)
-        assert unknown.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        with pytest.raises(grpc.RpcError) as unknown:
+            stub.Check(health_pb2.HealthCheckRequest(service="x"), timeout=10)
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
         watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=10)
         assert next(iter(watch)).status == health_pb2.HealthCheckResponse.SERVING
         watch.cancel()

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -214,6 +215,14 @@ def test_a_conversation_is_rendered_as_the_service_renders_it(llm: LLM) -> None:
     assert by_chat.text.endswith("18 19 20") and by_chat.finish_reason is FinishReason.STOP
 
 
+def test_arrays_are_prompts(llm: LLM) -> None:
+    ids = [[5, 6], [7, 8]]
+    wanted = tokens_of(llm.generate(ids, GREEDY))
+    for prompts in (np.array(ids), [np.array(row) for row in ids], torch.tensor(ids)):
+        assert tokens_of(llm.generate(prompts, GREEDY)) == wanted  # type: ignore[arg-type]
+    assert tokens_of(llm.generate(np.array(ids[0]), GREEDY)) == wanted[:1]  # type: ignore[arg-type]
+
+
 def test_unmodified_and_partly_loaded_models_run(prompts: list[str]) -> None:
     """The relay batch says what the native engine says; four layers say something else."""
     settings: dict[str, Any] = {"engine": ENGINE, "decode.max_slots": SLOTS}
@@ -252,6 +261,10 @@ def test_nothing_is_loaded_where_the_tokenizer_is_missing(
         ([[1] * 512], {}, "more than the 512"),
         ([5], {"sampling": replace(GREEDY, temperature=-1.0)}, r"temperature: -1\.0 must be in"),
         ([5], {"sampling": replace(GREEDY, max_tokens=0)}, "max_tokens: 0 must be at least 1"),
+        ([5], {"sampling": replace(GREEDY, max_tokens=5.0)}, r"max_tokens: 5\.0 must be a whole"),
+        ([5], {"sampling": replace(GREEDY, max_tokens="5")}, "max_tokens: '5' must be a whole"),
+        ([5], {"sampling": replace(GREEDY, top_p="1")}, "top_p: '1' must be in"),
+        ([1.5], {}, r"prompts\.0: must be text, token ids or messages, got 1\.5"),
         ([5], {"sampling": replace(GREEDY, min_tokens=25)}, r"min_tokens \(25\)"),
         ([5], {"stop": "ab"}, "stop: must be strings"),
         ([5], {"stop": [""]}, "stop: must be strings"),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
 KEY = "k"
-REFUSALS = frozenset({"overloaded", "kv_cache_exhausted"})
+REFUSALS = frozenset({"overloaded", "kv_cache_exhausted", "ingress_full"})
 """Codes of the errors that say when there will be room."""
 
 

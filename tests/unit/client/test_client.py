@@ -6,6 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import (
     add_QuadrigaServicer_to_server,
 )
 from serve_app.grpc.messages import set_error
+from tests.unit.serve_app.test_engine_client import until
 
 WORDS = ["one ", "two ", "three ", "four"]
 FAST = RetryPolicy(max_attempts=4, first_pause_s=0.001)
@@ -46,6 +48,8 @@ class Servicer(QuadrigaServicer):
         self.faults: list[tuple[int, QuadrigaError | None]] = []
         self.requests: list[Any] = []
         self.cancelled: list[str] = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
 
     def Generate(self, request: Any, context: Any) -> Iterator[Any]:
         self.requests.append(pb.GenerateRequest.FromString(request.SerializeToString()))
@@ -64,6 +68,7 @@ class Servicer(QuadrigaServicer):
 
     def GenerateOnce(self, request: Any, context: Any) -> Any:
         self.requests.append(request)
+        self.may_answer.wait(30)
         _, error = self.faults.pop(0) if self.faults else (0, None)
         if error is not None:
             set_error(context, error)
@@ -75,6 +80,7 @@ class Servicer(QuadrigaServicer):
 
     def Embed(self, request: Any, context: Any) -> Any:
         self.requests.append(request)
+        self.may_answer.wait(30)
         _, error = self.faults.pop(0) if self.faults else (0, None)
         if error is not None:
             set_error(context, error)
@@ -215,6 +221,24 @@ def test_closing_the_client_cancels_streams_that_are_open(servicer: Servicer, ta
         assert [next(read).text for _ in WORDS] == WORDS
         next(left)
     assert servicer.cancelled == ["left"]
+
+
+async def test_closing_a_client_cancels_whole_answers_that_are_awaited(
+    servicer: Servicer, target: str
+) -> None:
+    servicer.may_answer.clear()
+    client, plain = AsyncClient(target), Client(target)
+    running = [
+        asyncio.ensure_future(client.generate("x", request_id="a")),
+        asyncio.ensure_future(client.embed("x", request_id="b")),
+        asyncio.ensure_future(asyncio.to_thread(plain.generate, "x", request_id="c")),
+    ]
+    await until(lambda: len(servicer.requests) == len(running))
+    await client.close()
+    await asyncio.to_thread(plain.close)
+    servicer.may_answer.set()
+    await asyncio.wait(running)
+    assert sorted(servicer.cancelled) == ["a", "b", "c"]
 
 
 def test_timeouts(servicer: Servicer, client: Client) -> None:

@@ -53,9 +53,9 @@ async def test_a_query_of_too_many_fields_is_refused(stand: Stand) -> None:
 
 
 async def test_a_web_page_cannot_reach_it_under_its_own_name(stand: Stand) -> None:
-    async with client(stand, "rebound.example:8001") as http:
-        for path in paths(stand):
-            reply = await http.get(path)
+    async with client(stand, "127.0.0.1:8001") as http:
+        for path in (*paths(stand), "/dashboard"):
+            reply = await http.get(path, headers={"host": "rebound.example:8001"})
             assert reply.status_code == 403
             assert reply.json()["error"]["param"] == "host"
 

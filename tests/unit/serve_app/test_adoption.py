@@ -94,6 +94,7 @@ async def test_an_http_client_resumes_at_another_ingress(
     assert counts["vllm:time_to_first_token_seconds_count" + of_model] == 0
     num_gaps = counts["vllm:inter_token_latency_seconds_count" + of_model]
     assert 0 < num_gaps <= len(tokens), "only of tokens that came after the adoption"
+    assert counts["vllm:generation_tokens_total" + of_model] == num_gaps
     name = "vllm:request_time_per_output_token_seconds_sum" + of_model
     took_s = counts["vllm:request_decode_time_seconds_sum" + of_model]
     assert counts[name] == pytest.approx(took_s / num_gaps)

@@ -19,7 +19,7 @@ from serve_app.grpc import server as grpc_server
 from serve_app.grpc.server import GrpcServer
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
 from tests.unit.serve_app.test_engine_client import is_idle, until
-from tests.unit.serve_app.test_grpc_server import Context, wants
+from tests.unit.serve_app.test_grpc_server import KEYS, Context, wants
 from tests.unit.serve_app.test_rate_limiter import bearer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -54,6 +54,20 @@ async def test_slow_bodies_do_not_use_up_all_calls(stand: Stand, route: str) -> 
     whole.set()
     assert [reply.status_code for reply in await asyncio.gather(*slow)] == [200, 200]
     assert (await stand.complete()).json()["choices"][0]["text"] == ANSWER
+
+
+async def test_what_an_ingress_refuses_by_its_own_limits_is_counted(make_stand: MakeStand) -> None:
+    gate, config = asyncio.Event(), {"ingress.max_ongoing_requests": 1}
+    stand = await make_stand(gate=gate, config=config, keys=KEYS)
+    running = asyncio.ensure_future(stand.complete())
+    await until(lambda: bool(stand.cluster.decode.held))
+    assert (await stand.complete()).status_code == 429
+    await GrpcServer(stand.engine).generate_once(wants(), Context())
+    stand.engine.body_limiter = ConcurrencyLimiter(0, "send their bodies")
+    assert (await stand.http.post("/tokenize", json={"prompt": "a"})).status_code == 429
+    assert stand.engine.metrics.refused.labels("ingress_full")._value.get() == 3
+    gate.set()
+    assert (await running).status_code == 200
 
 
 async def test_of_too_many_health_watches_the_last_gets_the_state_once(

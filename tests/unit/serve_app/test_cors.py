@@ -92,6 +92,32 @@ async def test_a_page_whose_name_resolves_to_loopback_reaches_no_open_service(
         assert (await stand.http.post(url, json=body, headers=headers)).is_success
 
 
+@pytest.mark.parametrize(
+    ("host", "server", "config", "status"),
+    [
+        ("rebound.example:8000", "127.0.0.1", CONFIG, 403),
+        ("127.0.0.1.rebound.example.", "[::1]", {}, 403),
+        ("app.example", "127.0.0.1", CONFIG, 200),
+        ("rebound.example", "127.0.0.1", {"ingress.cors_origins": ["*"]}, 200),
+        ("rebound.example", "10.0.0.7", {}, 200),
+        ("localhost:8000", "127.0.0.1", {}, 200),
+        ("[::1]:8000", "[::1]", {}, 200),
+        ("10.0.0.7:8000", "127.0.0.1", {}, 200),
+        ("quadriga-serve:8000", "127.0.0.1", {}, 200),
+        ("quadriga.default.svc.cluster.local", "127.0.0.1", {}, 200),
+    ],
+)
+async def test_a_page_that_reads_from_its_own_name_reaches_no_open_service(
+    make_stand: MakeStand, host: str, server: str, config: dict[str, object], status: int
+) -> None:
+    """Browsers send no Origin then."""
+    stand = await make_stand(config=config)
+    for path in ("/v1/models", "/load", "/metrics"):
+        reply = await stand.http.get(f"http://{server}:8000{path}", headers={"host": host})
+        assert reply.status_code == status, reply.text
+        assert status == 200 or reply.json()["error"]["param"] == "host"
+
+
 async def test_streams_and_errors_can_be_read_by_the_page(make_stand: MakeStand) -> None:
     stand = await make_stand(config=CONFIG)
     origin = {"origin": ALLOWED}

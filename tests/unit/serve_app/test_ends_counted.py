@@ -10,16 +10,13 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from quadriga.observability.metrics import parse_exposition
-from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
 from serve_app.http.call import Call
 from serve_app.http.server import HttpServer
 from serve_app.openai.rendering import COMPLETION
 from tests.unit.serve_app.conftest import MakeStand, Stand
 from tests.unit.serve_app.test_engine_client import until
-from tests.unit.serve_app.test_grpc_server import Context, wants
-
-KEYS = ApiKeys.of(["secret"], is_http_open=True)
+from tests.unit.serve_app.test_grpc_server import KEYS, Context, wants
 
 
 async def counted(stand: Stand, server: str) -> dict[str, float]:

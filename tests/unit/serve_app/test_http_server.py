@@ -126,23 +126,14 @@ async def test_routes_of_other_servers(stand: Stand) -> None:
     assert load == {"server_load": 0, "num_running": 0, "num_waiting": 0}
 
 
-async def test_ping_is_503_while_not_ready(stand: Stand) -> None:
-    await stand.engine.close()
-    for path in ("/health", "/ping"):
-        reply = await stand.http.get(path)
-        assert reply.status_code == 503
-        assert reply.json()["error"]["code"] == "unavailable"
-
-
 async def test_every_5xx_has_a_line_in_the_log(
     stand: Stand, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serve_app.http.server_metrics.LOG_INTERVAL_S", 0.0)
     await stand.engine.close()
-    for path in ("/health", "/v1/completions"):
-        method = "GET" if path == "/health" else "POST"
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/v1/completions")):
         reply = await stand.http.request(method, path, json={"prompt": "a"})
-        assert reply.status_code == 503
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
         assert f"answered 503: {method} {path}" in caplog.text
 
 
@@ -152,6 +143,22 @@ async def test_long_prompts_are_encoded_off_the_loop(stand: Stand) -> None:
     assert stand.cluster.submitted[0].prompt_ids == (
         stand.engine.models.find("quadriga-s").tokenizer.encode("7 " * 1200)
     )
+
+
+async def test_prompts_of_ids_that_are_echoed_are_decoded_off_the_loop(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, threads = MODEL.tokenizer.decode, set[str]()
+
+    def noted(*args: Any, **named: Any) -> str:
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return decode(*args, **named)
+
+    monkeypatch.setattr(MODEL.tokenizer, "decode", noted)
+    monkeypatch.setattr("serve_app.openai.models.INLINE_SIZE", 2)
+    reply = await stand.complete(prompt=MODEL.tokenizer.encode("hi you"), echo=True, max_tokens=0)
+    assert reply.json()["choices"][0]["text"] == "hi you"
+    assert threads == {"encode"}
 
 
 async def test_special_tokens_have_no_text_where_that_is_asked(stand: Stand) -> None:

@@ -47,6 +47,8 @@ async def test_each_limit_is_named(
 async def test_n_is_never_above_the_choices_in_all(make_stand: MakeStand) -> None:
     stand = await make_stand(config={"ingress.max_choices": 2})
     assert (await stand.complete(n=3)).json()["error"]["param"] == "n"
+    reply = await stand.http.post("/v1/embeddings", json={"input": ["a"] * 3})
+    assert reply.json()["error"]["param"] == "input"
     chat = {"messages": [{"role": "user", "content": "a"}], "n": 3}
     reply = await stand.http.post("/v1/chat/completions", json=chat)
     assert reply.json()["error"]["param"] == "n"

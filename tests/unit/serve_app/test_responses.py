@@ -88,6 +88,8 @@ LONG = "a" * 513
         ({"input": [CALL] * 129}, "input.128", "128 calls"),
         ({"bad_words": ["a"]}, "bad_words", "not supported"),
         ({"n": 2}, "n", "not supported"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "needs it"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema", "leave it"),
         ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "not together with guided_regex"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "at most 16 items"),
         ({"metadata": {str(i): i for i in range(1025)}}, "metadata", "at most 1024 items"),
@@ -110,6 +112,25 @@ async def test_errors_name_fields_that_there_are(
     assert error["param"] == param
     assert message in error["message"]
     assert ".function" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("param", "text"),
+    [
+        ("text", '{"format": {"type": "text", "x": 1e999}}'),
+        ("tools", '[{"type": "function", "name": "a", "x": [-1e999]}]'),
+        ("tool_choice", '{"type": "function", "name": "add", "x": 1e999}'),
+    ],
+)
+async def test_an_answer_repeats_nothing_that_is_no_json(
+    stand: Stand, param: str, text: str
+) -> None:
+    fields = {"input": '"a"', "tools": json.dumps([TOOL])} | {param: text}
+    body = ", ".join(f'"{name}": {value}' for name, value in fields.items())
+    reply = await stand.http.post(PATH, content=f"{{{body}}}")
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param
+    assert not stand.cluster.submitted
 
 
 async def test_a_stream_is_not_taken_up_again(stand: Stand) -> None:

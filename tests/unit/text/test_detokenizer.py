@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -63,17 +64,22 @@ def test_window_decoding_equals_byte_decoding() -> None:
     assert "".join([*(window.push(i) for i in ids), window.flush()]) == TOKENIZER.decode(ids)
 
 
-def sentence_piece() -> TextTokenizer:
+LLAMA = decoders.Sequence(
+    [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+)
+
+
+def sentence_piece(decoder: decoders.Decoder = LLAMA) -> TextTokenizer:
+    """A tokenizer with the special tokens 7 and 8."""
     vocab = {"▁hello": 0, "▁world": 1, "s": 2, "<0xF0>": 3, "<0x9F>": 4, "<0x98>": 5, "<0x80>": 6}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    core.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    core.add_special_tokens(["<s>", "<call>"])
+    core.decoder = decoder
     return TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=core), "m")
 
 
@@ -82,9 +88,18 @@ def test_window_keeps_the_spaces_of_a_sentencepiece_vocabulary() -> None:
     assert pieces == ["hello", " world", "s", "", "", "", "😀", ""]
 
 
-def test_an_answer_that_goes_on_with_a_text_keeps_its_first_space() -> None:
-    window = sentence_piece().detokenizer(after=[0, 2])
-    assert [window.push(i) for i in (1, 2)] == [" world", "s"]
+@pytest.mark.parametrize("decoder", [LLAMA, decoders.Metaspace()])
+def test_text_behind_special_tokens_keeps_the_space_that_a_whole_decode_gives_it(
+    decoder: decoders.Decoder,
+) -> None:
+    text = sentence_piece(decoder)
+    for ids in itertools.product((0, 1, 2, 7, 8), repeat=4):
+        window = text.detokenizer({8: "<call>"})
+        shown = [token_id for token_id in ids if token_id != 7]
+        said = "".join(map(window.push, ids)) + window.flush()
+        assert said == text.decode(shown, skip_special_tokens=False)
+    for before in ([0, 2], [0, *[7] * 9]):
+        assert text.detokenizer(after=before).push(1) == " world"
 
 
 def test_tokens_of_a_sentencepiece_vocabulary_are_named_by_their_bytes() -> None:

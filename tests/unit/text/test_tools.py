@@ -13,7 +13,6 @@ import pytest
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.core.grammar import Grammar
 from quadriga.text import load_tokenizer
-from quadriga.text.detokenizer import MarkedDetokenizer
 from quadriga.text.grammar import grammars_of
 from quadriga.text.tool_formats import (
     HERMES,
@@ -292,7 +291,7 @@ def test_marks_that_are_special_tokens_are_said_and_shown_as_such() -> None:
     assert free is not None
     assert allows(free, [*TEXT.encode("a b", add_special_tokens=False), mark, *rest])
     assert not allows(free, [mark, *rest[:-1]])
-    shown = MarkedDetokenizer(TEXT.detokenizer(), {mark: "[TOOL_CALLS]"})
+    shown = TEXT.detokenizer({mark: "[TOOL_CALLS]"})
     text = "".join(shown.push(t) for t in [mark, *rest]) + shown.flush()
     assert read(MISTRAL, [text]) == ("", [("add", "{}")])
 
