@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from quadriga.checkpoint.exits import ExitCounters, ExitUse
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.control.replica_record import ParkedSequence, ReplicaLoad
+from quadriga.core.kv import TransferOffer
 from quadriga.core.output import EngineOutput
 from quadriga.core.replica import RelayMemory
 from quadriga.core.request import SequenceState
@@ -85,7 +86,7 @@ class DecodeEngine:
             spec,
             replica.config,
             replica.clock,
-            offers=receiver.leases.offers,
+            coming=self.coming,
             leaving=leaving,
         )
         self._bytes_per_token = _kv_bytes(spec)
@@ -128,6 +129,10 @@ class DecodeEngine:
     def held(self) -> list[SequenceState]:
         """States of the sequences that are this replica's, and not merely expected."""
         return self.loop.running
+
+    def coming(self) -> list[TransferOffer | SequenceState]:
+        """What will decode here, and does not yet."""
+        return list(self._receiver.leases.offers())
 
     def let_go(self, sequence_id: str) -> None:
         """Free what one of them holds; an unknown one is no error."""
@@ -243,6 +248,7 @@ class DecodeEngine:
             num_waiting=loop.num_reserved + loop.num_paused,
             used_tokens=loop.used_tokens,
             prompt_tokens=loop.prompt_tokens,
+            generated_tokens=loop.generated_tokens,
             reserved_tokens=loop.slots.reserved_tokens,
             tokens_per_s=loop.tokens_per_s,
             step_time_s=loop.step_time_s,
