@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from quadriga.checkpoint.exits import ExitCounters, ExitUse
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.control.replica_record import ParkedSequence, ReplicaLoad
-from quadriga.core.kv import TransferOffer
 from quadriga.core.output import EngineOutput
 from quadriga.core.replica import RelayMemory
 from quadriga.core.request import SequenceState
@@ -86,7 +85,7 @@ class DecodeEngine:
             spec,
             replica.config,
             replica.clock,
-            coming=self.coming,
+            coming=lambda: [*receiver.leases.offers(), *self.held],
             leaving=leaving,
         )
         self._bytes_per_token = _kv_bytes(spec)
@@ -129,10 +128,6 @@ class DecodeEngine:
     def held(self) -> list[SequenceState]:
         """States of the sequences that are this replica's, and not merely expected."""
         return self.loop.running
-
-    def coming(self) -> list[TransferOffer | SequenceState]:
-        """What will decode here, and does not yet."""
-        return list(self._receiver.leases.offers())
 
     def let_go(self, sequence_id: str) -> None:
         """Free what one of them holds; an unknown one is no error."""

@@ -6,7 +6,6 @@ from actors.replica.decode_engine import DecodeEngine
 from quadriga.checkpoint.exits import ExitCounters
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.control.replica_record import ReplicaLoad
-from quadriga.core.kv import TransferOffer
 from quadriga.core.request import SequenceState
 from quadriga.policies.rebatching import Rebatcher
 from quadriga.replica.forecasting import predict_new
@@ -65,9 +64,6 @@ class MixedEngine(DecodeEngine):
     @property
     def held(self) -> list[SequenceState]:
         return self.prompts.states + self.loop.running
-
-    def coming(self) -> list[TransferOffer | SequenceState]:
-        return [*self._receiver.leases.offers(), *self.prompts.states]
 
     def let_go(self, sequence_id: str) -> None:
         if not self.prompts.release(sequence_id):

@@ -67,7 +67,8 @@ def hold(
 
     Args:
         states: Decoding, then paused, then moving ones.
-        coming: Sequences on their way here, or whose prompts are still to be computed here.
+        coming: Sequences on their way here, or whose prompts are still to be computed here; those
+            of `states` are left out.
         num_running, num_paused: So many of `states`.
         leaving: Those on their way elsewhere.
         depths: What is known of the layers that tokens run here; None: they run all, and the

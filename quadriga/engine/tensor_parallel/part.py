@@ -16,8 +16,6 @@ from quadriga.engine.tensor_parallel.ranks import Op, Order, Ranks, Tokens
 from quadriga.engine.weights.loading import load_spec
 from quadriga.engine.weights.shards import Shard
 
-COMPILE_TIMEOUT_S = 600.0
-
 
 class Part:
     """What one rank holds of a model, and does.

@@ -13,7 +13,6 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from actors.replica.decode import DecodeReplica
-from actors.replica.mixed_engine import MixedEngine
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
 from quadriga.core.grammar import Grammar
@@ -75,13 +74,6 @@ async def test_behind_slow_grammars_no_other_work_waits(monkeypatch: pytest.Monk
     finally:
         may_end.set()
         await asyncio.gather(*slow)
-
-
-def test_a_mixed_replica_expects_the_sequences_whose_prompts_it_computes() -> None:
-    queued = a_state(deadline_s=9.0)
-    engine: Any = Mock(prompts=Mock(states=[queued]))
-    engine._receiver.leases.offers.return_value = []
-    assert MixedEngine.coming(engine) == [queued]
 
 
 async def test_the_destination_compiles_a_grammar_while_the_kv_is_on_its_way() -> None:
