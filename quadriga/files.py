@@ -8,8 +8,10 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from quadriga.errors import ConfigError
 
 LOCK_INTERVAL_S = 0.02
 
@@ -49,6 +51,12 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
+def cut_half_line(file: Path) -> None:
+    """Take back half a last line, as a killed process or a full disk leaves it."""
+    if file.is_file() and not (content := file.read_bytes()).endswith(b"\n"):
+        os.truncate(file, content.rfind(b"\n") + 1)
+
+
 @contextmanager
 def file_lock(
     path: Path, patience_s: float, *, progress: Callable[[], object] = lambda: None
@@ -84,3 +92,23 @@ def file_lock(
         yield handle
     finally:
         os.close(handle)  # which releases the lock
+
+
+@contextmanager
+def only_run(option: str, folder: Path) -> Iterator[None]:
+    """Hold a folder that two runs must not write to.
+
+    Raises:
+        ConfigError: Another run holds it, or it cannot be written to.
+    """
+    with ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(file_lock(folder / ".lock", 0.0))
+        except LockTimeout as exc:
+            raise ConfigError(
+                f"{option}: another run is at work in {folder}; wait for its end, or name another"
+            ) from exc
+        except OSError as exc:
+            raise ConfigError(f"{option}: {folder} cannot be written to: {exc}") from exc
+        yield

@@ -97,12 +97,18 @@ class Controller:
         Does not return while the application ends: the caller sees the end of this actor and
         creates another one.
 
+        Args:
+            config: As `ensure_cluster` writes it.
+
         Raises:
             ConfigError: It cannot be served on this cluster; the state before stays.
         """
         self._heard_s = self._clock.now_s()
         await self._is_started.wait()
-        desired = await asyncio.to_thread(resolve_here, config, self._desired)
+        last, least_gpus = self._desired, 0.0
+        if last is not None and last.config == config:
+            least_gpus = last.hardware.num_gpus
+        desired = await asyncio.to_thread(resolve_here, config, least_gpus)
         async with self._wanting:
             if not self._is_ending:
                 await self._want(desired)
@@ -323,7 +329,7 @@ class Controller:
                 saved = await asyncio.to_thread(controller_store.load, self._app, "desired")
                 config = self._first_config if saved is None else json.loads(saved)
                 gpus = await asyncio.to_thread(controller_store.load, self._app, "gpus")
-                desired = await asyncio.to_thread(resolve_here, config, None, float(gpus or 0))
+                desired = await asyncio.to_thread(resolve_here, config, float(gpus or 0))
                 await self._choose_models(desired)
                 await self._apply(desired)
             finally:
@@ -368,13 +374,14 @@ class Controller:
         if self._helios is None:
             await self._keep_the_busiest(desired, places)
         wanted = {key: fingerprint(spec, desired.config) for key, spec in places.items()}
-        may_go = self._helios.pools.may_go if self._helios is not None else None
+        helios = self._helios
         for key, spec in places.items():
             if self._is_ending:
                 return
             if any(m.fingerprint is None for m in self._manager.of(key)):
                 continue  # adopted, and not yet known
             everyone, now_s = list(self._manager.replicas.values()), self._clock.now_s()
+            may_go = None if helios is None else helios.pools.who_decides(key)
             place = turn_over(
                 key, everyone, wanted, left_s=self._left_s, may_go=may_go, now_s=now_s
             )
@@ -465,15 +472,12 @@ class Controller:
             logger.warning("stored values of %s stay in Ray's store: %s", self._app, exc)
 
 
-def resolve_here(
-    config: dict[str, Any], last: Desired | None = None, least_gpus: float = 0.0
-) -> Desired:
+def resolve_here(config: dict[str, Any], least_gpus: float) -> Desired:
     """Resolve a configuration on the cluster's hardware; blocks. Raises: ConfigError.
 
     Args:
-        last: See `resolve_on`.
-        least_gpus: An earlier controller saw so many for this configuration.
+        least_gpus: So many were seen for this configuration; some may be away for a moment.
     """
     hardware = cluster_hardware()
     hardware = replace(hardware, num_gpus=max(hardware.num_gpus, least_gpus))
-    return resolve_on(config, hardware, last)
+    return resolve_on(config, hardware)

@@ -287,6 +287,7 @@ class Migration:
             bytes_sent=copying.bytes_sent if copying is not None else 0,
             stall_s=now_s - self._rested_s if self._rested_s else 0.0,
             took_s=now_s - self._started_s,
+            sending_s=copying.sending_s if copying is not None else 0.0,
             at_fault=self._at_fault,
         )
         if not self.verdict.done():

@@ -85,7 +85,7 @@ class DecodeEngine:
             spec,
             replica.config,
             replica.clock,
-            offers=receiver.leases.offers,
+            coming=lambda: [*receiver.leases.offers(), *self.held],
             leaving=leaving,
         )
         self._bytes_per_token = _kv_bytes(spec)
@@ -243,6 +243,7 @@ class DecodeEngine:
             num_waiting=loop.num_reserved + loop.num_paused,
             used_tokens=loop.used_tokens,
             prompt_tokens=loop.prompt_tokens,
+            generated_tokens=loop.generated_tokens,
             reserved_tokens=loop.slots.reserved_tokens,
             tokens_per_s=loop.tokens_per_s,
             step_time_s=loop.step_time_s,

@@ -10,6 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -71,6 +72,8 @@ MAX_REMEMBERED = 4096
 END_DELAY_S = 0.05
 FORGET_FACTOR = 10.0
 """Of `orphan_request_s`: after this long a silent ingress's mailbox is dropped."""
+_compiling = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+"""Threads of their own: behind slow grammars no KV waits to be stored."""
 
 
 class Replica(BatchedCalls, ABC, Generic[Core]):
@@ -419,6 +422,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             waiting_tokens=load.waiting_tokens,
             used_tokens=load.used_tokens,
             prompt_tokens=load.prompt_tokens,
+            generated_tokens=load.generated_tokens,
             reserved_tokens=load.reserved_tokens,
             tokens_per_s=load.tokens_per_s,
             step_time_s=load.step_time_s,
@@ -510,7 +514,9 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """
         if grammar is not None:
             checkpoint = self.spec.engine.checkpoint
-            made = await asyncio.to_thread(lambda: grammars_of(checkpoint).prepare(grammar))
+            made = await asyncio.get_running_loop().run_in_executor(
+                _compiling, lambda: grammars_of(checkpoint).prepare(grammar)
+            )
             weakref.finalize(grammar, lambda held: None, made).atexit = False
 
     async def _watch_ingresses(self) -> None:

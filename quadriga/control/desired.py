@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from quadriga.config.engine_spec import DTYPE_BYTES
@@ -49,17 +49,10 @@ class Desired:
         return [c.id for c in self.deployment.checkpoints]
 
 
-def resolve_on(config: dict[str, Any], hardware: Hardware, last: Desired | None = None) -> Desired:
-    """Validate and fill in a configuration; reads checkpoint files. Raises: ConfigError.
-
-    Args:
-        last: Where it has the same configuration, its GPUs count: some may be away for a moment.
-    """
+def resolve_on(config: dict[str, Any], hardware: Hardware) -> Desired:
+    """Validate and fill in a configuration; reads checkpoint files. Raises: ConfigError."""
     loaded = load_config(config)
     plain = loaded.model_dump(mode="json", exclude={"auth"})
-    if last is not None and last.config == plain:
-        num_gpus = max(hardware.num_gpus, last.hardware.num_gpus)
-        hardware = replace(hardware, num_gpus=num_gpus)
     if loaded.decode.pace is not None:
         find_profile(loaded.decode.pace)
     deployment = resolve(loaded, hardware)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from quadriga.clock import Clock
 from quadriga.config.resolve import ReplicaSpec
@@ -147,6 +147,10 @@ class HeliosPools:
             self.held[key] = best
         return best
 
+    def who_decides(self, key: PlaceKey) -> Callable[[ReplicaRecord], bool] | None:
+        """Whom to ask before an outdated replica of a place goes; None: other pools' go as any."""
+        return None if key in self.fixed else self.may_go
+
     def may_go(self, replica: ReplicaRecord) -> bool:
         """Whether a replaced replica may be retired without leaving sequences without their model.
 
@@ -154,7 +158,7 @@ class HeliosPools:
         another; the last decode replica of a model until no replica computes its prompts any more.
         Scouts and those that serve do not stand in for each other.
         """
-        if replica.status is None or not replica.is_ready or replica.key in self.fixed:
+        if replica.status is None or not replica.is_ready:
             return True
         model, is_scout = replica.depth_class.model, replica.key in self.scouts
         living = [

@@ -40,6 +40,7 @@ class ReplicaLoad:
     waiting_tokens: int = 0
     used_tokens: int = 0
     prompt_tokens: int = 0
+    generated_tokens: int = 0
     reserved_tokens: int = 0
     tokens_per_s: float = 0.0
     step_time_s: float = 0.0

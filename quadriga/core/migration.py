@@ -55,7 +55,7 @@ class MigrationReport:
         rounds: Rounds of copying, the last one, in the cutover, included.
         bytes_sent: KV and what goes with it.
         stall_s: How long the sequence stood still at the source: its cutover.
-        took_s: From the order to the end.
+        took_s: From the order to the end; for `sending_s` of it KV was on the link.
         at_fault: Replica that shall take part in no move for a while; empty: neither.
     """
 
@@ -66,4 +66,5 @@ class MigrationReport:
     bytes_sent: int = 0
     stall_s: float = 0.0
     took_s: float = 0.0
+    sending_s: float = 0.0
     at_fault: str = ""

@@ -11,6 +11,9 @@ from typing import Any, Literal
 from quadriga.core.request import FinishReason, TokenLogprob
 from quadriga.errors import QuadrigaError
 
+POLL_SLACK_S = 5.0
+"""A poll whose reply is so late is taken to be lost, and what was in it is asked for again."""
+
 
 @dataclass(slots=True)
 class EngineOutput:

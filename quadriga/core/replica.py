@@ -160,7 +160,7 @@ class ReplicaSnapshot(RelativeTimeMixin):
         waiting_tokens: Prompt tokens in the prefill queue.
         num_unplaced: Sequences that wait for a decode replica behind their prompts (prefill).
         used_tokens: Tokens whose KV is held.
-        prompt_tokens: Prompt tokens of all sequences held (decode).
+        prompt_tokens, generated_tokens: Of all sequences held (decode).
         reserved_tokens: Tokens promised to the sequences held; see `Reservation`. At a mixed
             replica those of queued prompts count, too: they come before what moves there.
         tokens_per_s: Recent rate: prefilled (prefill) or emitted (decode, mixed).
@@ -201,6 +201,7 @@ class ReplicaSnapshot(RelativeTimeMixin):
     sent_s: float = 0.0
     loaded_s: float = 0.0
     prompt_tokens: int = 0
+    generated_tokens: int = 0
     upper_tokens: int = 1
     cached_share: float | None = None
     is_scout: bool = False

@@ -75,6 +75,7 @@ class NativeRunner:
         positions: Of each row's current token, int64 [num_rows]; −1 where none was run.
         hidden: [num_rows, hidden], with which that token left its last segment.
         skipped: What early tokens left behind; None without exits.
+        at_exit: The rows at the exit where the last pass ended; None where it ended at none.
         exited: The tokens that left in the last pass; None where none did, or before the first.
     """
 
@@ -89,7 +90,7 @@ class NativeRunner:
         self.exited: ExitedTokens | None = None
         self._device = self.hidden.device
         self._samplers: list[RowSampler | None] = [None] * num_rows
-        self._exit: ExitLogits | None = None
+        self.at_exit: ExitLogits | None = None
         self._drafts = Drafts(num_rows, self.hidden)
         self._reads = PromptReads()
         self._sampling: SamplingTensors | None = None
@@ -250,7 +251,7 @@ class NativeRunner:
     def _prefill(
         self, chunks: Sequence[PrefillChunk], on_layers: LayersDone | None
     ) -> list[SampledToken | None]:
-        self._exit = None  # what it found may be in buffers of passes
+        self.at_exit = None  # what it found may be in buffers of passes
         spans: list[TokenSpan] = []
         token_ids: list[int] = []
         for chunk in chunks:
@@ -314,7 +315,7 @@ class NativeRunner:
         if not rows:
             return []
         samplers = self._samplers_of(rows)
-        self._exit = None
+        self.at_exit = None
         self._drafts.drop(rows)
         depth, num_segments = self.num_layers, len(self.model.ends)
         indices = np.array(rows, dtype=np.int64)
@@ -344,15 +345,15 @@ class NativeRunner:
         with self._undone():
             if any(token is not None for token in drafted):
                 x, ahead = self._draft_pass(rows, samplers, drafted)
-                self._exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, ahead, x)
+                self.at_exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, ahead, x)
             else:
                 drafts.drop(rows)
                 x = self._pass(indices, samplers, first, stop)
-                self._exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, samplers, x)
+                self.at_exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, samplers, x)
                 if self._goes_on(stop):
                     self.hidden.index_copy_(0, self._at(indices), x)
         exits = self.spec.exits
-        return exits.calibrated(depth, self._exit.confidences(exits.criterion))
+        return exits.calibrated(depth, self.at_exit.confidences(exits.criterion))
 
     def _draft_pass(
         self, rows: Sequence[int], samplers: list[RowSampler], drafted: list[int | None]
@@ -396,7 +397,7 @@ class NativeRunner:
 
         Raises: InvariantViolation for a row that is not there.
         """
-        at, drafts = self._exit, self._drafts
+        at, drafts = self.at_exit, self._drafts
         places = at.places(rows) if at is not None and at.segment == 0 else None
         if at is None or places is None:
             raise InvariantViolation(f"rows {list(rows)} are not all at the first exit, just run")
@@ -421,7 +422,7 @@ class NativeRunner:
             self.spec.exits,
         )
         drafts.num_run[indices] += ran.num_run
-        self._exit = None
+        self.at_exit = None
         found = []
         counts = ran.num_run.tolist()
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
@@ -477,7 +478,7 @@ class NativeRunner:
             states = x.index_select(0, self._at(kept))
             skipped.leave(all_rows[kept], all_positions[kept], num_segments - 1, states)
         skipped.verified(indices, positions + came)
-        self._exit = None
+        self.at_exit = None
         self.exited = ExitedTokens(depth, samplers, x.index_select(0, self._at(last)))
         drafts.drop(rows)
         return found
@@ -485,7 +486,7 @@ class NativeRunner:
     @torch.inference_mode()
     def emit(self, rows: Sequence[int]) -> list[SampledToken]:
         """See `ModelRunner.emit`. Raises: InvariantViolation for a row that is not at the exit."""
-        at = self._exit
+        at = self.at_exit
         places = at.places(rows) if at is not None else None
         if at is None or places is None:
             raise InvariantViolation(f"rows {list(rows)} are not all at the exit just run")
@@ -593,7 +594,7 @@ class NativeRunner:
                 yield
             except BaseException:
                 self._drafts.num_run[:] = num_run
-                self._exit = self.exited = None
+                self.at_exit = self.exited = None
                 raise
 
     def _layers_of(self, first: int, stop: int) -> tuple[int, int]:
@@ -748,7 +749,7 @@ class NativeRunner:
                 f"{num_used} rows are in use; without exits the depth changes between sequences"
             )
         old = self.model.put(spec, eager, compiled)
-        self._exit = self.exited = None
+        self.at_exit = self.exited = None
         self._drafts.drop(range(self.num_rows))
         if self.skipped is not None:
             model = self.model
@@ -764,7 +765,7 @@ class NativeRunner:
         """See `ResizableRunner.repay`."""
         if self.skipped is None:
             return 0
-        self._exit = None  # see `_prefill`
+        self.at_exit = None  # see `_prefill`
         model, state = self.model, self._sampler(row).state
         return repay(model.fastest(), self._cache, self.skipped, row, state, max_tokens)
 

@@ -83,7 +83,8 @@ def plain_folder(
 
     Args:
         file: Absolute.
-        folder: New, or empty; it appears whole or not at all.
+        folder: New: then it appears whole or not at all. Or empty: then it is filled, as it may be
+            a mount point, which nothing can be renamed onto.
         option: By which the user named it, or may name another.
         sha256: That the file must have.
 
@@ -94,9 +95,10 @@ def plain_folder(
 
     conversion = Conversion(file, keeps_blocks=False)
     folder = folder.absolute()  # "." has no name
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    is_there = folder.is_dir()
+    partial = (folder if is_there else folder.parent) / f".{folder.name}.{os.getpid()}"
     try:
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and any(path.name != "lost+found" for path in folder.iterdir()):
             raise ConfigError(f"{option}: {folder} is not empty; name a new folder", param=option)
         found = _sha256(file)
         if sha256 not in (None, found):
@@ -104,7 +106,11 @@ def plain_folder(
         partial.mkdir(parents=True)
         with _shown_progress(conversion) as progress:
             conversion.write(partial, found, progress, option)
-        partial.rename(folder)
+        if is_there:
+            for path in partial.iterdir():
+                path.rename(folder / path.name)
+        else:
+            partial.rename(folder)
     except OSError as exc:
         raise ConfigError(f"{option}: {folder} cannot be written: {exc}", param=option) from exc
     finally:

@@ -31,7 +31,7 @@ def expected_answer_tokens(snapshots: Sequence[ReplicaSnapshot]) -> float:
     have in all.
     """
     return expected_of(
-        sum(num_held(s) for s in snapshots), sum(s.used_tokens - s.prompt_tokens for s in snapshots)
+        sum(num_held(s) for s in snapshots), sum(s.generated_tokens for s in snapshots)
     )
 
 
@@ -122,5 +122,4 @@ class LeastWorkWithoutReports:
             snapshot,
             num_waiting=snapshot.num_waiting + num_placing * count,
             prompt_tokens=snapshot.prompt_tokens + num_placing * tokens,
-            used_tokens=snapshot.used_tokens + num_placing * tokens,
         )

@@ -12,6 +12,7 @@ from quadriga.config.loader import QuadrigaConfig
 from quadriga.core.forecast import LengthOutcome, LoadForecast
 from quadriga.core.kv import TransferOffer
 from quadriga.core.output import EngineOutput
+from quadriga.core.request import SequenceState
 from quadriga.policies.ares.expected_depth import ExpectedDepth, ForecastDepths
 from quadriga.policies.ares.settings import horizon_s
 from quadriga.scheduling.calibration import assumed_shape, measure_shape
@@ -84,7 +85,7 @@ class Forecasting:
     Args:
         runner: As the loop uses it, pace included.
         lengths: None where there are no length heads; forecasts say so.
-        offers: Sequences on their way here; from any thread.
+        coming: Sequences that will decode here, as `hold` takes them.
         leaving: Ids of those on their way elsewhere; from any thread.
 
     Attributes:
@@ -101,7 +102,7 @@ class Forecasting:
         config: QuadrigaConfig,
         clock: Clock,
         *,
-        offers: Callable[[], Iterable[TransferOffer]],
+        coming: Callable[[], Iterable[TransferOffer | SequenceState]],
         leaving: Callable[[], Collection[str]],
     ) -> None:
         ares = config.scheduler.ares
@@ -111,7 +112,7 @@ class Forecasting:
         self.depth_pool = ""
         self.seconds = 0.0
         self._clock = clock
-        self._offers, self._leaving = offers, leaving
+        self._coming, self._leaving = coming, leaving
         self._grid_s = horizon_s(ares.reference_step_s)
         self._depths = ExpectedDepth(spec.depth)
         self._deterministic = config.deterministic
@@ -160,7 +161,7 @@ class Forecasting:
         step_s = loop.step_time_s
         held = hold(
             states,
-            self._offers(),
+            self._coming(),
             num_running=loop.num_running,
             num_paused=loop.num_paused,
             leaving=self._leaving(),

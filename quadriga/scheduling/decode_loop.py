@@ -591,6 +591,11 @@ class DecodeLoop:
         )
 
     @property
+    def generated_tokens(self) -> int:
+        """The rest of the tokens of all that is held."""
+        return sum(s.num_tokens for s in self.batch.sequences.values()) - self.prompt_tokens
+
+    @property
     def tokens_per_s(self) -> float:
         return self._rate.per_s(now_s=self._clock.now_s())
 

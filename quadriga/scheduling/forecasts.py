@@ -51,7 +51,7 @@ class SequenceLengths:
 
 def hold(
     states: Sequence[SequenceState],
-    offers: Iterable[TransferOffer],
+    coming: Iterable[TransferOffer | SequenceState],
     *,
     num_running: int = 0,
     num_paused: int = 0,
@@ -62,12 +62,13 @@ def hold(
     """Write down what a replica holds.
 
     A sequence of which nothing is predicted is taken to become as long as the others here do, or
-    where nothing is predicted of any, to run to its `max_tokens`. One that is on its way here will
+    where nothing is predicted of any, to run to its `max_tokens`. One that is still to come will
     be predicted once its prompt is computed.
 
     Args:
         states: Decoding, then paused, then moving ones.
-        offers: Sequences on their way here.
+        coming: Sequences on their way here, or whose prompts are still to be computed here; those
+            of `states` are left out.
         num_running, num_paused: So many of `states`.
         leaving: Those on their way elsewhere.
         depths: What is known of the layers that tokens run here; None: they run all, and the
@@ -81,7 +82,6 @@ def hold(
         for state, said in zip(states, predictions, strict=True)
         if said is not None
     ]
-    held.is_known = bool(answers) or not states
     for index, (state, prediction) in enumerate(zip(states, predictions, strict=True)):
         most = float(max(0, state.sampling.max_tokens - len(state.output_ids)))
         said = prediction or _as_others(answers, len(state.output_ids), most)
@@ -104,19 +104,22 @@ def hold(
             held.least_layers.append(bounds[0])
             held.most_layers.append(bounds[1])
     usual = sum(held.share) / len(held.share) if held.share else 1.0
-    for offer in offers:
-        if offer.sequence_id in known:
+    is_known = bool(answers)
+    for each in coming:
+        if each.sequence_id in known:
             continue  # it has just joined
-        most = float(offer.max_total_tokens - offer.num_tokens)
-        said = offer.prediction or _as_others(answers, 0, most)
-        held.sequence_ids.append(offer.sequence_id)
-        held.tokens.append(float(offer.num_tokens))
+        most = float(each.max_total_tokens - each.num_tokens)
+        said = each.prediction or _as_others(answers, 0, most)
+        is_known |= each.prediction is not None
+        held.sequence_ids.append(each.sequence_id)
+        held.tokens.append(float(each.num_tokens))
         held.mean.append(min(said.mean, most))
         held.lower.append(min(said.lower, most))
         held.upper.append(min(said.upper, most))
         held.moves.append(0.0)
         held.moved_unix_s.append(0.0)
         held.movable.append(FIXED)
+    held.is_known = is_known or not held.sequence_ids
     for column, value in ((held.share, usual), (held.least_layers, 0), (held.most_layers, 0)):
         column += [value] * (len(held.sequence_ids) - len(column))
     return held

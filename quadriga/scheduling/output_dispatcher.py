@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quadriga.clock import Clock
-from quadriga.core.output import EngineOutput, PollReply
+from quadriga.core.output import POLL_SLACK_S, EngineOutput, PollReply
 
 MAX_POLL_S = 30.0
-MIN_ABSENCE_S = 3.0
+ABSENCE_MARGIN_S = 1.0
+"""After a poll of an ingress that has lost a reply must have come again."""
 MAX_SPACING_S = 0.016
 """Between two replies to one ingress; steps that take longer are never held back."""
 
@@ -69,7 +70,7 @@ class OutputDispatcher:
     ) -> None:
         self._incarnation = incarnation
         self._clock = clock
-        self._absent_s = max(MIN_ABSENCE_S, 2 * poll_timeout_s)
+        self._absent_s = poll_timeout_s + POLL_SLACK_S + ABSENCE_MARGIN_S
         self._spacing_s = spacing_s
         self._logs: dict[str, _OutputLog] = {}
         self._any_heard_s = clock.now_s()

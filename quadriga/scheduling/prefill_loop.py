@@ -62,7 +62,8 @@ class PrefillLoop:
         max_unplaced: As given; may be changed at any time.
         running: Sequences that hold a row: being computed, or computed.
         meter: What its steps cost.
-        is_stalled: The sequence that is next found no room, and waits until some is given back.
+        is_stalled: A sequence whose turn it is found no room. Nobody else begins before it until
+            some is given back: small ones would take it for ever.
 
     Not thread-safe: one thread calls everything.
     """
@@ -274,10 +275,11 @@ class PrefillLoop:
         if self._is_held:
             return
 
+        self.is_stalled = False
+
         def start(sequence: RunningSequence) -> bool:
             """Start one sequence; False when it must wait for others."""
-            self.is_stalled = False
-            if not self._may_begin(sequence):
+            if self.is_stalled or not self._may_begin(sequence):
                 return False
             if self.prefixes is not None:
                 self.prefixes.look(sequence)
@@ -290,7 +292,11 @@ class PrefillLoop:
                 sequence.status = SequenceStatus.FINISHED
                 outputs.append((sequence, _failure(sequence.state, exc)))
                 return True
-            self._runner.attach(slot.row, sequence.state)
+            try:
+                self._runner.attach(slot.row, sequence.state)
+            except BaseException:
+                self.slots.release(sequence.state.sequence_id)
+                raise
             sequence.row, sequence.status = slot.row, SequenceStatus.PREFILLING
             self.running.append(sequence)
             if self._on_start is not None:

@@ -106,7 +106,8 @@ class PrefillQueue:
 
         Args:
             start: Takes one sequence; False leaves it queued, in its place. It must have room for a
-                more important one wherever it has some for a less important one.
+                more important one wherever it has some for a less important one, unless that one's
+                turn has come and the room is kept for it.
         """
         line = self._ready()
         starving = find_starving(line, now_s) if self._is_turn_of_starving else None

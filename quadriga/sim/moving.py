@@ -39,6 +39,7 @@ class Transfer:
     destination: int
     copied_tokens: int
     started_s: float
+    sending_s: float = 0.0
     rounds: int = 1
     left_s: float | None = None
 
@@ -100,6 +101,7 @@ class Moving:
         self._replicas[destination].promised[index] = order.num_tokens + growth
         self._changed(destination)
         if self._config.precopy:
+            transfer.sending_s = copy_s
             self._at(now_s + copy_s, self._copied, index, transfer)
         else:
             transfer.copied_tokens = 0
@@ -123,6 +125,7 @@ class Moving:
             if copy_s > REST_SHARE * self._link.round_trip_s:
                 transfer.copied_tokens += rest
                 transfer.rounds += 1
+                transfer.sending_s += copy_s
                 self._at(now_s + copy_s, self._copied, index, transfer)
                 return
         source.leave(index, from_s=now_s)
@@ -138,6 +141,7 @@ class Moving:
         transfer = self._transfers[sequence.index]
         rest = max(0, sequence.tokens - transfer.copied_tokens)
         transfer.copied_tokens, transfer.left_s = sequence.tokens, now_s
+        transfer.sending_s += self._link.seconds(rest) - self._link.round_trip_s
         board = self._board
         board.give(sequence.index, transfer.destination)
         board.is_running[sequence.index] = board.is_paused[sequence.index] = False
@@ -156,7 +160,7 @@ class Moving:
             return
         self._end(index, transfer)
         num_bytes = transfer.copied_tokens * self._config.profile.kv_bytes_per_token
-        self._meter.moved(num_bytes, at_s - transfer.started_s)
+        self._meter.moved(num_bytes, at_s - transfer.started_s, transfer.sending_s)
         self._run.migrations.append(
             Moved(
                 request=index,

@@ -73,6 +73,7 @@ class Placing:
         self.forecast: ClusterForecast | None = None
         self.overload: OverloadPlan | None = None
         self.pools: DepthPools | None = None
+        self._last_pools: DepthPools | None = None  # of before a lull, too
         self.drift = DriftMonitor()
         reference_s = config.reference_step_s or config.profile.half_memory_step_s
         self.grid_s = np.array(horizon_s(reference_s))
@@ -186,8 +187,9 @@ class Placing:
         may = self._policy.places_ahead and self._policy.settings.depth_pools
         if not may or not cluster.is_one_class:
             self.pools = None
-        elif is_due(self.pools, cluster.names, now_s):
-            self.pools = plan_pools(cluster, self._policy.settings, self.pools, now_s)
+        elif self.pools is None or is_due(self._last_pools, cluster.names, now_s):
+            self.pools = plan_pools(cluster, self._policy.settings, self._last_pools, now_s)
+            self._last_pools = self.pools or self._last_pools
 
     def reported(self, now_s: float, replica: int) -> None:
         """A replica reports what it holds, what is on its way to it included."""
@@ -310,7 +312,7 @@ class Placing:
         ):
             snapshot.used_tokens, snapshot.reserved_tokens = int(tokens), int(all_promised)
             snapshot.upper_tokens = answer
-            snapshot.prompt_tokens = int(prompt)
+            snapshot.prompt_tokens, snapshot.generated_tokens = int(prompt), int(tokens - prompt)
             snapshot.num_running, snapshot.num_paused = count, halted
         board = self._board
         may = board.is_alive & ~board.is_draining & board.has_layers(int(request.sequence_id))

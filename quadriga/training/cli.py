@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quadriga.errors import ConfigError
-from quadriga.files import write_atomically
+from quadriga.files import only_run, write_atomically
 from quadriga.tasks import DEFAULT_MIX
 from quadriga.training.recipe.family import (
     FAMILY,
@@ -21,7 +21,7 @@ from quadriga.training.recipe.family import (
     on_mix,
     with_reworded_share,
 )
-from quadriga.tune.cli import count, only_run
+from quadriga.tune.cli import count
 
 if TYPE_CHECKING:
     import torch

@@ -112,34 +112,37 @@ def histogram(exits: TaskExits, num_exits: int) -> dict[str, dict[str, dict[str,
         for row, threshold in enumerate(THRESHOLDS):
             leaves = exits.leaves[criterion][row]
             early = leaves < num_exits - 1
-            agreement = exits.agrees[criterion][row][early].float().mean()
             table[criterion][str(threshold)] = {
-                "shares": [float((leaves == index).float().mean()) for index in range(num_exits)],
-                "agreement": float(agreement) if bool(early.any()) else None,
+                "shares": [_share(leaves == index) for index in range(num_exits)],
+                "agreement": _share(exits.agrees[criterion][row][early]),
             }
     return table
 
 
-def complement(small: TaskExits, large: TaskExits) -> dict[str, dict[str, dict[str, float]]]:
+def _share(those: Tensor) -> float | None:
+    """How many are true; None of no tokens: JSON has no NaN."""
+    return float(those.float().mean()) if len(those) else None
+
+
+def complement(small: TaskExits, large: TaskExits) -> dict[str, dict[str, dict[str, Any]]]:
     """Return how the two members complement each other, per criterion and threshold.
 
     "first": an early token is one that leaves at its model's first exit; "any": at any exit but
-    the last. `large_given_not_small` is P(large leaves early | small does not), `union` the share
-    of tokens on which at least one does.
+    the last. `large_given_not_small` is P(large leaves early | small does not), None where small
+    always does; `union` the share of tokens on which at least one does.
     """
-    table: dict[str, dict[str, dict[str, float]]] = {}
+    table: dict[str, dict[str, dict[str, Any]]] = {}
     for criterion in CRITERIA:
         table[criterion] = {}
         for row, threshold in enumerate(THRESHOLDS):
-            entry: dict[str, float] = {}
+            entry: dict[str, float | None] = {}
             small_row, large_row = small.leaves[criterion][row], large.leaves[criterion][row]
             for name, below in (("first", 1), ("any", 2)):
                 small_early, large_early = small_row < below, large_row < below
-                rest = ~small_early
-                entry[f"{name}_small"] = float(small_early.float().mean())
-                entry[f"{name}_large"] = float(large_early.float().mean())
-                entry[f"{name}_large_given_not_small"] = float(large_early[rest].float().mean())
-                entry[f"{name}_union"] = float((small_early | large_early).float().mean())
+                entry[f"{name}_small"] = _share(small_early)
+                entry[f"{name}_large"] = _share(large_early)
+                entry[f"{name}_large_given_not_small"] = _share(large_early[~small_early])
+                entry[f"{name}_union"] = _share(small_early | large_early)
             table[criterion][str(threshold)] = entry
     return table
 

@@ -71,4 +71,4 @@ def _complement_table(complement: dict[str, Any], which: str, title: str) -> Tab
 
 
 def _share(value: float | None) -> str:
-    return "–" if value is None or value != value else f"{value:.4f}"
+    return "–" if value is None else f"{value:.4f}"

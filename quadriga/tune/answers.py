@@ -11,6 +11,7 @@ from quadriga.checkpoint.exits import FULL_DEPTH
 from quadriga.core.request import SamplingParams
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.files import cut_half_line
 from quadriga.llm import LLM
 from quadriga.tune.prompts import TunePrompt
 
@@ -108,10 +109,6 @@ def read_answers(file: Path) -> dict[str, OwnAnswer]:
     """By the prompts' ids; a last line that was cut off by the end of a run does not count."""
     if not file.is_file():
         return {}
-    whole = file.read_bytes()
-    end = whole.rfind(b"\n") + 1
-    if end < len(whole):
-        with file.open("r+b") as handle:
-            handle.truncate(end)
-    answers = [OwnAnswer(**json.loads(line)) for line in whole[:end].splitlines()]
+    cut_half_line(file)
+    answers = [OwnAnswer(**json.loads(line)) for line in file.read_bytes().splitlines()]
     return {answer.id: answer for answer in answers}

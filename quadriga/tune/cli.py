@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from quadriga.errors import ConfigError, QuadrigaError
-from quadriga.files import LockTimeout, file_lock
+from quadriga.errors import QuadrigaError
+from quadriga.files import only_run
 
 KINDS = ("norm", "mlp", "head", "linear")
 PARTS = ("exits", "thresholds", "maps", "lengths", "report")
@@ -155,7 +154,7 @@ def _run(args: argparse.Namespace) -> int:
     from quadriga.tune.distillation import DistillOptions
     from quadriga.tune.importers import import_exits
     from quadriga.tune.thresholds import QualityBudget
-    from quadriga.tune.tuning import TuneOptions, tune
+    from quadriga.tune.tuning import TuneOptions, Tuning
 
     torch.set_num_threads(args.threads)
     imported = None
@@ -165,7 +164,7 @@ def _run(args: argparse.Namespace) -> int:
         imported = import_exits(name, path, checkpoint, args.layers, args.out)
     measure, amount = args.budget
     engine: dict[str, Any] = {"device": args.device, "dtype": args.dtype}
-    tune(
+    Tuning(
         TuneOptions(
             model=args.model if imported is None else imported.model,
             out=args.out,
@@ -195,28 +194,8 @@ def _run(args: argparse.Namespace) -> int:
             engine=engine,
         ),
         Console(),
-    )
+    ).run()
     return 0
-
-
-@contextmanager
-def only_run(option: str, folder: Path) -> Iterator[None]:
-    """Hold a folder that two runs must not write to.
-
-    Raises:
-        ConfigError: Another run holds it, or it cannot be written to.
-    """
-    with ExitStack() as held:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(file_lock(folder / ".lock", 0.0))
-        except LockTimeout as exc:
-            raise ConfigError(
-                f"{option}: another run is at work in {folder}; wait for its end, or name another"
-            ) from exc
-        except OSError as exc:
-            raise ConfigError(f"{option}: {folder} cannot be written to: {exc}") from exc
-        yield
 
 
 def count(text: str, least: int = 1, most: float = math.inf) -> int:

@@ -19,7 +19,7 @@ from quadriga.checkpoint.exits import DEFAULT_THRESHOLD, NEVER, ExitSpec, to_jso
 from quadriga.checkpoint.families import NATIVE_ARCHITECTURES
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.errors import ConfigError
-from quadriga.files import write_atomically
+from quadriga.files import only_run, write_atomically
 from quadriga.llm import LLM
 from quadriga.tune import lengths, report
 from quadriga.tune.answers import OwnAnswer, generate_answers, native
@@ -93,14 +93,15 @@ def tune(options: TuneOptions, console: Console) -> dict[str, Any]:
     """Do the parts that are asked for; returns the figures of the report.
 
     Raises:
-        ConfigError: The model cannot be tuned, the folder is another model's, or the prompts cannot
-            be used.
+        ConfigError: The model cannot be tuned, the folder is another model's or another run is at
+            work in it, or the prompts cannot be used.
     """
-    return Tuning(options, console).run()
+    with only_run("--out", options.out / "work"):
+        return Tuning(options, console).run()
 
 
 class Tuning:
-    """One tuning under way.
+    """One tuning under way; its caller holds the folder. See `only_run`.
 
     Raises:
         ConfigError: See `tune`.
@@ -178,6 +179,8 @@ class Tuning:
         self._keep_figures()
         if "report" in options.parts:
             self._report(store, answers)
+        if set(options.parts) == set(PARTS):
+            self._keep_asked(sorted(options.held_back))
         self.folder.say({"made": self._how()})
         return self.figures
 
@@ -378,7 +381,7 @@ class Tuning:
     def _check_work(self) -> None:
         """What was generated before belongs to the same question. Raises: ConfigError."""
         options = self._options
-        asked = {
+        self._asked = asked = {
             "prompts": hashlib.sha256(
                 json.dumps([(p.id, p.domain, p.content) for p in self.prompts]).encode()
             ).hexdigest()[:16],
@@ -388,22 +391,29 @@ class Tuning:
         }
         file = self.work / "asked.json"
         before: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else dict(asked)
-        held_back = before.pop("held_back", sorted(options.held_back))
+        wanted = sorted(options.held_back)
+        held_back: list[str] | None = before.pop("held_back", wanted)
         if before != asked:
             raise ConfigError(
                 f"--out: {self.work} holds answers to other prompts, or of another seed, "
                 "temperature or length; remove it, or name another folder",
                 param="out",
             )
-        if held_back != sorted(options.held_back) and set(options.parts) != set(PARTS):
+        if held_back != wanted and set(options.parts) != set(PARTS):
+            there = "in part with other domains"
+            if held_back is not None:
+                there = f"with {', '.join(held_back) or 'nothing'}"
             raise ConfigError(
-                f"--hold-back: what is in {options.out} was made with "
-                f"{', '.join(held_back) or 'nothing'} held back; hold back the same, or do all "
-                "parts again",
+                f"--hold-back: what is in {options.out} was made {there} held back; hold back the "
+                "same, or do all parts again",
                 param="held_back",
             )
-        asked["held_back"] = sorted(options.held_back)
-        write_atomically(file, json.dumps(asked).encode())
+        self._keep_asked(wanted if held_back == wanted else None)
+
+    def _keep_asked(self, held_back: list[str] | None) -> None:
+        """Note what the work is about; None: parts of it may differ in what is held back."""
+        asked = self._asked | {"held_back": held_back}
+        write_atomically(self.work / "asked.json", json.dumps(asked).encode())
 
     def _how(self) -> dict[str, Any]:
         options = self._options

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from quadriga.clock import Clock
-from quadriga.core.output import PollReply
+from quadriga.core.output import POLL_SLACK_S, PollReply
 from quadriga.core.replica import PARTS, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL, ResumableSequence, SequenceState
 from quadriga.core.routing import Admission, AdmitRequest, AutoReport, ClusterView
@@ -33,7 +33,6 @@ SCHEDULER_TIMEOUT_S = 2.0
 """The ingress can do without the scheduler: a later answer is worth less than the wait."""
 HEARTBEAT_TIMEOUT_S = 3.0
 PASSED_OVER = (ReplicaError, MemoryError)
-POLL_SLACK_S = 5.0
 HOLDING_TIMEOUT_S = 5.0
 UNREACHABLE = "unreachable"
 """Code of an error: the connection broke; the process may live."""

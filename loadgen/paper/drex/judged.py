@@ -56,14 +56,14 @@ def rehearsed(native: NativeRunner, rows: Sequence[int]) -> Iterator[None]:
     Between two segments of a token only; KV that such a pass writes is either what the real pass
     will write again, or is marked as missing again.
     """
-    skipped, at_exit, hidden = native.skipped, native._exit, native.hidden.clone()
+    skipped, at_exit, hidden = native.skipped, native.at_exit, native.hidden.clone()
     assert skipped is not None, "there are exits"
     num_filled = skipped.num_filled
     kept = {row: skipped.suspend(row, int(native.positions[row]) + 1) for row in rows}
     yield
     for row, left in kept.items():
         skipped.restore(row, left, native.model.decoder)
-    native._exit, native.hidden, skipped.num_filled = at_exit, hidden, num_filled
+    native.at_exit, native.hidden, skipped.num_filled = at_exit, hidden, num_filled
 
 
 class JudgedRebatcher(DrexRebatcher):
@@ -107,7 +107,7 @@ class JudgedRebatcher(DrexRebatcher):
         at = group.ran.stop - 1
         # Only rows that have reached this exit may be passed on: the real pass repeats what a
         # rehearsal writes for them.
-        at_exit = self._native._exit
+        at_exit = self._native.at_exit
         assert at_exit is not None, "a decision follows a pass"
         rows = [*at_exit.index, *self._waiting_rows(at)]
         r, w = group.remaining.count, group.waiting.count

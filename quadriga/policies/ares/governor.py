@@ -128,6 +128,7 @@ class Governor:
         self.overload: dict[str, OverloadPlan] = {}
         self.num_held: dict[str, int] = {}
         self.pools: dict[DepthClass, DepthPools] = {}
+        self._last_pools: dict[DepthClass, DepthPools] = {}  # of before a lull, too
         self._link = LinkMeter()
         self.drift: dict[str, DriftMonitor] = {}
         self.last = TickSummary()
@@ -169,8 +170,7 @@ class Governor:
     @property
     def bandwidth_bytes_per_s(self) -> float:
         """Between two decode replicas, as configured or as measured."""
-        configured = self.config.ares.bandwidth_bytes_per_s
-        return self._link.bytes_per_s if configured == "auto" else configured
+        return self.costs(()).bandwidth_bytes_per_s
 
     def tick(
         self, snapshots: Sequence[ReplicaSnapshot], *, now_s: float, now_unix_s: float
@@ -194,16 +194,17 @@ class Governor:
         for snapshot in heard:
             unplaced[snapshot.info.depth_class.model] += snapshot.num_unplaced
         last, self.overload, self.num_held = self.overload, {}, {}
-        pools, self.pools = self.pools, {}
+        self.pools = {}
         self.last = TickSummary(now_unix_s)
         for model, members in by_model(fresh).items():
             plan = self._overload_of(model, members, last.get(model), unplaced[model])
             if plan is not None:
                 self.overload[model], self.num_held[model] = plan, unplaced[model]
             for depth_class, some in by_class(members).items():
-                decided_pools = self._pools_of(some, pools.get(depth_class), now_unix_s)
+                last_pools = self._last_pools.get(depth_class)
+                decided_pools = self._pools_of(some, last_pools, now_unix_s)
                 if decided_pools is not None:
-                    self.pools[depth_class] = decided_pools
+                    self.pools[depth_class] = self._last_pools[depth_class] = decided_pools
             tick = self._decide(model, members, busy, now_unix_s)
             if tick is not None:
                 ticks.append(tick)
@@ -310,13 +311,17 @@ class Governor:
     def costs(self, members: Sequence[ReplicaSnapshot]) -> TransferCosts:
         """What moving a sequence of a class costs."""
         sizes = [s.forecast.bytes_per_token for s in members if s.forecast is not None]
-        return TransferCosts(max(sizes, default=0.0), self.bandwidth_bytes_per_s, ROUND_TRIP_S)
+        costs = self._link.costs(max(sizes, default=0.0))
+        configured = self.config.ares.bandwidth_bytes_per_s
+        if configured == "auto":
+            return costs
+        return replace(costs, bandwidth_bytes_per_s=configured, round_trip_s=ROUND_TRIP_S)
 
     def ended(self, order: MigrationOrder, report: MigrationReport, *, now_s: float) -> None:
         """An order has come to its end."""
         self.moves.ended(order, report, now_s)
         if report.outcome == "moved":
-            self._link.moved(report.bytes_sent, report.took_s)
+            self._link.moved(report.bytes_sent, report.took_s, report.sending_s)
 
 
 def _why(

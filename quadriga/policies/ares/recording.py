@@ -20,6 +20,7 @@ from quadriga.core.forecast import LoadForecast
 from quadriga.core.migration import MigrationCause, MigrationOrder
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.errors import ConfigError
+from quadriga.files import cut_half_line
 from quadriga.policies.ares.depth_pools import DepthPools
 from quadriga.policies.ares.forecast import (
     REMAINING,
@@ -95,7 +96,7 @@ class Recording:
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
         self._max_bytes = max_bytes
-        self._is_over = False
+        self._is_begun = self._is_over = False
 
     def add(self, tick: RecordedTick) -> None:
         """Append a decision, unless the file is full."""
@@ -103,6 +104,9 @@ class Recording:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._is_begun:
+                cut_half_line(self._path)
+                self._is_begun = True
             with self._path.open("a", encoding="utf-8") as stream:
                 write_tick(stream, tick)
                 self._is_over = stream.tell() >= self._max_bytes
@@ -146,14 +150,15 @@ def lines_of(ticks: Iterable[RecordedTick]) -> str:
 
 
 def read_ticks(path: Path) -> Iterator[RecordedTick]:
-    """Yield the ticks of a recording, in order.
+    """Yield the ticks of a recording, in order; half a last line is none.
 
     Raises:
         ConfigError: A line is no tick of this version, or the file no text.
     """
     try:
         with path.open(encoding="utf-8") as stream:
-            yield from parse_ticks(stream, str(path))
+            whole = (line for line in stream if line.endswith("\n"))
+            yield from parse_ticks(whole, str(path))
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path}: no text; unpack a recording that is packed ({exc})") from exc
 

@@ -179,21 +179,24 @@ _RATE = 0.2
 
 
 class LinkMeter:
-    """Learns the bandwidth from the moves that are made.
+    """Learns from the moves that are made how fast bytes go, and what a move takes beside that.
 
     Attributes:
-        bytes_per_s: As far as is known.
+        bytes_per_s, round_trip_s: As far as is known.
     """
 
     def __init__(self) -> None:
         self.bytes_per_s = FIRST_BANDWIDTH_BYTES_PER_S
+        self.round_trip_s = ROUND_TRIP_S
 
-    def moved(self, num_bytes: float, took_s: float) -> None:
-        """A sequence has moved; one that was small says nothing."""
+    def moved(self, num_bytes: float, took_s: float, sending_s: float) -> None:
+        """A sequence has moved; one that was small says nothing of the bandwidth."""
+        more_s = took_s - sending_s - self.round_trip_s
+        self.round_trip_s += _RATE * min(more_s, self.round_trip_s)  # one may have waited for long
         if num_bytes >= MIN_MEASURED_BYTES:
-            measured = num_bytes / max(took_s - ROUND_TRIP_S, 1e-4)
+            measured = num_bytes / max(sending_s, 1e-4)
             self.bytes_per_s += _RATE * (measured - self.bytes_per_s)
 
     def costs(self, bytes_per_token: float) -> TransferCosts:
         """What a move is thought to cost."""
-        return TransferCosts(bytes_per_token, self.bytes_per_s, ROUND_TRIP_S)
+        return TransferCosts(bytes_per_token, self.bytes_per_s, self.round_trip_s)

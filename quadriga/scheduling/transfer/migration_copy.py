@@ -84,7 +84,7 @@ class Copy:
 
     Attributes:
         rounds: Readings so far, the last one, in the cutover, included.
-        bytes_sent: Of KV.
+        bytes_sent, sending_s: Of KV, and how long it took.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class Copy:
     ) -> None:
         self.rounds = 0
         self.bytes_sent = 0
+        self.sending_s = 0.0
         self._sequence_id = sequence_id
         self._transfer = transfer
         self._on_loop = on_loop
@@ -147,6 +148,7 @@ class Copy:
             await self._transfer.send(span.first_layer, span.start, kv, deadline_s=left_s)
             self.bytes_sent += kv.nbytes
         self._sending_s = self._clock.now_s() - began_s
+        self.sending_s += self._sending_s
         if reading.parts:
             self._cell_bytes = sum(kv.nbytes for _, kv in reading.parts) / reading.num_cells
 

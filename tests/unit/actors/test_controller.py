@@ -24,7 +24,7 @@ from quadriga.control.rollout import FIRST_ANSWER_S
 from quadriga.core.replica import Role
 from quadriga.errors import ConfigError, ReplicaDied
 
-CONFIG = load_config({}).model_dump(mode="json")
+CONFIG = load_config({}).model_dump(mode="json", exclude={"auth"})
 NOTHING = Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {}, Hardware(2.0))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -54,6 +57,23 @@ async def test_a_grammar_stays_compiled_as_long_as_its_sequence_is_here() -> Non
     assert first in compiled
     held.clear()
     assert first not in compiled
+
+
+async def test_behind_slow_grammars_no_other_work_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV is stored by the event loop's own threads."""
+    may_end = threading.Event()
+    slowly = Mock(prepare=lambda _: may_end.wait(20.0))
+    monkeypatch.setattr("actors.replica.replica.grammars_of", lambda _: slowly)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    form = Grammar.choice(["a"])
+    slow = [asyncio.create_task(DecodeReplica.compile_grammar(Mock(), form)) for _ in range(8)]
+    try:
+        await settled()
+        async with asyncio.timeout(10.0):
+            assert await asyncio.to_thread(lambda: "stored") == "stored"
+    finally:
+        may_end.set()
+        await asyncio.gather(*slow)
 
 
 async def test_the_destination_compiles_a_grammar_while_the_kv_is_on_its_way() -> None:

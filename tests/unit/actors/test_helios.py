@@ -527,7 +527,7 @@ async def test_pools_behind_the_first_stay_as_they_are(make_stand: MakeStand) ->
     assert specs[DECODE].engine.depth_class == L12
     assert [specs[key].engine.depth_class for key in other] == [L12] * 3
     assert not any(pools.remove_place(replica.name) for replica in others), "scaling leaves them"
-    assert all(pools.may_go(replica) for replica in others)
+    assert [pools.who_decides(key) for key in (*other, DECODE)] == [None] * 3 + [pools.may_go]
     assert not pools.may_go(stand.fleet.replicas[place_name(PREFILL)]), (
         "another pool's replicas do not stand in for the last one of a model that is chosen"
     )

@@ -297,9 +297,13 @@ def test_a_plain_folder_is_there_whole_or_not_at_all(
         plain_folder(file, folder)
     assert not folder.exists()
     monkeypatch.undo()
-    folder.mkdir()
+    (folder / "lost+found").mkdir(parents=True)
+    before = folder.stat().st_ino
     monkeypatch.chdir(folder)
     assert plain_folder(file, Path()) == folder
+    assert folder.stat().st_ino == before, "it may be a mount point, which cannot be replaced"
+    assert {"config.json", "model.safetensors"} <= {path.name for path in folder.iterdir()}
+    assert not list(folder.glob(".*"))
 
 
 def test_the_plain_form_is_of_the_file_that_was_converted(file: Path, cache: Path) -> None:

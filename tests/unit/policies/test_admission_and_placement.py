@@ -149,17 +149,17 @@ def test_least_requests_counts_sequences_wherever_they_are() -> None:
 
 def test_a_fast_replica_is_not_taken_for_a_full_one() -> None:
     """Its sequences are further along: it holds more tokens, and has fewer to do."""
-    fast = snapshot("fast", num_running=2, prompt_tokens=40, used_tokens=900)
-    slow = snapshot("slow", num_running=3, prompt_tokens=60, used_tokens=300)
+    fast = snapshot("fast", num_running=2, prompt_tokens=40, generated_tokens=860, used_tokens=900)
+    slow = snapshot("slow", num_running=3, prompt_tokens=60, generated_tokens=240, used_tokens=300)
     assert CurrentLoad().choose(place(), [fast, slow]) == "slow"
     assert LeastWork().choose(place(), [fast, slow]) == "fast"
 
 
 def test_long_prompts_weigh_what_they_are_against_answers_of_the_usual_length() -> None:
-    long = snapshot("long", num_running=1, prompt_tokens=700, used_tokens=710)
-    many = snapshot("many", num_running=3, prompt_tokens=30, used_tokens=90)
+    long = snapshot("long", num_running=1, prompt_tokens=700, generated_tokens=10)
+    many = snapshot("many", num_running=3, prompt_tokens=30, generated_tokens=60)
     assert LeastWork().choose(place(), [long, many]) == "many", "answers are short here"
-    long.used_tokens, many.used_tokens = 1_000, 1_800
+    long.generated_tokens, many.generated_tokens = 300, 1_770
     assert LeastWork().choose(place(), [long, many]) == "long", "they have become long"
 
 

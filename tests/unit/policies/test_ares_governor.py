@@ -189,10 +189,22 @@ def test_the_bandwidth_is_what_moves_have_shown() -> None:
     before = made.bandwidth_bytes_per_s
     order = tick(made, uneven(), 0.0)[0]
     for now_s in range(50):
-        moved = report(order, "moved", bytes_sent=1_000_000, took_s=1.01)
+        moved = report(order, "moved", bytes_sent=1_000_000, took_s=1.01, sending_s=1.0)
         made.ended(order, moved, now_s=float(now_s))
     assert before != pytest.approx(1e6)
     assert made.bandwidth_bytes_per_s == pytest.approx(1e6, rel=0.01)
+
+
+def test_what_a_move_takes_whatever_its_size_does_not_make_the_link_look_slow() -> None:
+    made, _ = governor(bandwidth_bytes_per_s="auto")
+    order = tick(made, uneven(), 0.0)[0]
+    for i in range(100):
+        moved = report(order, "moved", bytes_sent=200_000, took_s=0.0502, sending_s=2e-4)
+        made.ended(order, moved, now_s=float(i))
+    made.ended(order, replace(moved, took_s=9.0), now_s=100.0)
+    costs = made.costs([])
+    assert costs.bandwidth_bytes_per_s == pytest.approx(1e9)
+    assert costs.round_trip_s == pytest.approx(1.2 * 0.05), "one that waited is no measure"
 
 
 def test_the_live_tick_decides_as_the_simulator_did(tmp_path: Path) -> None:

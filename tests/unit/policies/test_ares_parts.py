@@ -27,7 +27,13 @@ from quadriga.policies.ares.forecast import (
 )
 from quadriga.policies.ares.governor import DriftMonitor
 from quadriga.policies.ares.placement import AresPlacement, best_replica
-from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay, write_tick
+from quadriga.policies.ares.recording import (
+    RecordedTick,
+    Recording,
+    read_ticks,
+    replay,
+    write_tick,
+)
 from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import AresSettings, TransferCosts, horizon_s
 from tests.unit.policies.ares_twin import CLASS, Held, random_cluster, snapshot, unpacked
@@ -236,6 +242,16 @@ def test_a_recording_shows_where_another_policy_decides_otherwise(tmp_path: Path
     differences = replay(ticks)
     assert differences
     assert all(d.recorded != d.replayed for d in differences)
+
+
+def test_half_a_last_line_is_read_as_none_and_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "ticks.jsonl"
+    recorded(path, random_cluster(np.random.default_rng(0)))
+    with path.open("a") as stream:
+        stream.write('{"version": 3, "at_')
+    [tick] = read_ticks(path)
+    Recording(path, max_bytes=10**9).add(tick)
+    assert list(read_ticks(path)) == [tick, tick]
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 99}', "not json", "[1]"])

@@ -148,6 +148,22 @@ def test_a_replica_that_cannot_be_compared_does_not_make_every_tick_plan_anew(
     assert model.call_count == 2, "without a split, and all splits together"
 
 
+def test_a_lull_does_not_make_the_plan_before_it_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    governed, _ = governor()
+    busy = [snapshot(n, h, front_share=FRONT) for n, h in zip("ab", mixed(), strict=True)]
+    idle = [snapshot(n, [], front_share=FRONT) for n in "ab"]
+    governed.tick(busy, now_s=10.0, now_unix_s=1.0)
+    before = governed.pools[CLASS]
+    plan = Mock(side_effect=plan_pools)
+    monkeypatch.setattr("quadriga.policies.ares.governor.plan_pools", plan)
+    for tick, snapshots in enumerate((idle, busy), 1):
+        at_s = tick * PLAN_EVERY_S
+        fresh = [replace(s, taken_unix_s=1.0 + at_s) for s in snapshots]
+        governed.tick(fresh, now_s=10.0 + at_s, now_unix_s=1.0 + at_s)
+        assert bool(governed.pools) is bool(snapshots[0].num_running)
+        assert plan.call_args.args[2] is before
+
+
 def test_a_forecast_with_an_impossible_share_before_the_first_exit_is_refused() -> None:
     wrong = snapshot("a", rows("a", [1.0])).forecast
     assert wrong is not None

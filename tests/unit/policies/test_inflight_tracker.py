@@ -113,7 +113,7 @@ def test_of_two_idle_replicas_neither_gets_two_more_than_the_other() -> None:
                     made = snapshot(name, [], slots=64)
                     made.num_running = len(held[name])
                     made.prompt_tokens = 20 * len(held[name])
-                    made.used_tokens = made.reserved_tokens = made.prompt_tokens + generated
+                    made.generated_tokens = generated
                     reported[name] = made
                     ledger.reported(made, unreported[name])
                     unreported[name] = []

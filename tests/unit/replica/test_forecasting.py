@@ -47,7 +47,7 @@ class Stand:
             spec,
             load_config({"scheduler": {"ares": ares}}),
             self.clock,
-            offers=lambda: self.offers,
+            coming=lambda: self.offers,
             leaving=lambda: self.leaving,
         )
 

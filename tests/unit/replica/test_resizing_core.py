@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from actors.replica.decode_engine import DecodeEngine
+from actors.replica.mixed_engine import MixedEngine
 from actors.replica.prefill_engine import PrefillEngine
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.clock import SystemClock
@@ -102,6 +103,17 @@ def decode_host() -> tuple[Host, NativeRunner]:
         fake, runner, receiver=fake.receiver, leaving=fake.leaving, resizable=runner
     )
     return host, runner
+
+
+def test_a_mixed_engine_forecasts_the_prompts_that_it_has_yet_to_compute() -> None:
+    host: Any = Host(Role.DECODE)
+    runner = NativeRunner.load(host.spec.engine)
+    engine = MixedEngine(host, runner, receiver=host.receiver, leaving=host.leaving)
+    engine.forecasting.is_wanted = True
+    engine.submit(state("queued", LIMITED))
+    engine.publish()
+    forecast = engine.forecasting.forecast()
+    assert forecast is not None and forecast.sequence_ids == ("queued",)
 
 
 def prefilled(made: SequenceState, runner: NativeRunner) -> Any:

@@ -77,7 +77,7 @@ def made_of(**held: object) -> LoadForecast:
 def test_a_sequence_without_a_prediction_is_taken_to_become_as_long_as_the_others() -> None:
     """One such sequence must not make the forecasts of its whole class worthless."""
     made = made_of(
-        states=[known("a", 40), known("b", 60), state("unforeseen")], offers=(), num_running=3
+        states=[known("a", 40), known("b", 60), state("unforeseen")], coming=(), num_running=3
     )
     assert made.has_predictions
     produced = len(state("unforeseen").output_ids)
@@ -85,8 +85,8 @@ def test_a_sequence_without_a_prediction_is_taken_to_become_as_long_as_the_other
     row = rows_of(made)["unforeseen"]
     assert row[REMAINING] == others - produced
     assert row[REMAINING_LOWER] == 0.0, "nothing is moved because of a guess"
-    assert not made_of(states=[state("unforeseen")], offers=(), num_running=1).has_predictions
-    assert made_of(states=[], offers=()).has_predictions
+    assert not made_of(states=[state("unforeseen")], coming=(), num_running=1).has_predictions
+    assert made_of(states=[], coming=()).has_predictions
 
 
 def test_only_what_is_here_and_stays_may_be_moved() -> None:
@@ -94,7 +94,7 @@ def test_only_what_is_here_and_stays_may_be_moved() -> None:
     states = [known(name, 20) for name in names]
     made = made_of(
         states=states,
-        offers=[offer("comes", 30, LengthPrediction(40, 20, 60)), offer("runs", 7)],
+        coming=[offer("comes", 30, LengthPrediction(40, 20, 60)), offer("runs", 7)],
         num_running=2,
         num_paused=2,
         leaving={"leaves", "paused, leaves"},
@@ -114,7 +114,7 @@ def test_moves_of_a_sequence_travel_into_its_row() -> None:
     rows = rows_of(
         made_of(
             states=[known("moved", 20, moves=2, moved_unix_s=990.0), known("never", 20)],
-            offers=[],
+            coming=[],
             num_running=2,
         )
     )
@@ -126,26 +126,34 @@ def test_moves_of_a_sequence_travel_into_its_row() -> None:
 def test_who_is_on_the_way_unpredicted_will_be_as_long_as_the_others() -> None:
     """Not as long as it may become: a replica with newcomers would look like a full one."""
     made = made_of(
-        states=[known("a", 20), known("b", 40)], offers=[offer("comes", 30)], num_running=2
+        states=[known("a", 20), known("b", 40)], coming=[offer("comes", 30)], num_running=2
     )
     assert rows_of(made)["comes"][REMAINING] == 35, "5 generated, 20 and 40 to come"
     assert rows_of(made)["comes"][REMAINING_UPPER] == 170
-    alone = made_of(states=[], offers=[offer("comes", 30)], num_running=0)
+    alone = made_of(states=[], coming=[offer("comes", 30)], num_running=0)
     assert rows_of(alone)["comes"][REMAINING] == 170
 
 
+def test_prompts_that_are_still_to_be_computed_are_held_too() -> None:
+    made = made_of(states=[known("a", 20)], coming=[state("queued")], num_running=1)
+    row = rows_of(made)["queued"]
+    assert (row[TOKENS], row[REMAINING], row[MOVABLE]) == (7, 25, FIXED)
+    alone = made_of(states=[], coming=[state("queued")])
+    assert not alone.has_predictions, "others say how long it lasts"
+
+
 def test_unpredicted_sequences_run_to_their_limit_and_the_forecast_says_so() -> None:
-    made = made_of(states=[state("a")], offers=[], num_running=1)
+    made = made_of(states=[state("a")], coming=[], num_running=1)
     row = rows_of(made)["a"]
     assert not made.has_predictions
     assert row[REMAINING] == row[REMAINING_UPPER] == 95
-    empty = made_of(states=[], offers=[], num_running=0)
+    empty = made_of(states=[], coming=[], num_running=0)
     check_forecast(empty)
     assert empty.has_predictions, "an empty replica hides nobody's length"
 
 
 def test_load_and_memory_fall_when_sequences_end() -> None:
-    made = made_of(states=[known("a", 20), known("b", 90)], offers=[], num_running=2)
+    made = made_of(states=[known("a", 20), known("b", 90)], coming=[], num_running=2)
     load = np.frombuffer(made.load_s, dtype="<f4")
     assert load[0] == pytest.approx(2 * 1e-3 + 14 * 1e-5)
     assert load[1] == pytest.approx(2 * 1e-3 + (14 + 40) * 1e-5), "20 tokens ahead, both run"
@@ -198,7 +206,7 @@ def test_replicas_of_one_class_unpack_together() -> None:
     from tests.unit.policies.ares_twin import Held, snapshot
 
     mine = snapshot("a", [Held("x", 10, 5, 5, 5)])
-    mine.forecast = made_of(states=[known("k", 20)], offers=[], num_running=1)
+    mine.forecast = made_of(states=[known("k", 20)], coming=[], num_running=1)
     cluster = unpack([mine, snapshot("b", [])])
     assert cluster is not None
     assert cluster.sequence_ids == ["k"]

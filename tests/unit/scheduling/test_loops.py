@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +14,7 @@ from quadriga.core.request import FinishReason, SampledToken, SamplingParams, Se
 from quadriga.errors import (
     ContextTooLong,
     DeadlineExceeded,
+    DeviceMemoryExhausted,
     InvalidRequest,
     InvariantViolation,
     Overloaded,
@@ -243,6 +245,30 @@ def test_more_important_prompts_come_before_those_under_way_and_stop_none_for_ev
     assert "long" in h.events.done
 
 
+def test_room_is_kept_for_a_starving_prompt_that_needs_much() -> None:
+    h = Harness(capacity=63)
+    h.submit(sequence("small", [1], priority=0))
+    h.step()
+    h.submit(sequence("large", [1] * 40, priority=10))
+    h.clock.advance(STARVING_S)
+    h.submit(sequence("another small", [1], priority=0))
+    h.step()
+    assert not h.loop.has_work, "nor does it spin"
+    h.loop.release("small")
+    h.step()
+    assert h.events.started == ["small", "large"]
+
+
+def test_a_prompt_that_cannot_be_attached_holds_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = Harness()
+    monkeypatch.setattr(h.runner, "attach", Mock(side_effect=DeviceMemoryExhausted("full")))
+    h.submit(sequence("a", [1]))
+    with pytest.raises(DeviceMemoryExhausted):
+        h.step()
+    h.loop.check()
+    assert h.loop.release("a")
+
+
 def test_no_row_means_waiting_without_spinning() -> None:
     h = Harness(rows=1, chunk=8)
     h.submit(sequence("a", [1, 2]))
@@ -378,6 +404,16 @@ def hand_off(loop: DecodeLoop, runner: FakeRunner, state: SequenceState) -> None
     state.output_ids = expected_output(state.prompt_ids, 1)
     state.exit_layers = [8]
     loop.join(state)
+
+
+def test_what_was_generated_is_counted_wherever_a_sequence_is() -> None:
+    loop, runner, _ = decode_loop()
+    hand_off(loop, runner, sequence("runs", [1, 2], 9))
+    hand_off(loop, runner, sequence("paused", [3] * 5, 9))
+    loop.reserve("comes", 30, 20)
+    loop.step()
+    loop.preemption.pause("paused")
+    assert (loop.prompt_tokens, loop.generated_tokens) == (2 + 5 + 20, 2 + 2)
 
 
 def test_sequences_join_and_leave_between_steps_and_none_changes_another() -> None:

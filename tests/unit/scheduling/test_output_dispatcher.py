@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from quadriga.clock import ManualClock, SystemClock
-from quadriga.core.output import EngineOutput
+from quadriga.core.output import POLL_SLACK_S, EngineOutput
 from quadriga.core.request import FinishReason
 from quadriga.errors import Cancelled
 from quadriga.scheduling.output_dispatcher import MAX_SPACING_S, OutputDispatcher
@@ -151,7 +151,7 @@ async def test_who_drains_does_not_wait_for_the_absent() -> None:
     clock = ManualClock()
     outputs = OutputDispatcher("x", clock, 2.0)
     outputs.put([("gone", token(0))])
-    clock.advance(3.0)
+    clock.advance(7.0)
     outputs.put([("here", token(0))])
     clock.advance(1.5)
     outputs.drop_absent()
@@ -168,11 +168,21 @@ async def test_who_drains_does_not_wait_for_those_who_fetch_nothing_more() -> No
     outputs.put([("i", token(0))])
     await outputs.poll("i", 0, 0.0)
     outputs.put([("i", token(1))])  # said before the cancellation came
-    for _ in range(3):
+    for _ in range(5):
         clock.advance(2.0)
         outputs.hear("i")
         outputs.drop_absent()
     assert not outputs.num_pending
+
+
+async def test_who_drains_waits_until_a_lost_reply_is_asked_for_again() -> None:
+    clock = ManualClock()
+    outputs = OutputDispatcher("x", clock, 2.0)
+    outputs.put([("i", token(0))])
+    await outputs.poll("i", 0, 0.0)
+    clock.advance(2.0 + POLL_SLACK_S)
+    outputs.drop_absent()
+    assert len((await outputs.poll("i", 0, 0.0)).emissions) == 1
 
 
 async def test_who_stood_still_heard_nobody() -> None:

@@ -168,6 +168,9 @@ def test_the_complement_counts_what_one_or_the_other_finishes_early() -> None:
     assert entry["first_small"] == 0.5
     assert entry["first_large_given_not_small"] == 0.5
     assert entry["first_union"] == 0.75
+    always = exits_of(forced([[0.95] * 4] * 3, ids))
+    entry = complement(always, large)["top"]["0.9"]
+    assert entry["first_large_given_not_small"] is None, "JSON has no NaN"
 
 
 def test_orthogonalised_updates_have_even_singular_values() -> None:

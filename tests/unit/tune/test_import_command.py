@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -102,14 +103,15 @@ def test_what_is_imported_is_calibrated_and_left_at(
 def test_heads_are_of_the_layers_in_the_order_that_is_given(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[TuneOptions] = []
-    monkeypatch.setattr(tuning, "tune", lambda options, _: seen.append(options))
+    made = Mock()
+    monkeypatch.setattr(tuning, "Tuning", made)
     heads = [torch.full((VOCAB, HIDDEN), float(i)) for i in range(2)]
     torch.save(heads, tmp_path / "heads.pt")
     words = ["--out", str(tmp_path / "out"), *FEW, "--layers", "3,1"]
     main([str(model), "--import", f"linear:{tmp_path / 'heads.pt'}", *words])
-    assert seen[0].layers == (1, 3) and seen[0].imported is not None
-    spec, tensors = seen[0].imported
+    asked: TuneOptions = made.call_args.args[0]
+    assert asked.layers == (1, 3) and asked.imported is not None
+    spec, tensors = asked.imported
     assert spec.layers == (1, 3) and torch.equal(tensors["exits.3.head.weight"], heads[0])
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -239,6 +240,24 @@ def test_answers_to_other_prompts_are_not_mixed_in(llama: tuple[Path, Path]) -> 
         tune(replace(options(model, out), prompts="tasks:5"), Console(quiet=True))
 
 
+def test_parts_are_not_mixed_whose_run_held_back_other_domains_and_was_killed(
+    llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = llama[0], tmp_path / "out"
+    shutil.copytree(llama[1], out)
+    before = options(model, out)
+    other = replace(before, held_back=())
+    monkeypatch.setattr(Tuning, "_lengths", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        tune(other, Console(quiet=True))
+    monkeypatch.undo()
+    for some in (before, other):
+        with pytest.raises(ConfigError, match="in part with other domains held back"):
+            tune(replace(some, parts=("thresholds",)), Console(quiet=True))
+    tune(other, Console(quiet=True))
+    tune(replace(other, parts=("thresholds",)), Console(quiet=True))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -283,8 +302,11 @@ def test_a_model_without_inner_layers_is_refused(tmp_path: Path) -> None:
 def test_a_folder_is_tuned_into_by_one_run_at_a_time(tmp_path: Path) -> None:
     words = ["quadriga-s", "--out", str(tmp_path), "--prompts", "tasks:1"]
     (tmp_path / "work").mkdir()
-    with file_lock(tmp_path / "work" / ".lock", 0.0), pytest.raises(SystemExit) as left:
-        main(words)
+    with file_lock(tmp_path / "work" / ".lock", 0.0):
+        with pytest.raises(SystemExit) as left:
+            main(words)
+        with pytest.raises(ConfigError, match="another run is at work"):
+            tune(options(tmp_path, tmp_path), Console(quiet=True))
     assert f"--out: another run is at work in {tmp_path / 'work'}" in str(left.value)
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match=r"--out: .* cannot be written to"):
