@@ -46,7 +46,8 @@ demo: setup ## Start the service, ask it a few things over HTTP and gRPC, stop i
 test: test-fast test-gpu test-ray test-e2e test-deploy ## Run the tests, but the slow ones and those of other clients
 
 test-fast: setup ## Unit, property, equivalence, architecture: no Ray
-	$(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --dist loadfile --max-worker-restart 0 tests/unit tests/property tests/equivalence tests/simulation tests/architecture tests/docs
+	@# One thread a worker, as both use the cores; longest files first, so that none is waited for.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 tests/simulation tests/equivalence tests/property tests/unit tests/architecture tests/docs
 
 test-gpu: setup ## What a GPU is asked; without one rehearsed on the CPU (a minute)
 	QUADRIGA_GPU_TESTS_ON_CPU=1 $(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --max-worker-restart 0 tests/gpu

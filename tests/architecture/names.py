@@ -10,7 +10,6 @@ from pathlib import Path
 from tests.architecture.tree import Named, Tree
 
 OLD_WORDS = Path(__file__).with_name("old_words.txt")
-SHARED_NAMES = Path(__file__).with_name("shared_names.txt")
 
 
 def entries(path: Path) -> dict[str, str]:
@@ -32,7 +31,8 @@ def old_names(tree: Tree, words: Mapping[str, str]) -> list[Named]:
     within = [_parts(word) for word, rest in words.items() if rest == "within"]
 
     def is_old(named: Named, name: str) -> bool:
-        return name in words or any(word in _parts(named.name) for word in within)
+        parts = _parts(named.name)
+        return name in words or any(word in parts for word in within)
 
     found = [named for named in tree.names(tree.product) if is_old(named, named.name)]
     for named in tree.names(tree.tests):

@@ -169,7 +169,7 @@ class Tree:
                 names = [name if name in self.modules else child.module for name in joined]
             else:
                 within = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
-                never = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+                never = isinstance(child, ast.If) and _name_of(child.test) == "TYPE_CHECKING"
                 yield from self._imports_in(child, is_deferred or within or never)
                 continue
             for name in names:
@@ -186,6 +186,10 @@ def python_files(root: Path) -> Iterator[Path]:
             yield from (p for p in sorted(path.rglob("*.py")) if "__pycache__" not in p.parts)
         elif path.suffix == ".py":
             yield path
+
+
+def _name_of(node: ast.expr) -> str:
+    return getattr(node, "id", "") or getattr(node, "attr", "")
 
 
 def _with_parents(name: str) -> list[str]:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tests.equivalence.early_exit_reference import (
     LAYERS,
     TIE,
     EarlyExitReference,
+    Generated,
     build_deep,
     save_with_exits,
 )
@@ -58,6 +60,12 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def reference(name: str, mode: SkippedKV) -> EarlyExitReference:
     model, path = MODELS[name]
     return EarlyExitReference(model, path, FAMILIES[name], mode, LAYERS)  # type: ignore[arg-type]
+
+
+@cache
+def strict_answers(name: str, mode: SkippedKV) -> list[Generated]:
+    """The reference's answers to strict sequences of 24 tokens."""
+    return [reference(name, mode).generate(s) for s in states(name, "strict", 24)]
 
 
 class Bench:
@@ -222,7 +230,7 @@ def test_shrunk_and_grown_again(
 def test_strict_sequences_wait_for_layers(family: str, mode: SkippedKV, compile: str) -> None:
     """They say what they say on a replica that has had all layers from the start."""
     bench = Bench(MODELS[family][1], 1, mode=mode, compile=compile)
-    todo, again = states(family, "strict", 24), states(family, "strict", 24)
+    todo = states(family, "strict", 24)
     for state in todo:
         bench.join(state)
     for depth in (3, LAYERS):
@@ -236,7 +244,7 @@ def test_strict_sequences_wait_for_layers(family: str, mode: SkippedKV, compile:
         bench.go(depth)
     bench.finish()
     assert not bench.loop.running and bench.counters.breaches == 0
-    want = [reference(family, mode).generate(s) for s in again]
+    want = strict_answers(family, mode)
     assert sum(w.certain for w in want) >= 0.8 * sum(len(w.tokens) for w in want)
     for state, w in zip(todo, want, strict=True):
         assert state.output_ids[: w.certain] == w.tokens[: w.certain]
@@ -248,7 +256,7 @@ def test_strict_sequences_escalate(family: str, mode: SkippedKV) -> None:
     """Parked on a shallow replica, they go on from their hidden state on a deeper one."""
     path = MODELS[family][1]
     replicas = [Bench(path, depth, mode=mode, compile="wait") for depth in (1, 3, LAYERS)]
-    todo, again = states(family, "strict", 24), states(family, "strict", 24)
+    todo = states(family, "strict", 24)
     for state in todo:
         replicas[0].join(state)
     num_moves = 0
@@ -262,7 +270,7 @@ def test_strict_sequences_escalate(family: str, mode: SkippedKV) -> None:
     replicas[-1].finish()
     assert num_moves >= len(todo)
     assert sum(b.counters.breaches for b in replicas) == 0
-    want = [reference(family, mode).generate(s) for s in again]
+    want = strict_answers(family, mode)
     for state, w in zip(todo, want, strict=True):
         assert len(state.output_ids) == 24
         assert state.output_ids[: w.certain] == w.tokens[: w.certain]

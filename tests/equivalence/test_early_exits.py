@@ -64,16 +64,20 @@ class Family:
     model: Any
     path: Path
     exits: ExitSpec
-    known: dict[tuple[str, int], list[Generated]]
+    known: dict[tuple[str, int, int], list[Generated]]
 
-    def reference(self, mode: SkippedKV, depth: int = LAYERS) -> EarlyExitReference:
-        return EarlyExitReference(self.model, self.path, self.exits, mode, depth)
+    def reference(
+        self, mode: SkippedKV, depth: int = LAYERS, replay_newest: int = 0
+    ) -> EarlyExitReference:
+        return EarlyExitReference(self.model, self.path, self.exits, mode, depth, replay_newest)
 
-    def expected(self, mode: SkippedKV, depth: int = LAYERS) -> list[Generated]:
+    def expected(
+        self, mode: SkippedKV, depth: int = LAYERS, replay_newest: int = 0
+    ) -> list[Generated]:
         """The reference's answers to `states`; `alias` and `copy` have the same."""
-        key = ("copy" if mode == "alias" else mode, depth)
+        key = ("copy" if mode == "alias" else mode, depth, replay_newest)
         if key not in self.known:
-            reference = self.reference(mode, depth)
+            reference = self.reference(mode, depth, replay_newest)
             self.known[key] = [reference.generate(s) for s in states(self.exits)]
         return self.known[key]
 
@@ -221,10 +225,7 @@ def test_the_newest_skipped_positions_are_replayed(
     bench = Bench(family.path, mode=mode, compile=compile_mode, replay_newest=newest)
     got = states(family.exits)
     bench.run(got)
-    reference = EarlyExitReference(
-        family.model, family.path, family.exits, mode, LAYERS, replay_newest=newest
-    )
-    wanted = [reference.generate(s) for s in states(family.exits)]
+    wanted = family.expected(mode, replay_newest=newest)
     assert_equal(got, wanted)
     without = family.expected(mode)
     assert [w.tokens for w in wanted] != [w.tokens for w in without], "it makes a difference"
@@ -295,11 +296,11 @@ def test_max_depth(family: Family, max_depth: int) -> None:
     bench = Bench(family.path, compile="wait")
     limited = [replace(s.exits, max_depth=max_depth) for s in states(family.exits)]
     got, again = states(family.exits), states(family.exits)
+    reference, wanted = family.reference("project"), list(family.expected("project"))
     for i in range(0, len(got), 2):  # the others go as deep as they like
         got[i].exits = again[i].exits = limited[i]
+        wanted[i] = reference.generate(again[i])
     bench.run(got)
-    reference = family.reference("project")
-    wanted = [reference.generate(s) for s in again]
     assert_equal(got, wanted)
     exits = family.exits.layers
     deepest = max([k for k in exits if k <= max_depth], default=exits[0])

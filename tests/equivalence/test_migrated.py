@@ -69,9 +69,15 @@ def bundled(model: str, compiled: str = "wait") -> EngineSpec:
     return replace(spec, exits=checkpoint.exits)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("rebatches", [True, False], ids=["drex", "off"])
-@pytest.mark.parametrize("model", ["quadriga-s", "quadriga-l"])
+@pytest.mark.parametrize(
+    ("model", "rebatches", "sampling"),
+    [
+        ("quadriga-s", True, GREEDY),
+        ("quadriga-s", True, SEEDED),
+        ("quadriga-s", False, GREEDY),
+        ("quadriga-l", True, SEEDED),
+    ],
+)
 def test_at_every_step_of_a_short_request(
     model: str, rebatches: bool, sampling: dict[str, Any]
 ) -> None:
@@ -224,8 +230,10 @@ class Traffic:
         del self._under_way[sequence_id]
 
 
-@pytest.mark.parametrize("mode", ["linear", "project", "alias", "copy", "replay"])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("mode", "seed"),
+    [("linear", 0), *((mode, 1) for mode in ("linear", "project", "alias", "copy", "replay"))],
+)
 def test_at_random_in_long_requests(small: Path, mode: SkippedKV, seed: int) -> None:
     members = [Member(s, rebatches=True) for s in specs(small, mode, "wait", "wait", "wait")]
     sampling = SEEDED if seed else GREEDY

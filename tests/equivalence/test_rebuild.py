@@ -157,9 +157,8 @@ def copy_of(state: SequenceState, num_tokens: int) -> SequenceState:
     )
 
 
-@pytest.mark.parametrize("threshold", [0.9, 0.98])
+@pytest.mark.parametrize(("model", "threshold"), zip(MODELS, (0.9, 0.98), strict=True))
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("model", MODELS)
 def test_a_rebuilt_sequence_is_the_one_that_was_lost(
     model: str, mode: SkippedKV, threshold: float
 ) -> None:

@@ -15,7 +15,7 @@ from tests.ray.moves import free_memory, pause, set_pace
 SHALLOW, DEEP = 4, 8
 BOUNDED = ExitParams(0.99, "bounded", SHALLOW)
 """Never deeper than the layers that both have, so that a move changes no token."""
-WHOLE = (ExitParams(1.0, "lossless"), ExitParams(1.0, "off"))
+WHOLE = ExitParams(1.0, "lossless")
 NUM_OUTPUT = 300
 PACE = "steady-60ms"
 
@@ -125,12 +125,11 @@ def alone(ingress: Ingress, prompt: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("exits", WHOLE, ids=lambda exits: exits.policy)
-def test_who_needs_all_layers_waits_where_they_are(uneven: App, exits: ExitParams) -> None:
+def test_who_needs_all_layers_waits_where_they_are(uneven: App) -> None:
     """A paused sequence that runs every layer has nowhere to go, until its replica has room."""
     deep = decode_at(uneven, DEEP)
     ingress = uneven.ingress()
-    standing, streams = running_at(ingress, deep, exits)
+    standing, streams = running_at(ingress, deep, WHOLE)
     other, more = running_at(ingress, deep, BOUNDED)
     assert pause(deep, standing.state.sequence_id)
     assert pause(deep, other.state.sequence_id)

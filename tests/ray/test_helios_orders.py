@@ -44,11 +44,10 @@ def start(name: str, folder: Path, **config: Any) -> App:
     """One prefill and one decode replica, no scouts, and a table from which the choice is made."""
     path = folder / f"{name}.json"
     write_history(path, *KNOWN)
-    pool = {} if "pools" in config else {"decode_replicas": 1}
     app = App.start(
         name,
         **{
-            **pool,
+            "decode_replicas": 1,
             "decode.max_slots": 8,
             "decode.pace": "steady-15ms",
             "decode.rebatching": "drex",
@@ -201,45 +200,6 @@ async def test_a_switch_moves_what_runs_to_those_that_still_have_the_model(
         assert now["target"] is not None and now["target"].startswith(L)
         assert app.metric("quadriga_migrations_total") >= 1
         assert all(answer["usage"]["quadriga"]["rebuilds"] == 0 for answer in answers)
-        await asyncio.to_thread(app.until_idle, 10.0)
-    finally:
-        await asyncio.to_thread(app.stop)
-
-
-@pytest.mark.timeout(300)
-async def test_a_pool_behind_the_first_serves_its_model_by_name(
-    ray_cluster: None, tmp_path: Path
-) -> None:
-    """What is chosen has the first pool; who names the second one's model has all of its layers."""
-    app = await asyncio.to_thread(
-        start,
-        "two-pools",
-        tmp_path,
-        **{
-            "pools": [{"model": S, "decode_replicas": 1}, {"model": L, "decode_replicas": 1}],
-            "engine.max_model_len": 512,
-        },
-    )
-    try:
-        async with OwnIngress(app) as ingress:
-            chosen = await ingress.complete()
-            assert spans(chosen) == [(S, 4, 60)], "as the table has it"
-            named = await ingress.complete(model=L, exit_threshold=1.0)
-            assert spans(named) == [(L, 12, 60)]
-            now = await asyncio.to_thread(history, app)
-            assert set(now["places"]) == {"prefill:0", "decode:0"}, "the second pool is not its"
-            # The first pool goes over to the other model; the second is as it was.
-            now = await ingress.until(
-                app,
-                lambda n: is_served(n) and str(n["target"]).startswith(L),
-                exit_threshold=UNSURE,
-            )
-            again = await ingress.complete(model=L, exit_threshold=1.0)
-            assert spans(again) == [(L, 12, 60)]
-            body = {"model": S, "prompt": "Hello.\n", "max_tokens": 4}
-            gone = await ingress.http.post("/v1/completions", json=body)
-            assert gone.status_code == 503, gone.text
-            assert "quadriga-auto" in gone.json()["error"]["message"], gone.text
         await asyncio.to_thread(app.until_idle, 10.0)
     finally:
         await asyncio.to_thread(app.stop)

@@ -22,7 +22,7 @@ MAX_SHRUNK = 3
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the seeds."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("seeds", help="one seed, or FIRST-LAST, or the file of a plan")
+    parser.add_argument("seeds", nargs="+", help="one seed, or FIRST-LAST, or files of plans")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--history", action="store_true", help="print what happened")
     parser.add_argument("--log", type=Path, help="append every run to this file, and go on there")
@@ -38,16 +38,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     from tests.simulation.plans import Plan, plan
     from tests.simulation.planted import planted
 
-    if options.history or options.seeds.endswith(".json"):
-        path = Path(options.seeds)
-        chosen = Plan.from_json(path.read_text()) if path.suffix else plan(int(options.seeds))
-        with planted(options.planted):
-            result = run(chosen)
-        print("\n".join([*map(str, chosen.faults), *result.history]))
-        sys.exit(1 if result.failures else 0)
+    if options.history or options.seeds[0].endswith(".json"):
+        has_failed = False
+        for path in map(Path, options.seeds):
+            chosen = Plan.from_json(path.read_text()) if path.suffix else plan(int(path.name))
+            with planted(options.planted):
+                result = run(chosen)
+            print("\n".join([*map(str, chosen.faults), *result.history]))
+            has_failed |= bool(result.failures)
+        sys.exit(int(has_failed))
     from tqdm import tqdm
 
-    first, _, last = options.seeds.partition("-")
+    first, _, last = options.seeds[0].partition("-")
     seeds = range(int(first), int(last or first) + 1)
     log = Log(options.log) if options.log is not None else None
     known = {} if log is None else log.ran()

@@ -22,7 +22,8 @@ UNITS = {
     "avx2": ["-march=x86-64-v3"],
     "avx512bw": ["-march=x86-64-v4"],
     "avx512 without bw": ["-march=x86-64-v3", "-mavx512f"],
-    "native": ["-march=native", "-O3"],  # as the engine's: there compilers choose what to contract
+    # As the engine's: there compilers choose what to contract. It alone has forms that files have.
+    "native": ["-march=native", "-O3", "-DSTORED"],
 }
 FORMS = (Form.INT8, Form.BFLOAT16_PAIRS)
 STORED = (Form.FLOAT32, Form.BFLOAT16, Form.FLOAT16, Form.Q8_0, Form.Q4_0, Form.Q4_1)
@@ -70,17 +71,6 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
         _compile([*flags, "-shared", "-o", str(target), str(folder / "products.cpp")])
         found[unit] = ctypes.CDLL(str(target))
     return found
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The products with forms that files have, as compiled for this CPU."""
-    folder = tmp_path_factory.mktemp("stored")
-    (folder / "products.cpp").write_text(SOURCE)
-    target = folder / "stored.so"
-    flags = [*UNITS["native"], "-DSTORED", "-shared"]
-    _compile([*flags, "-o", str(target), str(folder / "products.cpp")])
-    return ctypes.CDLL(str(target))
 
 
 def _compile(arguments: list[str]) -> None:
@@ -165,9 +155,10 @@ def test_a_result_depends_on_its_own_row_alone(
 
 @pytest.mark.parametrize("form", STORED, ids=lambda f: f.name)
 def test_products_with_stored_weights_are_those_of_torch_and_depend_on_their_row_alone(
-    stored: ctypes.CDLL, form: Form
+    libraries: dict[str, ctypes.CDLL], form: Form
 ) -> None:
     torch.manual_seed(form)
+    stored = libraries["native"]
     matrix, _ = matrix_of(form, 37, 160)
     x = torch.randn(max(COUNTS), 160)
     wanted = matrix.linear(x)

@@ -240,11 +240,10 @@ def test_peak_memory_grows_with_depth(tmp_path: Path) -> None:
     save(LlamaForCausalLM(config).half(), tmp_path)
     layer_bytes = 4 * (4 * 256 * 256 + 3 * 256 * 2388)
     peaks = {}
-    for depth in (1, 6, 12):
+    for depth in (1, 12):
         command = [sys.executable, "-c", MEASURE, str(tmp_path), str(depth)]
         out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
         peaks[depth] = int(out.stdout)
-    assert peaks[1] < peaks[6] < peaks[12]
     per_layer = (peaks[12] - peaks[1]) / 11
     # The float32 copy, and at most the mapped file beside it.
     assert 0.8 * layer_bytes < per_layer < 1.8 * layer_bytes

@@ -156,6 +156,7 @@ def test_tokens_that_differ_without_a_tie_are_an_error(
         count_ties(runner, [query], wanted, {0: wanted[0][:3]})
 
 
+@pytest.mark.parametrize("model", ["gpt2"], indirect=True)
 def test_the_command(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tiny sets: a table, six figures, everything in a file, and the headline as the last line."""
     words = ["--queries", "8", "3", "--batch-mixed", "2", "--batch-brief", "2", "--scale", "0.004"]

@@ -68,7 +68,9 @@ def test_its_own_class_comes_first() -> None:
     assert order.destination == "c"
 
 
-@pytest.mark.parametrize("exits", [STRICT, ExitParams(1.0, "lossless"), ExitParams(1.0, "strict")])
+@pytest.mark.parametrize(
+    "exits", [STRICT, *(ExitParams(1.0, policy) for policy in ("lossless", "strict", "off"))]
+)
 def test_a_strict_sequence_is_never_sent_to_fewer_layers(exits: ExitParams) -> None:
     assert not orders_of(full("a", 8, bounds_of(exits, 8)), snapshot("b", [], depth=4))
     (order,) = orders_of(full("a", 4, bounds_of(exits, 4)), snapshot("b", [], depth=8))

@@ -52,7 +52,7 @@ def test_it_chooses_what_trying_everything_chooses(
 ) -> None:
     rng = np.random.default_rng([len(repr(settings)), int(load_only), int(costs is SLOW)])
     num_moves = num_paused = 0
-    for _ in range(150):
+    for _ in range(60):
         snapshots = make(rng)  # type: ignore[operator]
         busy = frozenset({"d1"}) if rng.random() < 0.1 else frozenset[str]()
         orders = Rescheduler(settings).tick(snapshots, costs, busy=busy, load_only=load_only)

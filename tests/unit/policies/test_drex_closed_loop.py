@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations, product
 
 import pytest
@@ -149,6 +150,7 @@ def run(
     )
 
 
+@cache
 def without_exits(running: int, segments: int, shape: str) -> Ran:
     device = Device(running, segments, SHAPES[shape])
     return run(device, lambda costs, _: NoExits(costs), running=running, threshold=1.0)

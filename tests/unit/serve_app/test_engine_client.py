@@ -21,6 +21,7 @@ from quadriga.errors import (
 )
 from quadriga.observability.metrics import parse_exposition
 from serve_app.auth.api_keys import ApiKeys
+from serve_app.request import request_manager
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
 
 
@@ -151,7 +152,10 @@ async def test_an_unknown_model_is_refused_at_once(stand: Stand) -> None:
     assert time.monotonic() - asked_s < 2.0
 
 
-async def test_a_failed_submission_is_tried_elsewhere(stand: Stand) -> None:
+async def test_a_failed_submission_is_tried_elsewhere(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_manager, "MAX_ADMISSION_PAUSE_S", 0.1)
     draining = [Unavailable("draining")] * 4  # named until it reports, many calls later
     stand.cluster.refuse_submission = [ReplicaDied("gone"), Overloaded("full"), *draining]
     assert (await stand.complete()).json()["choices"][0]["text"] == ANSWER

@@ -62,6 +62,7 @@ frontend http_frontend
 backend default_backend
     http-request return status 404 content-type text/plain lf-string "Path \\'%[path]\\' not found."
 backend gone
+    retries 0
     server s1 127.0.0.1:1
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,13 @@ from numpy.typing import NDArray
 
 from loadgen.load.lengths import WORKLOADS
 from loadgen.paper.ares.points import fitting_rate
-from loadgen.simulation.loads import make_simulation, standard_slo, summary_of, synthetic_load
+from loadgen.simulation.loads import (
+    SimLoad,
+    make_simulation,
+    standard_slo,
+    summary_of,
+    synthetic_load,
+)
 from quadriga.config.engine import PrefillConfig
 from quadriga.core.forecast import LengthPrediction
 from quadriga.policies.ares.overload import MAX_HOLD_SHARE
@@ -165,18 +172,21 @@ def test_looking_at_all_replicas_at_once_equals_asking_each(
 
 
 SMALL_DEVICE = replace(RTX_4090D, kv_capacity_tokens=60_000)
+SMALL_CLUSTER = SimConfig(SMALL_DEVICE, num_decode=3, num_prefill=1, memory=PAUSE)
+DURATION_S = 1500.0
 
 
-def run_at(
-    rate: float, policy: str, *, overload: bool = True, duration_s: float = 1500.0
-) -> tuple[SimulatedRun, float]:
+def load_at(rate: float) -> SimLoad:
+    return synthetic_load("sharegpt", rate=rate, duration_s=DURATION_S, seed=1)
+
+
+@cache
+def run_at(rate: float, policy: str, *, overload: bool = True) -> tuple[SimulatedRun, float]:
     """A run of ShareGPT-like lengths on 3 decode replicas that pause, and its share of good."""
-    config = SimConfig(SMALL_DEVICE, num_decode=3, num_prefill=1, memory=PAUSE)
-    requests = synthetic_load("sharegpt", rate=rate, duration_s=duration_s, seed=1)
-    settings = AresSettings(overload=overload)
-    run = make_simulation(policy, requests, config, settings=settings).run()
-    summary = summary_of(run, requests, standard_slo(config), from_s=200.0, to_s=duration_s)
-    return run, summary.good_share
+    requests, settings = load_at(rate), AresSettings(overload=overload)
+    run = make_simulation(policy, requests, SMALL_CLUSTER, settings=settings).run()
+    slo = standard_slo(SMALL_CLUSTER)
+    return run, summary_of(run, requests, slo, from_s=200.0, to_s=DURATION_S).good_share
 
 
 def test_under_overload_most_requests_are_good_that_were_not_and_nobody_is_forgotten() -> None:
@@ -222,10 +232,8 @@ def test_no_request_waits_longer_than_a_bound_and_none_is_refused_once_it_has_be
     rate: float,
 ) -> None:
     """A wait ends after four times the predicted run, and as long again as the longest answer."""
-    config = SimConfig(SMALL_DEVICE, num_decode=3, num_prefill=1, memory=PAUSE)
-    requests = synthetic_load("sharegpt", rate=rate, duration_s=1500.0, seed=1)
-    predictor = NoisyPredictor(requests.output_tokens, seed=config.seed)
-    run = make_simulation("ares", requests, config).run()
+    requests, (run, _) = load_at(rate), run_at(rate, "ares")
+    predictor = NoisyPredictor(requests.output_tokens, seed=SMALL_CLUSTER.seed)
     one = np.ones(len(requests))
     said = predictor.predict(np.arange(len(requests)), one, requests.output_tokens - 1.0).mean
     step_s = SMALL_DEVICE.step.step_s(1, SMALL_DEVICE.kv_capacity_tokens)
