@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from quadriga.core.relative_time import CompactPickleMixin
+
 
 @dataclass(slots=True)
-class StepTotals:
+class StepTotals(CompactPickleMixin):
     """Sums over all steps that are over; a step with exits is one range of layers.
 
     Attributes:
@@ -71,7 +73,7 @@ class StepMeter:
 
 
 @dataclass(slots=True)
-class PrefixTotals:
+class PrefixTotals(CompactPickleMixin):
     """What came of looking prompts up, since the start.
 
     Attributes:

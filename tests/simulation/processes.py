@@ -111,15 +111,8 @@ class ProcessLoop(VirtualLoop):
         self.is_over = False
         super().__init__()
 
-    def _handle(
-        self, callback: Any, args: Any, context: Context | None, at_s: float
-    ) -> VirtualHandle:
-        if context is None:
-            context = copy_context()
-        return VirtualHandle(callback, args, context, at_s, context.get(CURRENT))
-
     def _may_run(self, handle: VirtualHandle) -> bool:
-        process = handle.process
+        process = handle.context.get(CURRENT)
         return process is None or self.is_over or process.takes(handle)
 
     def run_again(self, handles: Iterable[VirtualHandle]) -> None:

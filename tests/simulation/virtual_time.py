@@ -21,19 +21,13 @@ MAX_S = 3600.0
 
 
 class VirtualHandle:
-    """Something that is due, as `asyncio.Handle`.
+    """Something that is due, as `asyncio.Handle`."""
 
-    Attributes:
-        process: Whose it is, where the loop knows processes.
-    """
+    __slots__ = ("_cancelled", "args", "at_s", "callback", "context")
 
-    __slots__ = ("_cancelled", "args", "at_s", "callback", "context", "process")
-
-    def __init__(
-        self, callback: Any, args: Any, context: Context, at_s: float, process: Any = None
-    ) -> None:
-        self.callback, self.args, self.context = callback, args, context
-        self.at_s, self.process = at_s, process
+    def __init__(self, callback: Any, args: Any, context: Context | None, at_s: float) -> None:
+        self.callback, self.args, self.at_s = callback, args, at_s
+        self.context = copy_context() if context is None else context
         self._cancelled = False
 
     def cancel(self) -> None:
@@ -73,7 +67,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Context | None = None
     ) -> VirtualHandle:
-        handle = self._handle(callback, args, context, self.now_s)
+        handle = VirtualHandle(callback, args, context, self.now_s)
         self._due.append(handle)
         return handle
 
@@ -82,7 +76,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> VirtualHandle:
-        handle = self._handle(callback, args, context, when)
+        handle = VirtualHandle(callback, args, context, when)
         self._number += 1
         heappush(self._later, (when, self._number, handle))
         return handle
@@ -91,11 +85,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, delay: float, callback: Any, *args: Any, context: Context | None = None
     ) -> VirtualHandle:
         return self.call_at(self.now_s + delay, callback, *args, context=context)
-
-    def _handle(
-        self, callback: Any, args: Any, context: Context | None, at_s: float
-    ) -> VirtualHandle:
-        return VirtualHandle(callback, args, copy_context() if context is None else context, at_s)
 
     def _may_run(self, handle: VirtualHandle) -> bool:
         return True

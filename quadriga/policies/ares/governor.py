@@ -26,7 +26,7 @@ from quadriga.policies.ares.cluster import (
     comparable,
     unpack,
 )
-from quadriga.policies.ares.depth_pools import DepthPools, is_due, plan_pools
+from quadriga.policies.ares.depth_pools import DepthPools, is_due, may_split, plan_pools
 from quadriga.policies.ares.forecast import with_fixed
 from quadriga.policies.ares.orders import MoveTracker
 from quadriga.policies.ares.overload import OverloadPlan, is_overloaded, plan_overload
@@ -226,7 +226,7 @@ class Governor:
         """What overload of a model calls for; None without one, or where nothing is predicted."""
         config = self.config
         is_used = config.ares.mode == "ares" and config.placement == "ares" and config.ares.overload
-        if not is_used or self.is_distrusted(model):
+        if not is_used or self.is_distrusted(model) or (last is None and not num_held):
             return None
 
         def rows_of(cluster: ClusterForecast) -> NDArray[np.int64]:
@@ -251,6 +251,8 @@ class Governor:
         able = comparable([s for s in members if not s.draining])
         if last is not None and not is_due(last, [s.info.name for s in able], now_unix_s):
             return last
+        if not may_split(able):
+            return None
         cluster = unpack(able)
         return None if cluster is None else plan_pools(cluster, self.settings, last, now_unix_s)
 
