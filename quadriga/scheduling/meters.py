@@ -24,6 +24,10 @@ class StepTotals(CompactPickleMixin):
     sequences: int = 0
     tokens: int = 0
 
+    def copy(self) -> StepTotals:
+        """A snapshot for other threads."""
+        return StepTotals(self.steps, self.busy_s, self.sequences, self.tokens)
+
 
 class StepMeter:
     """Times an engine's steps from the beginning of one to the beginning of the next.

@@ -162,7 +162,7 @@ class Cluster:
         VirtualEngineThread.pace_s = plan.pace_s
         for place in range(plan.num_ingresses):
             self._begin_serving(place)
-        while list(self.oracles.rest()):
+        while next(self.oracles.rest(), None) is not None:
             if self.loop.time() > STARTS_WITHIN_S:
                 self.fail("the cluster did not come up")
                 return
@@ -397,7 +397,7 @@ def _where(error: BaseException) -> str:
 
 def _take_down(loop: ProcessLoop) -> None:
     """End all tasks; those of dead processes too."""
-    loop.is_over = True
+    loop.end()
     left = asyncio.all_tasks(loop)
     for task in left:
         task._log_destroy_pending = False  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import pickle
 import queue
@@ -33,7 +34,8 @@ from actors.metrics import metrics_page, push
 from actors.replica import decode, prefill, replica
 from actors.rpc import lifecycle, ray_rpc, signals
 from actors.scheduler import scheduler as scheduler_module
-from quadriga.control import desired
+from quadriga.config import resolve
+from quadriga.control import desired, helios_setup
 from quadriga.core.kv import KVPart
 from quadriga.core.request import SampledToken
 from quadriga.errors import InvariantViolation, KVTransportError, QuadrigaError, ReplicaError
@@ -338,6 +340,8 @@ def in_virtual_time(
         put(module, "actor_class", ray.remote)
     for module in (replica, desired, replica_manager):
         put(module, "fingerprint", _fingerprint)
+    for module, name in FILES_OF:
+        put(module, name, _READ[name])
     put(ray_rpc, "_handles", PerProcess("handles"))
     put(ray_rpc, "_used_s", PerProcess("used_s"))
     put(ray_rpc, "_look_ups", PerProcess("look_ups"))
@@ -374,6 +378,15 @@ def in_virtual_time(
     put(kv_feed, "MIN_PART_BYTES", 4096)
 
 
+FILES_OF = (
+    (resolve, "read_checkpoint"),
+    (helios_setup, "read_checkpoint"),
+    (helios_setup, "read_catalogue"),
+    (helios_setup, "inspect"),
+    (helios_setup, "tokenizer_fingerprint"),
+)
+"""What reads the files of models, which are the same in all runs."""
+_READ = {name: functools.cache(getattr(module, name)) for module, name in FILES_OF}
 _FINGERPRINTS: dict[bytes, str] = {}
 _PRODUCTS_FINGERPRINT = replica.fingerprint
 

@@ -94,15 +94,10 @@ def test_a_report_is_as_old_on_every_clock(monkeypatch: pytest.MonkeyPatch, skew
 @pytest.mark.parametrize(
     "sent",
     [
-        INFO,
         STATE.sampling,
         ReplicaStatus(INFO, True, False, None, ReplicaLoad(2, exits=ExitCounters({8: 3})), "f"),
-        routing.PlaceRequest("s", INFO.depth_class, 3, 9, ("d",), source="p"),
-        routing.Admission("p", INFO.depth_class),
         kv.TransferOffer("t", "s", INFO.depth_class, "p", 1, 3, 9, "gloo", 10.0),
-        kv.KVPart("t", 0, 0, 8, 0, 2, (8, 2, 1, 2, 1), "float32", 7),
     ],
-    ids=lambda sent: type(sent).__name__,
 )
 def test_a_record_arrives_as_it_was_and_its_fields_are_not_named(sent: object) -> None:
     said = pickle.dumps(sent, 5)

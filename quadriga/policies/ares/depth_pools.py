@@ -37,7 +37,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quadriga.core.replica import ReplicaSnapshot
 from quadriga.policies.ares.cluster import ClusterForecast, RoleAssignment
 from quadriga.policies.ares.forecast import REMAINING, SHARE, TOKENS
 from quadriga.policies.ares.settings import AresSettings, num_memory_points
@@ -173,18 +172,6 @@ def is_due(last: DepthPools | None, names: Sequence[str], now_unix_s: float) -> 
     if last is None or last.members != frozenset(names):
         return True
     return now_unix_s - last.at_unix_s >= PLAN_EVERY_S
-
-
-def may_split(members: Sequence[ReplicaSnapshot]) -> bool:
-    """Whether `plan_pools` could say anything of a class; costs nothing like asking it.
-
-    Args:
-        members: With forecasts.
-    """
-    forecasts = [s.forecast for s in members if s.forecast is not None]
-    num_rows = sum(len(f.sequence_ids) for f in forecasts)
-    exits_are_used = any(f.front_share < 1.0 for f in forecasts)
-    return exits_are_used and len(members) > 1 and num_rows >= MIN_ROWS * len(members)
 
 
 def plan_pools(

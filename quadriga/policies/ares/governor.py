@@ -26,7 +26,7 @@ from quadriga.policies.ares.cluster import (
     comparable,
     unpack,
 )
-from quadriga.policies.ares.depth_pools import DepthPools, is_due, may_split, plan_pools
+from quadriga.policies.ares.depth_pools import DepthPools, is_due, plan_pools
 from quadriga.policies.ares.forecast import with_fixed
 from quadriga.policies.ares.orders import MoveTracker
 from quadriga.policies.ares.overload import OverloadPlan, is_overloaded, plan_overload
@@ -251,8 +251,8 @@ class Governor:
         able = comparable([s for s in members if not s.draining])
         if last is not None and not is_due(last, [s.info.name for s in able], now_unix_s):
             return last
-        if not may_split(able):
-            return None
+        if all(s.forecast is None or s.forecast.front_share == 1.0 for s in able):
+            return None  # no exit is in use
         cluster = unpack(able)
         return None if cluster is None else plan_pools(cluster, self.settings, last, now_unix_s)
 
