@@ -19,7 +19,7 @@ class CompactPickleMixin:
     __match_args__: tuple[str, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        kind = type(self)
+        kind: Any = type(self)
         return kind, _values_of(kind)(self)
 
 
@@ -34,7 +34,8 @@ class RelativeTimeMixin(CompactPickleMixin):
     """Fields that are Unix times by the clock of the machine that the object is on; 0 is none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        kind, said, now_unix_s = type(self), list(_values_of(type(self))(self)), time.time()
+        kind: Any = type(self)
+        said, now_unix_s = list(_values_of(kind)(self)), time.time()
         places = [at for at in _places_of(kind) if said[at]]
         for at in places:
             said[at] -= now_unix_s
