@@ -105,8 +105,7 @@ class FakeRunner:
         for chunk in chunks:
             assert len(self.kv[chunk.row]) == chunk.start, "chunks must follow one another"
             self.kv[chunk.row].extend(chunk.token_ids)
-            token = next_token(self.kv[chunk.row])
-            out.append(SampledToken(token, self.num_layers) if chunk.is_last else None)
+            out.append(self.sample(chunk.row, self.kv[chunk.row]) if chunk.is_last else None)
         if on_layers is not None:
             for layer in range(self.num_layers):
                 on_layers(layer, 1)
@@ -119,8 +118,12 @@ class FakeRunner:
             self.kv[row].append(state.output_ids[-1])
             known = state.prompt_ids + state.output_ids
             assert self.kv[row] == known, f"row {row} does not hold its sequence's tokens"
-            out.append(SampledToken(next_token(known), self.num_layers))
+            out.append(self.sample(row, known))
         return out
+
+    def sample(self, row: int, known: Sequence[int]) -> SampledToken:
+        """The token that follows those that a row holds."""
+        return SampledToken(next_token(known), self.num_layers)
 
     def keep(self, row: int, start: int, over: object | None = None) -> FakeBlock:
         """See `SharingRunner.keep`."""

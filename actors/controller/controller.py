@@ -26,7 +26,7 @@ from quadriga.config.ingress import LoggingConfig
 from quadriga.config.resolve import ReplicaSpec
 from quadriga.control.control_metrics import ControllerMetrics
 from quadriga.control.desired import Desired, resolve_on
-from quadriga.control.replica_names import fingerprint, new_replica_name, parse_replica_name
+from quadriga.control.replica_names import new_replica_name, parse_replica_name
 from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord, place_name
 from quadriga.control.rollout import is_relieved, places_of_fewer, turn_over
 from quadriga.core.routing import AutoReport
@@ -373,7 +373,7 @@ class Controller:
         places = self._places(desired)
         if self._helios is None:
             await self._keep_the_busiest(desired, places)
-        wanted = {key: fingerprint(spec, desired.config) for key, spec in places.items()}
+        wanted = {key: desired.fingerprint(spec) for key, spec in places.items()}
         helios = self._helios
         for key, spec in places.items():
             if self._is_ending:
@@ -422,7 +422,7 @@ class Controller:
             work = {s.info.name: remaining_work(s) for s in loads}
         except QuadrigaError as exc:
             logger.info("replicas leave by their number, not by their work: %s", exc)
-        wanted = {key: fingerprint(spec, desired.config) for key, spec in places.items()}
+        wanted = {key: desired.fingerprint(spec) for key, spec in places.items()}
         changed = places_of_fewer(replicas, wanted, work)
         for replica in replicas:
             if replica.name in changed:

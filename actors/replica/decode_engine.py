@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quadriga.checkpoint.exits import ExitCounters, ExitUse
@@ -247,7 +246,7 @@ class DecodeEngine:
             reserved_tokens=loop.slots.reserved_tokens,
             tokens_per_s=loop.tokens_per_s,
             step_time_s=loop.step_time_s,
-            steps=replace(loop.meter.totals),
+            steps=loop.meter.totals.copy(),
             exits=self._exit_counters(),
             num_at_exits=tuple(loop.num_waiting_at_exits),
             exit_uses=self._exit_uses,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actors.replica.replica import Replica
@@ -136,7 +135,7 @@ class PrefillEngine:
                 reserved_tokens=loop.slots.reserved_tokens,
                 tokens_per_s=loop.tokens_per_s,
                 step_time_s=loop.step_time_s,
-                steps=replace(loop.meter.totals),
+                steps=loop.meter.totals.copy(),
                 num_unplaced=loop.num_unplaced,
                 strict_depth=loop.needs_depth,
                 prefixes=None if loop.prefixes is None else loop.prefixes.count(),

@@ -54,6 +54,7 @@ class Scheduler(BatchedCalls):
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._clock = SystemClock()
+        self._plain = config
         self._config = QuadrigaConfig.model_validate(config)
         configure_logging(
             self._config.logging.format,
@@ -307,10 +308,9 @@ class Scheduler(BatchedCalls):
         Args:
             ingress_age_s: Seconds since any ingress was heard of.
         """
-        new = QuadrigaConfig.model_validate(config)
-        before, self._config = self._config.scheduler, new
-        self._rescheduling.configure(new)
-        if new.scheduler != before:
+        if config != self._plain:
+            self._plain, self._config = config, QuadrigaConfig.model_validate(config)
+            self._rescheduling.configure(self._config)
             self._placement = self._make_placement()
         self._models = frozenset(models)
         self._heard_s = max(self._heard_s, self._clock.now_s() - ingress_age_s)

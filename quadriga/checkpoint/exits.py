@@ -7,6 +7,7 @@ is left by every token, whatever its confidence.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -346,7 +347,11 @@ class ExitCounters:
 
     def copy(self) -> ExitCounters:
         """A snapshot for other threads."""
-        return replace(self, tokens=dict(self.tokens))
+        return ExitCounters(dict(self.tokens), *_COUNTS_OF(self))
+
+
+_COUNTS_OF = attrgetter(*ExitCounters.__match_args__[1:])
+"""All but the first field: it is copied after every step."""
 
 
 def read_exits(path: Path, num_layers: int) -> ExitSpec:

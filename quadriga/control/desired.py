@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quadriga.config.engine_spec import DTYPE_BYTES
@@ -11,6 +11,7 @@ from quadriga.config.kv_memory import describe_length
 from quadriga.config.loader import load_config
 from quadriga.config.pacing import find_profile
 from quadriga.config.resolve import Deployment, Hardware, ReplicaSpec, resolve
+from quadriga.control.replica_names import fingerprint
 from quadriga.control.replica_record import PlaceKey
 from quadriga.core.replica import ReplicaInfo, Role
 
@@ -27,6 +28,16 @@ class Desired:
     deployment: Deployment
     places: Mapping[PlaceKey, ReplicaSpec]
     hardware: Hardware
+    _fingerprints: dict[int, tuple[ReplicaSpec, str]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def fingerprint(self, spec: ReplicaSpec) -> str:
+        """See `replica_names.fingerprint`; made once for each specification, as turns are many."""
+        found = self._fingerprints.get(id(spec))
+        if found is None:
+            found = self._fingerprints[id(spec)] = (spec, fingerprint(spec, self.config))
+        return found[1]
 
     def why_so_long(self, info: ReplicaInfo) -> str | None:
         """How long a sequence may be at a replica, and why; None for a model not named here."""

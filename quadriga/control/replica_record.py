@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from quadriga.checkpoint.exits import ExitCounters, ExitUse
+from quadriga.core.relative_time import CompactPickleMixin
 from quadriga.core.replica import DepthClass, RelayMemory, ReplicaInfo, Role
 from quadriga.errors import QuadrigaError
 from quadriga.scheduling.meters import PrefixTotals, StepTotals
@@ -24,7 +25,7 @@ class ParkedSequence:
 
 
 @dataclass(slots=True)
-class ReplicaLoad:
+class ReplicaLoad(CompactPickleMixin):
     """A replica's load as its engine thread last published it; see `ReplicaSnapshot`.
 
     Attributes:
@@ -68,7 +69,7 @@ class ReplicaLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaStatus:
+class ReplicaStatus(CompactPickleMixin):
     """A replica's answer to the controller's heartbeat.
 
     Attributes:

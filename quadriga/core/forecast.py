@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quadriga.core.relative_time import CompactPickleMixin
+
 
 @dataclass(frozen=True, slots=True)
-class LengthPrediction:
+class LengthPrediction(CompactPickleMixin):
     """How many more tokens a sequence is expected to generate.
 
     Attributes:
@@ -20,7 +22,7 @@ class LengthPrediction:
 
 
 @dataclass(frozen=True, slots=True)
-class LengthOutcome:
+class LengthOutcome(CompactPickleMixin):
     """What came of a prediction: its sequence ended by itself.
 
     Attributes:
@@ -32,7 +34,7 @@ class LengthOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadForecast:
+class LoadForecast(CompactPickleMixin):
     """What a decode replica expects of its sequences, packed; part of its snapshot.
 
     Little-endian float32 throughout. The columns of `rows` and the points are those of

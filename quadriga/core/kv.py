@@ -8,11 +8,12 @@ from typing import Any
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.grammar import Grammar
 from quadriga.core.output import EngineOutput
+from quadriga.core.relative_time import CompactPickleMixin
 from quadriga.core.replica import DepthClass, ReplicaInfo
 
 
 @dataclass(frozen=True, slots=True)
-class TransferOffer:
+class TransferOffer(CompactPickleMixin):
     """The source asks the destination to take a sequence: step one of the hand-off.
 
     Attributes:
@@ -53,7 +54,7 @@ class TransferOffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(CompactPickleMixin):
     """The destination's answer to an offer.
 
     Attributes:
@@ -65,7 +66,7 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class KVExtent:
+class KVExtent(CompactPickleMixin):
     """What a row holds of the layers [first_layer, stop_layer): positions [0, num_tokens)."""
 
     first_layer: int
@@ -78,7 +79,7 @@ class KVExtent:
 
 
 @dataclass(frozen=True, slots=True)
-class KVPart:
+class KVPart(CompactPickleMixin):
     """Header of one piece of KV cache: layers [first_layer, first_layer + num_layers) at
     positions [start, start + num_tokens) of one sequence.
 
@@ -100,7 +101,7 @@ class KVPart:
 
 
 @dataclass(frozen=True, slots=True)
-class ResumePoint:
+class ResumePoint(CompactPickleMixin):
     """Where a running sequence stood when it was moved; goes with the commit.
 
     Attributes:

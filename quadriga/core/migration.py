@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from quadriga.core.relative_time import CompactPickleMixin
 from quadriga.core.replica import DepthClass
 
 
@@ -20,7 +21,7 @@ class MigrationCause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class MigrationOrder:
+class MigrationOrder(CompactPickleMixin):
     """The scheduler asks a source replica to hand a running sequence over, live.
 
     Attributes:
@@ -43,7 +44,7 @@ MigrationOutcome = Literal["moved", "finished", "refused", "failed", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
-class MigrationReport:
+class MigrationReport(CompactPickleMixin):
     """How a live migration ended.
 
     Attributes:

@@ -1,30 +1,55 @@
-"""Instants that travel between machines as distances from now."""
+"""How records travel between processes: as their values, instants as distances from now."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar
 
 
-class RelativeTimeMixin:
+class CompactPickleMixin:
+    """A dataclass that is pickled as its values, in half the time of one by its fields' names.
+
+    For one with at least two fields, all of which its constructor takes by position.
+    """
+
+    __slots__ = ()
+    __match_args__: tuple[str, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind: Any = type(self)
+        return kind, _values_of(kind)(self)
+
+
+class RelativeTimeMixin(CompactPickleMixin):
     """Names instants, which travel as distances from now: machines' clocks need not agree.
 
     What the way takes is not counted.
     """
 
     __slots__ = ()
-    __match_args__: tuple[str, ...]
     INSTANTS: ClassVar[tuple[str, ...]]
     """Fields that are Unix times by the clock of the machine that the object is on; 0 is none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = self.__match_args__
-        said, now_unix_s = [getattr(self, name) for name in names], time.time()
-        places = [at for name in self.INSTANTS if said[at := names.index(name)]]
+        kind: Any = type(self)
+        said, now_unix_s = list(_values_of(kind)(self)), time.time()
+        places = [at for at in _places_of(kind) if said[at]]
         for at in places:
             said[at] -= now_unix_s
-        return _arrived, (type(self), places, said)
+        return _arrived, (kind, places, said)
+
+
+@cache
+def _values_of(kind: type[CompactPickleMixin]) -> Callable[[Any], tuple[Any, ...]]:
+    return attrgetter(*kind.__match_args__)
+
+
+@cache
+def _places_of(kind: type[RelativeTimeMixin]) -> tuple[int, ...]:
+    return tuple(kind.__match_args__.index(name) for name in kind.INSTANTS)
 
 
 def _arrived(

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 from quadriga.core.forecast import LoadForecast
-from quadriga.core.relative_time import RelativeTimeMixin
+from quadriga.core.relative_time import CompactPickleMixin, RelativeTimeMixin
 
 Reservation = Literal["longest", "used"]
 """How a decode replica promises memory: for the longest that a sequence can become, so that nobody
@@ -31,7 +31,7 @@ PARTS = (Role.PREFILL, Role.DECODE)
 
 
 @dataclass(frozen=True, slots=True)
-class DepthClass:
+class DepthClass(CompactPickleMixin):
     """Replicas that hold the same layers of the same model; sequences move freely inside one.
 
     Attributes:
@@ -47,7 +47,7 @@ class DepthClass:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaInfo:
+class ReplicaInfo(CompactPickleMixin):
     """Who a replica is; fixed for the life of its process, but for its depth and what follows.
 
     Attributes:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.grammar import Grammar
-from quadriga.core.relative_time import RelativeTimeMixin
+from quadriga.core.relative_time import CompactPickleMixin, RelativeTimeMixin
 from quadriga.errors import InvalidRequest
 
 AUTO_MODEL = "quadriga-auto"
@@ -46,7 +46,7 @@ def token_digest(token_ids: Sequence[int], before: int = 0) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(CompactPickleMixin):
     """How the next token is chosen; already validated, every default filled in.
 
     Attributes:
@@ -288,7 +288,7 @@ def remaining_of(state: SequenceState) -> LengthPrediction | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ResumableSequence:
+class ResumableSequence(CompactPickleMixin):
     """A running sequence as one finds it whose client came back through another ingress.
 
     Attributes:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quadriga.core.forecast import LengthPrediction
-from quadriga.core.relative_time import RelativeTimeMixin
+from quadriga.core.relative_time import CompactPickleMixin, RelativeTimeMixin
 from quadriga.core.replica import DepthClass, ReplicaSnapshot
 
 
 @dataclass(frozen=True, slots=True)
-class ReportOptions:
+class ReportOptions(CompactPickleMixin):
     """What the scheduler asks of a replica, in answer to its report.
 
     Attributes:
@@ -54,7 +54,7 @@ class AdmitRequest(RelativeTimeMixin):
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(CompactPickleMixin):
     """Where an admitted sequence goes first.
 
     Attributes:
@@ -101,7 +101,7 @@ class AutoReport:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceRequest:
+class PlaceRequest(CompactPickleMixin):
     """A prefill replica asks where a sequence shall decode.
 
     Attributes:

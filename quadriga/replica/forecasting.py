@@ -131,6 +131,7 @@ class Forecasting:
 
     def resized(self, spec: EngineSpec) -> None:
         """The engine has another depth now."""
+        self._is_known_idle = False
         self._bytes_per_token = float(
             spec.checkpoint.kv_bytes_per_token(spec.depth, DTYPE_BYTES[spec.dtype])
         )
@@ -146,12 +147,16 @@ class Forecasting:
     def look(self, loop: DecodeLoop) -> None:
         """Note which sequences are held, now and then."""
         if not self.is_wanted:
+            self._is_known_idle = False
             return
         now_s = self._clock.now_s()
         num_held = loop.slots.num_held
-        pause_s = LOOK_EVERY_S if num_held == self._num_held else MIN_LOOK_EVERY_S
-        # That the last sequence has gone is noted at once: an idle replica may not look again soon.
-        if num_held and now_s - self._looked_s < pause_s:
+        if num_held:
+            pause_s = LOOK_EVERY_S if num_held == self._num_held else MIN_LOOK_EVERY_S
+            if now_s - self._looked_s < pause_s:
+                return
+        elif self._is_known_idle:  # that the last sequence has gone was noted at once
+            self._looked_s = now_s
             return
         self._looked_s, self._num_held = now_s, num_held
         states = loop.running
@@ -168,6 +173,7 @@ class Forecasting:
             depths=self._depths,
             deterministic=self._deterministic,
         )
+        self._is_known_idle = not (num_held or held.sequence_ids)
         shares = held.share[: loop.num_running]
         context = sum([n * share for n, share in zip(held.tokens, shares, strict=False)])
         self._times.observe(loop.pass_time_s, sum(shares), context)

@@ -535,7 +535,7 @@ class DecodeLoop:
     @property
     def paused_tokens(self) -> int:
         """Tokens whose KV is in host memory."""
-        return sum(s.num_tokens for s in self.batch.having(PAUSED))
+        return sum(s.num_tokens for s in self.batch.having(PAUSED)) if self.num_paused else 0
 
     @property
     def num_running(self) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from quadriga.core.relative_time import CompactPickleMixin
+
 
 @dataclass(slots=True)
-class StepTotals:
+class StepTotals(CompactPickleMixin):
     """Sums over all steps that are over; a step with exits is one range of layers.
 
     Attributes:
@@ -21,6 +23,10 @@ class StepTotals:
     busy_s: float = 0.0
     sequences: int = 0
     tokens: int = 0
+
+    def copy(self) -> StepTotals:
+        """A snapshot for other threads."""
+        return StepTotals(self.steps, self.busy_s, self.sequences, self.tokens)
 
 
 class StepMeter:
@@ -71,7 +77,7 @@ class StepMeter:
 
 
 @dataclass(slots=True)
-class PrefixTotals:
+class PrefixTotals(CompactPickleMixin):
     """What came of looking prompts up, since the start.
 
     Attributes:

@@ -167,7 +167,8 @@ class Preemption:
     def least_priority(self) -> int | None:
         """Who is more important than this could have a place now; None where nobody could."""
         batch, slots = self._batch, self._batch.slots
-        paused, now_s = batch.having(PAUSED), batch.clock.now_s()
+        now_s = batch.clock.now_s()
+        paused = batch.having(PAUSED) if batch.num_paused else []
         if slots.reservation != "used" or any(is_overdue(s, now_s) for s in paused):
             return None
         before = [s.state.priority for s in paused]  # they come before newcomers of their rank

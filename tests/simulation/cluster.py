@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import hashlib
 import logging
 import random
@@ -19,10 +20,11 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
+
+import pytest
 
 from actors.controller.controller import Controller
 from actors.rpc.lifecycle import controller_name, create_or_get, scheduler_name
@@ -33,6 +35,7 @@ from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.core.replica import Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.errors import DeadlineExceeded, Overloaded, QuadrigaError, ReplicaError, Unavailable
+from quadriga.replica.gc_tuning import settle
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
 from serve_app.openai.models import ModelDirectory
@@ -118,6 +121,7 @@ class Cluster:
     """One run.
 
     Attributes:
+        wanted, config: What is to be served; plain.
         connections: Of clients: where the answer comes in, and the task that sends it.
     """
 
@@ -135,9 +139,9 @@ class Cluster:
         self._newest: dict[int, str] = {}
         self._serving: dict[int, str] = {}
         self._num_ingresses = 0
-        config = load_config(plan.settings)
-        self.config = config.model_dump(mode="json", exclude={"auth"})
-        self._model = AUTO_MODEL if config.helios.enabled else MODEL
+        self.wanted = load_config(plan.settings)
+        self.config = self.wanted.model_dump(mode="json", exclude={"auth"})
+        self._model = AUTO_MODEL if self.wanted.helios.enabled else MODEL
         self._began_s = 0.0
 
     def note(self, what: str) -> None:
@@ -158,7 +162,7 @@ class Cluster:
         VirtualEngineThread.pace_s = plan.pace_s
         for place in range(plan.num_ingresses):
             self._begin_serving(place)
-        while list(self.oracles.rest()):
+        while next(self.oracles.rest(), None) is not None:
             if self.loop.time() > STARTS_WITHIN_S:
                 self.fail("the cluster did not come up")
                 return
@@ -304,9 +308,10 @@ class Cluster:
 
     # What must hold
 
-    def configure(self, config: dict[str, Any]) -> None:
+    def configure(self, config: QuadrigaConfig) -> None:
         """Serve a changed configuration, as `serve deploy` would."""
-        self.config = config
+        self.wanted = config
+        self.config = config.model_dump(mode="json", exclude={"auth"})
         for place in self._newest:
             background(self._upgrade(place))
 
@@ -341,29 +346,31 @@ def run(plan: Plan, is_wanted: Callable[[str], bool] | None = None) -> Result:
         is_wanted: Of a failure: it ends the run.
     """
     _warm_up()
-    return _run(plan, is_wanted)
+    result = _run(plan, is_wanted)
+    gc.collect()
+    return result
 
 
 @functools.cache
 def _warm_up() -> None:
     """Fill the product's caches: a process's first run would draw other numbers than the next."""
     _run(make_plan(0, num_requests=2, num_faults=0), None)
+    settle()
 
 
 def _run(plan: Plan, is_wanted: Callable[[str], bool] | None) -> Result:
     logging.disable(logging.CRITICAL)
+    gc.disable()  # a run is small: all of it goes at its end
     random.seed(plan.seed)
     loop = ProcessLoop()
     cluster = Cluster(plan, loop, is_wanted)
     try:
         asyncio.set_event_loop(loop)
-        with (
-            in_virtual_time(loop, cluster.ray, cluster.rng, pushes=plan.counts),
-            warnings.catch_warnings(),
-            ExitStack() as hooks,
-        ):
+        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patched:
+            put = patched.setattr
+            in_virtual_time(put, loop, cluster.ray, cluster.rng, pushes=plan.counts)
             for hook in cluster.oracles.hooks():
-                hooks.enter_context(patch.object(*hook))
+                put(*hook)
             # Of calls that reach a process as it dies.
             warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
             try:
@@ -379,6 +386,7 @@ def _run(plan: Plan, is_wanted: Callable[[str], bool] | None) -> Result:
         asyncio.set_event_loop(None)
         loop.close()
         logging.disable(logging.NOTSET)
+        gc.enable()
     return cluster.result
 
 
@@ -389,7 +397,7 @@ def _where(error: BaseException) -> str:
 
 def _take_down(loop: ProcessLoop) -> None:
     """End all tasks; those of dead processes too."""
-    loop.is_over = True
+    loop.end()
     left = asyncio.all_tasks(loop)
     for task in left:
         task._log_destroy_pending = False  # type: ignore[attr-defined]

@@ -191,4 +191,4 @@ class Faults:
             config["transport"] = {"lease_s": rng.choice([10.0, 20.0])}
             what = f"leases of {config['transport']['lease_s']} s: every replica anew"
         self._note(f"the configuration asks for {what}")
-        self._cluster.configure(load_config(config).model_dump(mode="json", exclude={"auth"}))
+        self._cluster.configure(load_config(config))

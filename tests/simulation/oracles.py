@@ -16,7 +16,6 @@ from actors.replica.decode import DecodeReplica
 from actors.replica.replica import Replica
 from actors.rpc.lifecycle import controller_name, scheduler_name
 from actors.rpc.ray_rpc import call
-from quadriga.config.loader import load_config
 from quadriga.config.resolve import num_replicas
 from quadriga.core.replica import PARTS, Role
 from quadriga.errors import QuadrigaError, ReplicaError
@@ -209,7 +208,7 @@ class Oracles:
     def _of_ray(self) -> Iterator[str]:
         """As many replicas as are wanted serve, and nothing else is there."""
         cluster = self._cluster
-        config = load_config(cluster.config)
+        config = cluster.wanted
         num_scouts = int(config.helios.enabled and config.helios.scout)
         numbers = {role: sum(1 for _ in cluster.replicas(role)) for role in PARTS}
         wanted = {

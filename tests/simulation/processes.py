@@ -23,9 +23,9 @@ WORLD = Context()
 """A context in which no process runs."""
 
 
-def outside(action: Callable[[], object]) -> None:
+def outside(action: Callable[..., object], *args: object) -> None:
     """Do something as the world, not as the process that runs."""
-    WORLD.copy().run(action)
+    WORLD.copy().run(action, *args)
 
 
 class ProcessEnded(BaseException):
@@ -92,35 +92,19 @@ class Process:
 
     def takes(self, handle: VirtualHandle) -> bool:
         """Whether something due may run now; kept for later where the process stands still."""
-        if self.is_dead:
-            return False
-        if self._is_still:
+        if self._is_still and not self.is_dead:
             self._due.append(handle)
-            return False
-        return True
+        return not (self._is_still or self.is_dead)
 
 
 class ProcessLoop(VirtualLoop):
-    """A virtual-time loop that knows whose code it runs.
+    """A virtual-time loop that knows whose code it runs."""
 
-    Attributes:
-        is_over: The run has ended, and only its tasks are being taken down.
-    """
+    owner = CURRENT
 
-    def __init__(self) -> None:
-        self.is_over = False
-        super().__init__()
-
-    def _handle(
-        self, callback: Any, args: Any, context: Context | None, at_s: float
-    ) -> VirtualHandle:
-        if context is None:
-            context = copy_context()
-        return VirtualHandle(callback, args, context, at_s, context.get(CURRENT))
-
-    def _may_run(self, handle: VirtualHandle) -> bool:
-        process = handle.process
-        return process is None or self.is_over or process.takes(handle)
+    def end(self) -> None:
+        """Run all that is due from now on, that of dead processes too: tasks are taken down."""
+        self.owner = VirtualLoop.owner
 
     def run_again(self, handles: Iterable[VirtualHandle]) -> None:
         """What came due while its process stood still is due now."""
@@ -156,6 +140,9 @@ class PerProcess(dict[Any, Any]):
 
     def items(self) -> ItemsView[Any, Any]:
         return self._own().items()
+
+
+NEVER = (0.0, 0.0)
 
 
 class Wires:
@@ -208,22 +195,24 @@ class Wires:
         now_s, rng = self._now_s(), self._rng
         if is_answer and now_s < self._unanswered.get(method, 0.0):
             return None
-        until_s, by_s = self._late.get(method, (0.0, 0.0))
+        until_s, by_s = self._late.get(method, NEVER)
         if not is_answer and now_s < until_s:
             return rng.uniform(0.0, by_s)
-        for name in (source, destination):
-            until_s, share = self._lossy.get(name, (0.0, 0.0))
-            if now_s < until_s and rng.random() < share:
-                return None
+        if self._lossy:
+            for name in (source, destination):
+                until_s, share = self._lossy.get(name, NEVER)
+                if now_s < until_s and rng.random() < share:
+                    return None
         arrives_s = now_s + rng.uniform(self.FASTEST_S, self.SLOWEST_S)
-        until_s, by_s = self._slow.get(source, (0.0, 0.0))
+        until_s, by_s = self._slow.get(source, NEVER)
         if now_s < until_s:
             arrives_s += rng.uniform(0.0, by_s)
-        mended_s = self._cut.get((source, destination), 0.0)
+        way = (source, destination)
+        mended_s = self._cut.get(way, 0.0)
         if now_s < mended_s:
             if rng.random() < 0.5:
                 return None
             arrives_s = mended_s + rng.uniform(0.0, 1.0)
-        arrives_s = max(arrives_s, self._arrived.get((source, destination), 0.0))
-        self._arrived[source, destination] = arrives_s
+        arrives_s = max(arrives_s, self._arrived.get(way, 0.0))
+        self._arrived[way] = arrives_s
         return arrives_s - now_s

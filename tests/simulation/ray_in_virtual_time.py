@@ -125,7 +125,7 @@ class VirtualRay:
         node = self._rng.choice(staying) if name.count(":") == REPLICA_COLONS else HEAD
         actor = Actor(name, cls, pickle.dumps(args), restarts=restarts, node=node)
         self.actors[name] = actor
-        outside(lambda: self._start(actor))
+        outside(self._start, actor)
         return Handle(self, actor)
 
     def _start(self, actor: Actor) -> None:
@@ -205,7 +205,7 @@ class VirtualRay:
         data, what = pickle.dumps(args), args[0] if method == "call_many" else method
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.num_calls += 1
-        outside(lambda: self._send(source, actor, method, what, data, future))
+        outside(self._send, source, actor, method, what, data, future)
         return future
 
     def _send(

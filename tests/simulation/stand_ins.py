@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import pickle
 import queue
@@ -13,11 +14,9 @@ import random
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import torch
 
@@ -35,10 +34,11 @@ from actors.metrics import metrics_page, push
 from actors.replica import decode, prefill, replica
 from actors.rpc import lifecycle, ray_rpc, signals
 from actors.scheduler import scheduler as scheduler_module
+from quadriga.config import resolve
+from quadriga.control import desired, helios_setup
 from quadriga.core.kv import KVPart
 from quadriga.core.request import SampledToken
 from quadriga.errors import InvariantViolation, KVTransportError, QuadrigaError, ReplicaError
-from quadriga.interfaces import LayersDone, PrefillChunk
 from quadriga.kv_transport.counts import TransportCounts
 from quadriga.replica import forecasting
 from quadriga.replica.engine_thread import IDLE_STEP_S, EngineThread
@@ -76,26 +76,13 @@ class TensorRunner(FakeRunner):
         tokens = torch.tensor(self.kv[row][start:stop], dtype=torch.float32)
         return tokens[None, None, None, :, None].repeat(num_layers, 2, 1, 1, 1)
 
-    def prefill(
-        self, chunks: Sequence[PrefillChunk], on_layers: LayersDone | None = None
-    ) -> list[SampledToken | None]:
-        sampled = super().prefill(chunks, on_layers)
-        return [
-            None if token is None else self._token(chunk.row, self.kv[chunk.row])
-            for chunk, token in zip(chunks, sampled, strict=True)
-        ]
-
-    def decode(self, rows: Sequence[int]) -> list[SampledToken]:
-        super().decode(rows)
-        return [self._token(row, self.kv[row]) for row in rows]
-
-    def _token(self, row: int, known: Sequence[int]) -> SampledToken:
+    def sample(self, row: int, known: Sequence[int]) -> SampledToken:
         sampling = self.attached[row].sampling
         seed = sampling.seed if sampling.temperature else None
         return SampledToken(answer_token(known, seed), self.num_layers)
 
     def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:
-        super().write_kv(row, first_layer, start, [int(t) for t in kv[0, 0, 0, :, 0]])
+        super().write_kv(row, first_layer, start, list(map(int, kv[0, 0, 0, :, 0].tolist())))
 
 
 class Inbox:
@@ -103,18 +90,26 @@ class Inbox:
 
     def __init__(self) -> None:
         self._items: deque[Any] = deque()
-        self.news = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None
 
     def put(self, item: Any) -> None:
         self._items.append(item)
-        self.news.set()
+        if self._news is not None:
+            _answer(self._news, None)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until something is put, or for so long."""
+        loop = asyncio.get_running_loop()
+        self._news = loop.create_future()
+        timer = loop.call_later(timeout_s, _answer, self._news, None)
+        await self._news
+        timer.cancel()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         return self.get_nowait()
 
     def get_nowait(self) -> Any:
         if not self._items:
-            self.news.clear()
             raise queue.Empty
         return self._items.popleft()
 
@@ -157,12 +152,7 @@ class VirtualEngineThread(EngineThread[Any]):
                 if core.has_work:
                     await asyncio.sleep(self.pace_s)
                 elif inbox.empty():
-                    inbox.news.clear()
-                    try:
-                        async with asyncio.timeout(IDLE_STEP_S):
-                            await inbox.news.wait()
-                    except TimeoutError:
-                        pass
+                    await inbox.wait(IDLE_STEP_S)
                 self._serve_inbox(core)
                 core.publish()
         except MemoryError as exc:
@@ -303,13 +293,18 @@ class Store:
         self._values.pop(key, None)
 
 
-@contextmanager
 def in_virtual_time(
-    loop: asyncio.AbstractEventLoop, ray: VirtualRay, rng: random.Random, *, pushes: bool
-) -> Iterator[None]:
+    put: Callable[[Any, str, Any], None],
+    loop: asyncio.AbstractEventLoop,
+    ray: VirtualRay,
+    rng: random.Random,
+    *,
+    pushes: bool,
+) -> None:
     """Have the modules of the cluster run on `loop` and `ray`.
 
     Args:
+        put: `MonkeyPatch.setattr`.
         pushes: Metrics go to the controller; else none are pushed, which takes a third less time.
     """
 
@@ -331,62 +326,67 @@ def in_virtual_time(
     VirtualEngineThread.broken.clear()
     VirtualTransport.ray, VirtualTransport.wires = ray, ray.wires
     VirtualTransport.corrupt_until_s = 0.0
-    with ExitStack() as stack:
-
-        def put(where: Any, name: str, instead: Any) -> None:
-            stack.enter_context(patch.object(where, name, instead))
-
-        put(InvariantViolation, "__init__", _noted(InvariantViolation.__init__))
-        put(time, "monotonic", loop.time)
-        put(time, "perf_counter", loop.time)
-        put(time, "time", unix_s)
-        put(time, "time_ns", lambda: int(unix_s() * 1e9))
-        put(uuid, "uuid4", unique)
-        put(asyncio, "to_thread", in_line)
-        put(os, "_exit", _exit)
-        for module in (ray_rpc, lifecycle, replica, watchdogs, placement_groups, node_reports):
-            put(module, "ray", ray)
-        for module in (lifecycle, placement_groups):
-            put(module, "actor_class", ray.remote)
-        for module in (replica, controller_module, replica_manager):
-            put(module, "fingerprint", _fingerprint)
-        put(ray_rpc, "_handles", PerProcess("handles"))
-        put(ray_rpc, "_used_s", PerProcess("used_s"))
-        put(ray_rpc, "_look_ups", PerProcess("look_ups"))
-        put(ray_rpc, "_looking", InlineExecutor())
-        put(placement_groups, "placement_group", ray.placement_group)
-        put(placement_groups, "PlacementGroupSchedulingStrategy", lambda *_: None)
-        put(placement_groups, "has_compiler", lambda: True)
-        put(controller_store, "internal_kv", Store(ray))
-        put(drain.LeavingNodes.__init__, "__defaults__", (draining_nodes, unix_s))
-        put(node_reports.NodeReports, "while_pending", _none)
-        put(metrics_page.MetricsPage, "sample_forever", _none)
-        if not pushes:
-            put(metrics_page.MetricsPage, "keep", _none)
-            put(push, "push_metrics", _none)
-            put(engine_client.EngineClient, "_push_metrics", _none)
-        put(ReplicaMetrics, "gauges", _nothing)
-        put(ReplicaMetrics, "forecast", _nothing)
-        put(ReplicaMetrics, "sent", _nothing)
-        put(cluster_client, "own_actor", _own_name)
-        for module in (replica, controller_module, scheduler_module):
-            put(module, "configure_logging", _nothing)
-        put(replica.tracing, "start", _nothing)
-        put(replica.tracing, "flush", _nothing)
-        put(replica, "on_sigterm", _asks_to_go)
-        for module in (controller_module, scheduler_module):
-            put(module, "die_on_sigterm", _nothing)
-        put(signals, "on_sigterm", _asks_to_go)
-        put(replica, "EngineThread", VirtualEngineThread)
-        put(transport_hub, "TransportHub", VirtualTransport)
-        for module in (prefill, decode):
-            put(module, "load_runner", TensorRunner)
-            put(module, "load_lengths", _nothing)
-        put(forecasting, "measure_shape", lambda runner, *_, **__: _shape(runner))
-        put(kv_feed, "MIN_PART_BYTES", 4096)
-        yield
+    put(InvariantViolation, "__init__", _noted(InvariantViolation.__init__))
+    put(time, "monotonic", loop.time)
+    put(time, "perf_counter", loop.time)
+    put(time, "time", unix_s)
+    put(time, "time_ns", lambda: int(unix_s() * 1e9))
+    put(uuid, "uuid4", unique)
+    put(asyncio, "to_thread", in_line)
+    put(os, "_exit", _exit)
+    for module in (ray_rpc, lifecycle, replica, watchdogs, placement_groups, node_reports):
+        put(module, "ray", ray)
+    for module in (lifecycle, placement_groups):
+        put(module, "actor_class", ray.remote)
+    for module in (replica, desired, replica_manager):
+        put(module, "fingerprint", _fingerprint)
+    for module, name in FILES_OF:
+        put(module, name, _READ[name])
+    put(ray_rpc, "_handles", PerProcess("handles"))
+    put(ray_rpc, "_used_s", PerProcess("used_s"))
+    put(ray_rpc, "_look_ups", PerProcess("look_ups"))
+    put(ray_rpc, "_looking", InlineExecutor())
+    put(placement_groups, "placement_group", ray.placement_group)
+    put(placement_groups, "PlacementGroupSchedulingStrategy", lambda *_: None)
+    put(placement_groups, "has_compiler", lambda: True)
+    put(controller_store, "internal_kv", Store(ray))
+    put(drain.LeavingNodes.__init__, "__defaults__", (draining_nodes, unix_s))
+    put(node_reports.NodeReports, "while_pending", _none)
+    put(metrics_page.MetricsPage, "sample_forever", _none)
+    if not pushes:
+        put(metrics_page.MetricsPage, "keep", _none)
+        put(push, "push_metrics", _none)
+        put(engine_client.EngineClient, "_push_metrics", _none)
+    put(ReplicaMetrics, "gauges", _nothing)
+    put(ReplicaMetrics, "forecast", _nothing)
+    put(ReplicaMetrics, "sent", _nothing)
+    put(cluster_client, "own_actor", _own_name)
+    for module in (replica, controller_module, scheduler_module):
+        put(module, "configure_logging", _nothing)
+    put(replica.tracing, "start", _nothing)
+    put(replica.tracing, "flush", _nothing)
+    put(replica, "on_sigterm", _asks_to_go)
+    for module in (controller_module, scheduler_module):
+        put(module, "die_on_sigterm", _nothing)
+    put(signals, "on_sigterm", _asks_to_go)
+    put(replica, "EngineThread", VirtualEngineThread)
+    put(transport_hub, "TransportHub", VirtualTransport)
+    for module in (prefill, decode):
+        put(module, "load_runner", TensorRunner)
+        put(module, "load_lengths", _nothing)
+    put(forecasting, "measure_shape", lambda runner, *_, **__: _shape(runner))
+    put(kv_feed, "MIN_PART_BYTES", 4096)
 
 
+FILES_OF = (
+    (resolve, "read_checkpoint"),
+    (helios_setup, "read_checkpoint"),
+    (helios_setup, "read_catalogue"),
+    (helios_setup, "inspect"),
+    (helios_setup, "tokenizer_fingerprint"),
+)
+"""What reads the files of models, which are the same in all runs."""
+_READ = {name: functools.cache(getattr(module, name)) for module, name in FILES_OF}
 _FINGERPRINTS: dict[bytes, str] = {}
 _PRODUCTS_FINGERPRINT = replica.fingerprint
 

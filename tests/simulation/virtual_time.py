@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from heapq import heappop, heappush
 from typing import Any
 from unittest.mock import patch
@@ -21,30 +21,19 @@ MAX_S = 3600.0
 
 
 class VirtualHandle:
-    """Something that is due, as `asyncio.Handle`.
+    """Something that is due, as `asyncio.Handle`; without a callback where it is cancelled."""
 
-    Attributes:
-        process: Whose it is, where the loop knows processes.
-    """
+    __slots__ = ("args", "callback", "context")
 
-    __slots__ = ("_cancelled", "args", "at_s", "callback", "context", "process")
-
-    def __init__(
-        self, callback: Any, args: Any, context: Context, at_s: float, process: Any = None
-    ) -> None:
-        self.callback, self.args, self.context = callback, args, context
-        self.at_s, self.process = at_s, process
-        self._cancelled = False
+    def __init__(self, callback: Any, args: Any, context: Context | None) -> None:
+        self.callback, self.args = callback, args
+        self.context = copy_context() if context is None else context
 
     def cancel(self) -> None:
-        self._cancelled = True
         self.callback = self.args = None
 
     def cancelled(self) -> bool:
-        return self._cancelled
-
-    def when(self) -> float:
-        return self.at_s
+        return self.callback is None
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -55,7 +44,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
     Attributes:
         now_s: Virtual seconds since the loop was made.
         failures: What tasks raised that nobody awaited.
+        owner: Says in a callback's context whose it is, where there are processes.
     """
+
+    owner: ContextVar[Any] = ContextVar("owner", default=None)
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +65,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Context | None = None
     ) -> VirtualHandle:
-        handle = self._handle(callback, args, context, self.now_s)
+        handle = VirtualHandle(callback, args, context)
         self._due.append(handle)
         return handle
 
@@ -82,7 +74,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> VirtualHandle:
-        handle = self._handle(callback, args, context, when)
+        handle = VirtualHandle(callback, args, context)
         self._number += 1
         heappush(self._later, (when, self._number, handle))
         return handle
@@ -90,42 +82,42 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Any, *args: Any, context: Context | None = None
     ) -> VirtualHandle:
-        return self.call_at(self.now_s + delay, callback, *args, context=context)
+        handle = VirtualHandle(callback, args, context)
+        self._number += 1
+        heappush(self._later, (self.now_s + delay, self._number, handle))
+        return handle
 
-    def _handle(
-        self, callback: Any, args: Any, context: Context | None, at_s: float
-    ) -> VirtualHandle:
-        return VirtualHandle(callback, args, copy_context() if context is None else context, at_s)
-
-    def _may_run(self, handle: VirtualHandle) -> bool:
-        return True
+    def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        return asyncio.Task(coro, loop=self, **options)
 
     def _run_once(self) -> None:
-        due, later = self._due, self._later
-        if not due:
-            while later and later[0][2]._cancelled:
-                heappop(later)
-            if not later:
-                raise RuntimeError("the run waits for something that no timer will bring")
-            self.now_s = max(self.now_s, later[0][0])
-            if self.now_s > self.max_s:
-                raise RuntimeError(f"the run is not over after {self.max_s:.0f} virtual seconds")
-        now_s = self.now_s
-        while later and later[0][0] <= now_s:
-            due.append(heappop(later)[2])
-        for _ in range(len(due)):
-            handle = due.popleft()
-            if handle._cancelled or not self._may_run(handle):
-                continue
-            self.num_callbacks += 1
-            try:
-                handle.context.run(handle.callback, *handle.args)
-            except (SystemExit, KeyboardInterrupt):
-                raise
-            except BaseException as exc:  # as asyncio's own handles
-                self.failures.append(exc)
-
-    max_s = MAX_S
+        """Run until the loop is stopped."""
+        due, later, owner = self._due, self._later, self.owner
+        while not self._stopping:  # type: ignore[attr-defined]
+            if not due:
+                while later and later[0][2].callback is None:
+                    heappop(later)
+                if not later:
+                    raise RuntimeError("the run waits for something that no timer will bring")
+                self.now_s = max(self.now_s, later[0][0])
+                if self.now_s > MAX_S:
+                    raise RuntimeError(f"the run is not over after {MAX_S:.0f} virtual seconds")
+            now_s = self.now_s
+            while later and later[0][0] <= now_s:
+                due.append(heappop(later)[2])
+            for _ in range(len(due)):
+                handle = due.popleft()
+                callback, context = handle.callback, handle.context
+                process = context.get(owner)
+                if callback is None or not (process is None or process.takes(handle)):
+                    continue
+                self.num_callbacks += 1
+                try:
+                    context.run(callback, *handle.args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as exc:  # as asyncio's own handles
+                    self.failures.append(exc)
 
     def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if (error := context.get("exception")) is not None:

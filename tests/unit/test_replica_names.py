@@ -42,12 +42,18 @@ def test_places_follow_the_pools() -> None:
     assert "auth" not in desired.config, "keys stay with the ingress"
 
 
-def test_only_what_a_replica_cannot_change_makes_it_outdated() -> None:
+def test_only_what_a_replica_cannot_change_makes_it_outdated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     base = {"model": "quadriga-s"}
     desired = resolve_on(base, HARDWARE)
     spec = desired.places[(Role.DECODE, 0)]
     same = fingerprint(spec, desired.config)
     assert fingerprint(replace(spec, num_cpus=0.5), desired.config) == same
+    assert desired.fingerprint(spec) == same
+    with monkeypatch.context() as patched:
+        patched.setattr("quadriga.control.desired.fingerprint", None)
+        assert desired.fingerprint(spec) == same, "made once"
     shallow = replace(spec, engine=replace(spec.engine, depth=4))
     assert fingerprint(shallow, desired.config) != same
     resizing = {

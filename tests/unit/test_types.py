@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from quadriga.checkpoint.exits import ExitCounters
+from quadriga.control.replica_record import ReplicaLoad, ReplicaStatus
 from quadriga.core import forecast, kv, migration, output, replica, request, routing
 from quadriga.core.relative_time import RelativeTimeMixin
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
@@ -87,6 +89,20 @@ def test_a_report_is_as_old_on_every_clock(monkeypatch: pytest.MonkeyPatch, skew
     view = pickle.loads(said)
     assert view.taken_unix_s == pytest.approx(500.0)
     assert view.taken_unix_s - view.snapshots[0].taken_unix_s == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        STATE.sampling,
+        ReplicaStatus(INFO, True, False, None, ReplicaLoad(2, exits=ExitCounters({8: 3})), "f"),
+        kv.TransferOffer("t", "s", INFO.depth_class, "p", 1, 3, 9, "gloo", 10.0),
+    ],
+)
+def test_a_record_arrives_as_it_was_and_its_fields_are_not_named(sent: object) -> None:
+    said = pickle.dumps(sent, 5)
+    assert pickle.loads(said) == sent
+    assert b"num_" not in said
 
 
 def test_all_with_an_instant_that_others_judge_are_known() -> None:

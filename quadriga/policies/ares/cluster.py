@@ -218,6 +218,11 @@ def comparable(snapshots: Sequence[ReplicaSnapshot]) -> list[ReplicaSnapshot]:
     return sorted(able, key=lambda s: s.info.name)
 
 
+def holds_any(snapshots: Sequence[ReplicaSnapshot]) -> bool:
+    """Whether any sequence is forecast: without one there is nothing to unpack."""
+    return any(s.forecast is not None and s.forecast.sequence_ids for s in snapshots)
+
+
 def by_class(snapshots: Sequence[ReplicaSnapshot]) -> dict[DepthClass, list[ReplicaSnapshot]]:
     """Snapshots by depth class; sequences move freely only inside one."""
     classes: dict[DepthClass, list[ReplicaSnapshot]] = {}

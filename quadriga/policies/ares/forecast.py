@@ -170,10 +170,10 @@ def forecast_rows(
         least_layers,
         most_layers,
     )
-    return np.stack(
-        [np.broadcast_to(np.asarray(c, dtype=np.float32), np.shape(tokens)) for c in columns],
-        axis=1,
-    )
+    rows = np.empty((np.size(tokens), NUM_COLUMNS), dtype=np.float32)
+    for index, column in enumerate(columns):
+        rows[:, index] = column
+    return rows
 
 
 def sizes(rows: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

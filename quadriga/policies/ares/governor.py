@@ -227,7 +227,7 @@ class Governor:
         """What overload of a model calls for; None without one, or where nothing is predicted."""
         config = self.config
         is_used = config.ares.mode == "ares" and config.placement == "ares" and config.ares.overload
-        if not is_used or self.is_distrusted(model):
+        if not is_used or self.is_distrusted(model) or (last is None and not num_held):
             return None
 
         def rows_of(cluster: ClusterForecast) -> NDArray[np.int64]:
@@ -252,6 +252,8 @@ class Governor:
         able = comparable([s for s in members if not s.draining])
         if last is not None and not is_due(last, [s.info.name for s in able], now_unix_s):
             return last
+        if all(s.forecast is None or s.forecast.front_share == 1.0 for s in able):
+            return None  # no exit is in use
         cluster = unpack(able)
         return None if cluster is None else plan_pools(cluster, self.settings, last, now_unix_s)
 

@@ -46,6 +46,8 @@ from quadriga.policies.ares.cluster import (
     by_class,
     by_model,
     classify,
+    comparable,
+    holds_any,
     no_rows,
     relative_work,
     unpack,
@@ -197,7 +199,7 @@ class Rescheduler:
             # An overload is relieved by what its plan names, inside each class.
             if len(parts) > 1 and overload is None:
                 parts.append(of_model)
-            for members in parts:
+            for members in filter(holds_any, parts):
                 used = _taking_part(orders) | busy
                 sources = partial(self._sources, busy=used, load_only=load_only)
                 split = None if members is of_model and len(parts) > 1 else pools_on(pools, members)
@@ -340,6 +342,9 @@ class Rescheduler:
 
         Empty where fewer than two can be compared. Arguments as in `tick`.
         """
+        if not holds_any(snapshots):
+            able = comparable(snapshots)
+            return {s.info.name: 1.0 for s in able} if len(able) > 1 else {}
         cluster = unpack(snapshots, no_rows)
         return {} if cluster is None else relative_work(cluster, self._weights(cluster, load_only))
 

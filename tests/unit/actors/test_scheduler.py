@@ -58,6 +58,15 @@ async def test_without_helios_the_model_auto_is_unknown() -> None:
         await scheduler.admit(request())
 
 
+async def test_only_a_changed_configuration_is_validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(plain())
+    with monkeypatch.context() as patched:
+        patched.setattr(actors.scheduler.scheduler, "QuadrigaConfig", None)
+        await scheduler.configure(plain(), ["quadriga-s"], 0.0)
+    await scheduler.configure(plain(**{"scheduler.max_wait_s": 7.0}), ["quadriga-s"], 0.0)
+    assert scheduler._config.scheduler.max_wait_s == 7.0
+
+
 async def test_a_report_that_was_overtaken_is_ignored() -> None:
     """By the replica's own clock, whatever the machines' clocks say."""
     scheduler = Scheduler(plain())

@@ -184,6 +184,14 @@ def test_old_snapshots_take_no_part() -> None:
     assert made.tick(uneven(), now_s=0.0, now_unix_s=60.0) == []
 
 
+def test_a_tick_of_idle_replicas_unpacks_no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = governor()
+    monkeypatch.setattr("quadriga.policies.ares.governor.unpack", None)
+    monkeypatch.setattr("quadriga.policies.ares.rescheduler.unpack", None)
+    assert tick(made, uneven(num_idle=3)[1:], 0.0) == []
+    assert made.last.work == dict.fromkeys(("idle0", "idle1", "idle2"), 1.0)
+
+
 def test_the_bandwidth_is_what_moves_have_shown() -> None:
     made, _ = governor(bandwidth_bytes_per_s="auto")
     before = made.bandwidth_bytes_per_s

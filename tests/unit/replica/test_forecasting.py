@@ -135,6 +135,12 @@ def test_a_replica_that_becomes_idle_forecasts_nothing_at_once() -> None:
     stand.forecasting.look(stand.loop)
     seen = stand.forecasting.forecast()
     assert seen is not None and seen.sequence_ids == ()
+    stand.step(100)
+    assert stand.forecasting.forecast() is seen, "made once for all the time in which it is idle"
+    stand.join("b")
+    stand.step(4)
+    seen = stand.forecasting.forecast()
+    assert seen is not None and seen.sequence_ids == ("b",)
 
 
 def test_a_new_sequence_is_in_the_forecast_soon() -> None:
