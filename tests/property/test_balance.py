@@ -50,12 +50,13 @@ def simulation(
         num_decode=len(slower),
         num_prefill=2,
         report_every_s=report_every_s,
-        limit_s=float(arrivals_s[-1]) + 60.0,
     )
     made = replace(make_policy(policy), places_ahead=False)
     lengths = np.array(outputs or [ENDLESS] * count)
     prompts = np.full(count, 20)
-    return Simulation(config, made, arrivals_s, prompts, lengths, make_replica=make, **more)
+    until_s = float(arrivals_s[-1]) + 60.0
+    more |= {"make_replica": make, "stop": lambda now_s, run: now_s > until_s}
+    return Simulation(config, made, arrivals_s, prompts, lengths, **more)
 
 
 @settings(max_examples=60, deadline=None)

@@ -22,9 +22,17 @@ from quadriga.sim.decode.vllm import VllmDecodeReplica
 from quadriga.sim.placing import Placing
 from quadriga.sim.prediction import NoisyPredictor
 from quadriga.sim.profiles import RTX_4090D
-from quadriga.sim.records import PAUSE, RECOMPUTE, VLLM, VLLM_CACHED, Happened, MemoryRules
+from quadriga.sim.records import (
+    PAUSE,
+    RECOMPUTE,
+    VLLM,
+    VLLM_CACHED,
+    Happened,
+    MemoryRules,
+    Sequence,
+)
 from quadriga.sim.results import SimulatedRun
-from tests.unit.sim.test_simulator import check_conserved, load, simulate
+from tests.unit.sim.test_simulator import SMALL, check_conserved, load, simulate
 
 
 class OneStepAtATime(VllmDecodeReplica):
@@ -66,6 +74,21 @@ def test_vllm_preempts_the_newest_and_lets_nobody_in_at_that_step(rules: MemoryR
 
     simulate("current_load", load(3, 100, 30.0), memory=rules, make_replica=Watched)
     assert num_preempted > 20
+
+
+def test_a_death_while_a_chunk_is_computed_makes_no_steps_that_were_never_made() -> None:
+    """The third is preempted, and computed again beside the first once the second has ended."""
+    replica = VllmDecodeReplica("d", SMALL, VLLM, lambda gaps: None)
+    for index, (tokens, final) in enumerate([(900, 1800), (600, 640), (450, 1500)]):
+        replica.join(Sequence(index, tokens, final, 1, 0.0), ready_s=0.0)
+    while not replica.held_up_s:
+        replica.run_to_event(replica.next_event_s())
+    assert list(replica.running) == [0]
+    had = replica.running[0].base + replica.steps
+    died_s = replica.anchor_s + 0.9 * (replica.next_event_s() - replica.anchor_s)
+    assert died_s > replica.anchor_s + 2 * replica.first_step_s, "the step is a long one"
+    lost = replica.kill(died_s)
+    assert {s.index: s.tokens for s in lost} == {0: had, 2: 466}
 
 
 @pytest.mark.filterwarnings("error")

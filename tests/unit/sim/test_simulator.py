@@ -135,10 +135,13 @@ def test_budgets_are_spent_where_memory_is_short_and_make_answers_end_earlier() 
     without, with_budget = run(0.0), run(0.3)
     assert all(one.num_lowered == 0.0 for one in without)
     assert sum(one.num_lowered for one in with_budget) > 0.0
-    assert sum(o.end_s for o in with_budget) < 0.98 * sum(o.end_s for o in without)
+    took = [sum((o.finished_s - o.first_token_s).sum() for o in r) for r in (with_budget, without)]
+    assert took[0] < 0.98 * took[1]
     assert all(one.num_lowered == 0.0 for one in run(0.3, capacity=200_000))
     with pytest.raises(ConfigError, match="quality_budget"):
         SimExits(0.3, quality_budget=1.5)
+    with pytest.raises(ConfigError, match="quality_budget: not where"):
+        SimConfig(SMALL, 1, 1, memory=RECOMPUTE, exits=SimExits(0.3, quality_budget=0.5))
 
 
 def joined_preempted_and_returned() -> Load:
@@ -354,18 +357,20 @@ def test_a_full_queue_refuses() -> None:
     check_conserved(run, requests)
 
 
-def test_time_that_is_up_leaves_unfinished_requests() -> None:
-    run = simulate("current_load", load(1), limit_s=5.0)
-    assert set(run.failures.values()) == {"unfinished"}
-    assert run.end_s == 5.0
-
-
 def test_the_dead_hold_nothing_and_their_sequences_go_on() -> None:
     requests = load(5, 40, 5.0)
     run = simulate("ares", requests, failures=tuple(Failure(3.0, i, 2.0) for i in range(3)))
     check_conserved(run, requests)
     assert not run.failures
     assert run.rebuilt.sum() > 0
+
+
+def test_a_replica_is_away_until_the_last_of_its_failures_is_over() -> None:
+    requests = load(1, 10, 5.0)
+    failures = (Failure(1.0, 0, 5.0), Failure(3.0, 0, 10.0), Failure(4.0, 0, 1.0))
+    run = simulate("current_load", requests, num_decode=1, failures=failures)
+    check_conserved(run, requests)
+    assert not [s.at_s for s in run.samples if 1.0 < s.at_s < 13.0] and run.end_s > 13.0
 
 
 def test_ending_twice_is_noticed() -> None:
