@@ -207,23 +207,17 @@ def test_a_slow_copy_is_followed_by_shorter_ones_before_the_sequence_rests() -> 
 
 
 def test_what_a_move_costs_is_learned_as_on_the_cluster() -> None:
-    believed: list[TransferCosts] = []
     config = SimConfig(SMALL, 4, 1, learns_link=True, bandwidth_bytes_per_s=2e6)
-    run = Simulation(
-        config,
-        make_policy("oracle", SETTINGS),
-        *load(2, 160),
-        on_decision=lambda now, cluster, costs, *_: believed.append(costs),
-    ).run()
+
+    def believed(config: SimConfig) -> tuple[list[TransferCosts], SimulatedRun]:
+        seen: list[TransferCosts] = []
+        decided = {"on_decision": lambda now, cluster, costs, *_: seen.append(costs)}
+        policy = make_policy("oracle", SETTINGS)
+        return seen, Simulation(config, policy, *load(2, 160), **decided).run()
+
+    learned, run = believed(config)
     assert sum(m.num_tokens * SMALL.kv_bytes_per_token > 65_536 for m in run.migrations) > 3
-    assert believed[0].bandwidth_bytes_per_s == FIRST_BANDWIDTH_BYTES_PER_S
-    assert believed[-1].bandwidth_bytes_per_s < 0.6 * FIRST_BANDWIDTH_BYTES_PER_S
-    assert {c.round_trip_s for c in believed} == {ROUND_TRIP_S}
-    known: list[TransferCosts] = []
-    Simulation(
-        replace(config, learns_link=False),
-        make_policy("oracle", SETTINGS),
-        *load(2, 160),
-        on_decision=lambda now, cluster, costs, *_: known.append(costs),
-    ).run()
-    assert set(known) == {config.link}
+    assert learned[0].bandwidth_bytes_per_s == FIRST_BANDWIDTH_BYTES_PER_S
+    assert learned[-1].bandwidth_bytes_per_s < 0.6 * FIRST_BANDWIDTH_BYTES_PER_S
+    assert {c.round_trip_s for c in learned} == {ROUND_TRIP_S}
+    assert set(believed(replace(config, learns_link=False))[0]) == {config.link}

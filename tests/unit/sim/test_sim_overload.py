@@ -22,39 +22,9 @@ from quadriga.sim.decode.vllm import VllmDecodeReplica
 from quadriga.sim.placing import Placing
 from quadriga.sim.prediction import NoisyPredictor
 from quadriga.sim.profiles import RTX_4090D
-from quadriga.sim.records import (
-    PAUSE,
-    RECOMPUTE,
-    VLLM,
-    VLLM_CACHED,
-    Happened,
-    MemoryRules,
-    Sequence,
-)
+from quadriga.sim.records import PAUSE, RECOMPUTE, VLLM, VLLM_CACHED, Happened, MemoryRules
 from quadriga.sim.results import SimulatedRun
-from tests.unit.sim.test_simulator import SMALL, check_conserved, load, simulate
-
-
-class OneStepAtATime(VllmDecodeReplica):
-    """Each step is an event of its own: nothing is summed, and everything is looked at again."""
-
-    def _event_steps(self) -> int:
-        return min(1, super()._event_steps())
-
-
-@pytest.mark.parametrize("rules", [VLLM, VLLM_CACHED])
-@pytest.mark.parametrize("policy", ["current_load", "reschedule", "ares"])
-def test_stretches_of_steps_equal_the_steps_one_by_one(policy: str, rules: MemoryRules) -> None:
-    num_full = 0
-    for seed in range(3):
-        requests = load(seed, 100, 30.0)
-        stretched = simulate(policy, requests, memory=rules, seed=seed)
-        single = simulate(policy, requests, memory=rules, seed=seed, make_replica=OneStepAtATime)
-        check_conserved(stretched, requests)
-        np.testing.assert_allclose(stretched.finished_s, single.finished_s, rtol=1e-9)
-        assert stretched.num_full == single.num_full
-        num_full += stretched.num_full
-    assert num_full > 20
+from tests.unit.sim.test_simulator import load, simulate
 
 
 @pytest.mark.parametrize("rules", [VLLM, VLLM_CACHED])
@@ -74,21 +44,6 @@ def test_vllm_preempts_the_newest_and_lets_nobody_in_at_that_step(rules: MemoryR
 
     simulate("current_load", load(3, 100, 30.0), memory=rules, make_replica=Watched)
     assert num_preempted > 20
-
-
-def test_a_death_while_a_chunk_is_computed_makes_no_steps_that_were_never_made() -> None:
-    """The third is preempted, and computed again beside the first once the second has ended."""
-    replica = VllmDecodeReplica("d", SMALL, VLLM, lambda gaps: None)
-    for index, (tokens, final) in enumerate([(900, 1800), (600, 640), (450, 1500)]):
-        replica.join(Sequence(index, tokens, final, 1, 0.0), ready_s=0.0)
-    while not replica.held_up_s:
-        replica.run_to_event(replica.next_event_s())
-    assert list(replica.running) == [0]
-    had = replica.running[0].base + replica.steps
-    died_s = replica.anchor_s + 0.9 * (replica.next_event_s() - replica.anchor_s)
-    assert died_s > replica.anchor_s + 2 * replica.first_step_s, "the step is a long one"
-    lost = replica.kill(died_s)
-    assert {s.index: s.tokens for s in lost} == {0: had, 2: 466}
 
 
 @pytest.mark.filterwarnings("error")
