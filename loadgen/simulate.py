@@ -57,7 +57,7 @@ DEFAULT_STAYS = 0.07
 MAX_TIME_S = 1e8
 MIN_BANDWIDTH_GBIT = 1e-3
 _GBIT = 1e9 / 8
-_NOT_RECORDED = {"trace", "lengths", "find_capacity", "record", "out", "no_plots", "no_progress"}
+_NOT_RECORDED = {"trace", "lengths", "record", "out", "no_plots", "no_progress"}
 _MAX_NAME_CHARS = 80
 _EXAMPLES = """examples:
   python -m loadgen simulate --trace azure.csv.gz --policy current_load ares --decode 6
@@ -301,6 +301,8 @@ def _check(args: argparse.Namespace) -> None:
             "reschedule, ares or oracle",
             param="record",
         )
+    if args.depths:
+        raise ConfigError("--record: not with --depths, which a recording lacks", param="record")
 
 
 def _load(args: argparse.Namespace, factor: float) -> SimLoad:
@@ -454,9 +456,10 @@ def _find_capacity(
             param="find-capacity",
         )
     share = args.find_capacity
+    say = partial(console.print, markup=False, highlight=False)
     conclusions = []
     for policy in dict.fromkeys(args.policy):
-        probe = partial(_probe, args, policy, load, config, slo, share, _printer(console))
+        probe = partial(_probe, args, policy, load, config, slo, share, say)
         found = find_capacity(probe, *_factors(args, load))
         path = _path(args, load, slo, policy).with_suffix(".capacity.json")
         document = {
@@ -470,7 +473,7 @@ def _find_capacity(
         conclusions.append((policy, found, document))
     for policy, found, _ in conclusions:
         sentence = report.conclusion(policy, found, share)
-        console.print(sentence, style="bold", markup=False, highlight=False)
+        say(sentence, style="bold")
     for policy, found, document in conclusions:
         headline = {
             "largest_rate": None if found.kept is None else for_json(found.kept.rate),
@@ -487,10 +490,6 @@ def _factors(args: argparse.Namespace, load: SimLoad) -> tuple[float, float]:
         return float(load.arrivals_s[-1]) / MAX_SPAN_S, math.inf
     num_counted = int((load.arrivals_s >= args.warm_up_s).sum())
     return MIN_REQUESTS / num_counted, MAX_ROWS / len(load)
-
-
-def _printer(console: Console) -> Callable[[str], None]:
-    return partial(console.print, markup=False, highlight=False)
 
 
 def _probe(

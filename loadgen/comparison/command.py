@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.progress import track
 
 from loadgen.comparison.comparable import load_differences, setting_differences
-from loadgen.comparison.plots import write_compare_plots
+from loadgen.comparison.plots import DISTRIBUTIONS, RATIOS, write_compare_plots
 from loadgen.comparison.report import Sides, print_comparison
 from loadgen.comparison.runs import ComparedFigure, Method, compare, num_figures, slo_of
 from loadgen.options import number, number_from, whole
@@ -172,5 +172,7 @@ def _write(
         "rows": [row.as_dict() for row in rows],
         "commit": provenance.commit(),
     }
-    text = json.dumps(document, ensure_ascii=False, indent=1)
+    for earlier in (DISTRIBUTIONS, RATIOS):
+        (folder / earlier).unlink(missing_ok=True)
+    text = json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False)
     (folder / COMPARE_FILE).write_text(text + "\n", encoding="utf-8")

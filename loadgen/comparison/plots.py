@@ -14,19 +14,20 @@ from loadgen.report.metrics import tpot_s, ttft_s
 from loadgen.report.plots import draw_cdf
 from loadgen.runner import Record
 
+DISTRIBUTIONS, RATIOS = "distributions.png", "ratios.png"
 MAX_RATIOS = 60  # rows of the second plot; more cannot be read
 _SIDE_COLOURS = ("tab:blue", "tab:orange")
 _COLOURS = {"better": "tab:green", "worse": "tab:red"}
 
 
 def write_compare_plots(folder: Path, sides: Sides, rows: Sequence[ComparedFigure]) -> None:
-    """Write `distributions.png` and `ratios.png`."""
+    """Draw both sides' distributions, and the ratios."""
     names = [", ".join(results.path.parent.name for results in side) for side in sides]
     title = f"A: {names[0]:.60}   B: {names[1]:.60}"
-    with drawn(folder / "distributions.png", 2, 2, size=PANEL, title=title) as axes:
+    with drawn(folder / DISTRIBUTIONS, 2, 2, size=PANEL, title=title) as axes:
         _draw_distributions(axes, sides)
     shown = [row for row in rows if row.difference.a > 0][:MAX_RATIOS]
-    with drawn(folder / "ratios.png", size=(9, 1.5 + 0.32 * len(shown))) as axes:
+    with drawn(folder / RATIOS, size=(9, 1.5 + 0.32 * len(shown))) as axes:
         _draw_ratios(axes[0][0], shown)
 
 

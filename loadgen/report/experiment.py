@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadgen.report import provenance
+from loadgen.report.figures import figures
 
 R = TypeVar("R")
 Columns = Mapping[str, Callable[[R], object]]
@@ -25,6 +26,8 @@ WIDTH = 220
 """Columns of a table where standard output is no terminal."""
 REPORT_WIDTH = 120
 """And of the report of a run."""
+ALL_DIGITS = 17
+"""Of a float: none is rounded away."""
 DPI = 120
 PANEL = (5.5, 3.5)
 """Inches, of a panel of the plots of a run."""
@@ -87,18 +90,20 @@ def rounded(value: float | None, digits: int = 4) -> float | None:
 def print_line(name: str, *, packages: Sequence[str] = (), **facts: Any) -> dict[str, Any]:
     """Print an experiment's last line: its name, its figures, and where they come from.
 
+    A figure that is NaN or infinite is null, as JSON has neither.
+
     Args:
         packages: Whose versions the figures depend on.
     """
-    line = {
+    line: dict[str, Any] = {
         "experiment": name,
-        **facts,
+        **figures(facts, ALL_DIGITS),
         "commit": provenance.commit(),
         "machine": provenance.machine(),
     }
     if packages:
         line["versions"] = provenance.versions(*packages)
-    print(json.dumps(line), flush=True)
+    print(json.dumps(line, allow_nan=False), flush=True)
     return line
 
 
@@ -108,7 +113,7 @@ def publish(
     """Print the headline as the last line, and write it with all rows to `<name>.json`."""
     line = print_line(name, headline=dict(headline))
     folder.mkdir(parents=True, exist_ok=True)
-    whole = json.dumps(line | {"rows": list(rows)}, indent=1)
+    whole = json.dumps(line | {"rows": figures(rows, ALL_DIGITS)}, indent=1, allow_nan=False)
     (folder / f"{name}.json").write_text(whole + "\n", encoding="utf-8")
 
 

@@ -32,8 +32,10 @@ def for_json(value: float | None, digits: int = 6) -> float | int | None:
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
-def figures(value: Any) -> Any:
-    """Return a record of figures as JSON has them: None for NaN."""
+def figures(value: Any, digits: int = 6) -> Any:
+    """Return a record of figures, lists of them included, as JSON has them; see `for_json`."""
     if isinstance(value, dict):
-        return {key: figures(inner) for key, inner in value.items()}
-    return for_json(value) if isinstance(value, float) else value
+        return {key: figures(inner, digits) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [figures(inner, digits) for inner in value]
+    return for_json(value, digits) if isinstance(value, float) else value

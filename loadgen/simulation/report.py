@@ -89,14 +89,14 @@ def _sections(outcomes: Sequence[SimOutcome], slo: Slo) -> list[list[tuple[str, 
             ("  of it in the prefill queue", lambda o: _seconds(o.summary.prefill_wait)),
             ("TPOT (a token), P50 / P99 / max", lambda o: _ms(o.summary.tpot)),
             ("gap between tokens, P50 / P99 / max", lambda o: _ms(o.summary.gap)),
-            ("waited for decode room", _room_wait),
+            ("waited for decode room", lambda o: f"{o.summary.room_wait.count:,} requests"),
             ("  for so long, P50 / P99 / max", lambda o: _seconds(o.summary.room_wait)),
         ],
         [
-            ("prefill replicas busy", lambda o: _share(o.summary.prefill_busy_share)),
+            ("prefill replicas busy", lambda o: shown(o.summary.prefill_busy_share, ".0%")),
             (
                 "  stopped for want of decode room",
-                lambda o: _share(o.summary.prefill_blocked_share),
+                lambda o: shown(o.summary.prefill_blocked_share, ".0%"),
             ),
             ("KV memory in use, mean / fullest", _memory),
             ("  wanted, with those that wait", lambda o: shown(o.summary.most_wanted, ".0%")),
@@ -107,8 +107,8 @@ def _sections(outcomes: Sequence[SimOutcome], slo: Slo) -> list[list[tuple[str, 
                 lambda o: several(o.summary.variance_ms2, form=",.3f", unit="ms²"),
             ),
             ("migrations", _migrations),
-            ("shallow and deep sequences apart", _apart),
             ("  pause of the sequence, P50 / P99 / max", lambda o: _ms(o.summary.stall)),
+            ("shallow and deep sequences apart", _apart),
         ],
         [
             ("failed", lambda o: f"{o.summary.num_failed:,} of {o.summary.num_requests:,}"),
@@ -130,20 +130,12 @@ def _per_s(value: float, form: str = ",.3f") -> str:
     return several(value, form=form, unit="/s")
 
 
-def _share(value: float) -> str:
-    return shown(value, ".0%")
-
-
 def _seconds(spread: Spread) -> str:
     return several(spread.p50_s, spread.p99_s, spread.max_s, unit="s")
 
 
 def _ms(spread: Spread) -> str:
     return several(spread.p50_s, spread.p99_s, spread.max_s, form=",.1f", unit="ms", factor=1e3)
-
-
-def _room_wait(outcome: SimOutcome) -> str:
-    return f"{outcome.summary.room_wait.count:,} requests"
 
 
 def _memory(outcome: SimOutcome) -> str:

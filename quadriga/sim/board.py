@@ -43,6 +43,7 @@ class Board:
         base: Size of a running sequence less its replica's steps; of another, its size.
         moves, moved_s: Migrations so far, and when the last one was.
         is_draining: Replicas that take nothing new.
+        num_held, num_running: Sequences that each replica has or expects; in its batch.
         num_paused: Sequences preempted and not back.
         upper_tokens: What each replica takes an answer to be; see `policies.slot_reservation`.
         depth: Layers of each replica.
@@ -79,12 +80,12 @@ class Board:
         self.is_alive = np.ones(n, dtype=bool)
         self.is_draining = np.zeros(n, dtype=bool)
         self._anchor_s, self._steps = np.zeros(n), np.zeros(n)
-        self._tokens, self._num = np.zeros(n), np.zeros(n)
+        self._tokens, self.num_running = np.zeros(n), np.zeros(n)
         # k steps from the anchor take linear · k + half · k²; the first one, by the profile, first.
         base_s: NDArray[np.float64] = profile.step.base_s * self.depth / self.depth.max()
         self._first_s, self._slope_s = base_s, np.zeros(n)
         self._linear_s, self._half_s = base_s.copy(), np.zeros(n)
-        self._aside_tokens, self._num_held = np.zeros(n), np.zeros(n, dtype=np.int64)
+        self._aside_tokens, self.num_held = np.zeros(n), np.zeros(n, dtype=np.int64)
         self.num_paused = np.zeros(n, dtype=np.int64)
         self.prompt_tokens = np.zeros(n)
         self.upper_tokens = np.ones(n, dtype=np.int64)
@@ -111,7 +112,7 @@ class Board:
         self._anchor_s[index] = replica.anchor_s + replica.held_up_s
         self._steps[index] = replica.steps
         self._tokens[index] = replica.tokens
-        self._num[index] = num = len(replica.running)
+        self.num_running[index] = num = len(replica.running)
         cost = replica.profile.step
         self._first_s[index] = replica.modelled_step_s
         self._slope_s[index] = cost.per_token_s * replica.work
@@ -122,7 +123,7 @@ class Board:
         self._spare_tokens[index] = sum(spare)
         self._num_growing[index] = num - len(spare)
         self.upper_tokens[index] = replica.answers.upper_tokens
-        self._num_held[index] = replica.num_held
+        self.num_held[index] = replica.num_held
         self.num_paused[index] = replica.num_halted
 
     def new_steps(self, now_s: float) -> NDArray[np.float64]:
@@ -139,7 +140,7 @@ class Board:
         steps -= steps * linear + half * steps * steps > passed_s
         more = steps + 1.0
         steps += more * linear + half * (more * more) <= passed_s
-        return np.where(self._num > 0, steps, 0.0)
+        return np.where(self.num_running > 0, steps, 0.0)
 
     def step_s(self, new_steps: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds of the step each replica is at, [n]; in lock step of its own work in it."""
@@ -154,7 +155,7 @@ class Board:
 
     def running_tokens(self, new_steps: NDArray[np.float64]) -> NDArray[np.float64]:
         """KV tokens of running sequences: what a replica's memory really holds, [n]."""
-        return self._tokens + self._num * new_steps
+        return self._tokens + self.num_running * new_steps
 
     def used_tokens(self, new_steps: NDArray[np.float64]) -> NDArray[np.float64]:
         """KV tokens of running, paused and promised sequences, [n]."""
@@ -164,14 +165,6 @@ class Board:
         """The same with what the running were promised and do not use yet, [n]."""
         running = self._tokens + self._spare_tokens + self._num_growing * new_steps
         return np.asarray(running + self._aside_tokens)
-
-    @property
-    def num_held(self) -> NDArray[np.int64]:
-        return self._num_held
-
-    @property
-    def num_running(self) -> NDArray[np.float64]:
-        return self._num
 
     def held(self) -> NDArray[np.int64]:
         """Requests on a decode replica, by replica, then by index."""
@@ -239,7 +232,7 @@ class Board:
             capacity_tokens=np.full(n, capacity_tokens),
             promised_tokens=self.reserved_tokens(new_steps)[alive],
             free_slots=np.where(
-                self.is_draining[alive], 0, self.profile.num_slots - self._num_held[alive]
+                self.is_draining[alive], 0, self.profile.num_slots - self.num_held[alive]
             ),
             num_paused=self.num_paused[alive],
             rows=rows,

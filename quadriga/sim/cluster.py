@@ -13,7 +13,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -127,7 +126,7 @@ class Simulation:
         )
         if delays.step_factor != NO_DELAYS.step_factor:
             for replica in self._decode:
-                replica.draw_factor = partial(_draw_one, delays.step_factor, rng)
+                replica.draw_factor = lambda: float(drawn(delays.step_factor, 1, rng)[0])
         if self._placing.predictor is not None:
             for replica in self._decode:
                 replica.predict = self._placing.predict
@@ -138,6 +137,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_events = 0
         self._versions = [0] * config.num_decode
+        self._back_s = [-math.inf] * config.num_decode  # when a replica that died is there again
         self._num_open = len(arrivals_s)
         self._num_inside = 0  # arrived, and not over
         self._resting: list[tuple[float, float, Callable[..., None], tuple[Any, ...]]] = []
@@ -146,7 +146,7 @@ class Simulation:
     # Events
 
     def run(self) -> SimulatedRun:
-        """Simulate until every request is finished or failed, or time is up, or `stop` says so."""
+        """Simulate until every request is finished or failed, or `stop` says so."""
         for index, at_s in enumerate(self._queued_s.tolist()):
             self._at(at_s, self._arrive, index)
         for failure in self._config.failures:
@@ -159,15 +159,13 @@ class Simulation:
         try:
             while self._events and self._num_open and not self._is_stopped:
                 now_s, _, action, arguments = heapq.heappop(self._events)
-                if now_s > self._config.limit_s:
-                    break
                 action(now_s, *arguments)
         finally:
             for replica in self._prefill.values():
                 if replica.blocked_since_s is not None:
                     self._run.prefill_blocked.append((replica.blocked_since_s, now_s))
             self._run.num_lowered = sum(replica.num_lowered for replica in self._decode)
-            self._run.end(min(now_s, self._config.limit_s))
+            self._run.end(now_s)
         return self._run
 
     def _at(self, at_s: float, action: Callable[..., None], *arguments: Any) -> None:
@@ -459,8 +457,7 @@ class Simulation:
             self._run.depth_gains.append(placing.pools.gain)
             self._run.num_ticks_apart += placing.pools.is_on
         overload, load_only = placing.overload, placing.drift.is_drifting
-        busy = frozenset(self._moving.busy)
-        costs = self._moving.costs
+        busy, costs = self._moving.busy, self._moving.costs
         orders = rescheduler.decide_all(
             cluster,
             DEPTH_CLASS,
@@ -483,7 +480,6 @@ class Simulation:
             return None
         return Autoscaler(
             config.scaling,
-            DEPTH_CLASS,
             config.admitted_tokens,
             self._board,
             self._decode,
@@ -505,15 +501,19 @@ class Simulation:
 
     def _fail(self, now_s: float, failure: Failure) -> None:
         """A decode replica dies: what it held is computed anew elsewhere, from its tokens."""
-        replica = failure.replica
-        if not self._board.is_alive[replica]:
+        replica, is_alive = failure.replica, self._board.is_alive[failure.replica]
+        if not is_alive and now_s > self._back_s[replica]:
+            return  # it never started
+        back_s = now_s + failure.down_s
+        self._back_s[replica] = max(self._back_s[replica], back_s)
+        self._at(back_s, self._recover, replica)
+        if not is_alive:
             return
         self._board.is_alive[replica] = False
         self._placing.forecast = None
         self._moving.replica_died(replica)
         self._rebuild(now_s, self._decode[replica].kill(now_s))
         self._changed(replica)
-        self._at(now_s + failure.down_s, self._recover, replica)
 
     def _rebuild(self, now_s: float, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -534,6 +534,8 @@ class Simulation:
                 self._close(now_s, index, exc)
 
     def _recover(self, now_s: float, replica: int) -> None:
+        if now_s < self._back_s[replica]:
+            return  # it was to be away for longer
         self._board.is_alive[replica] = True
         self._placing.forecast = None
         if self._num_inside:
@@ -546,10 +548,6 @@ def _replica_class(config: SimConfig) -> type[SimulatedDecodeReplica]:
     if config.lock_step:
         return LockStepReplica
     return VllmDecodeReplica if config.memory.on_full == "vllm" else SimulatedDecodeReplica
-
-
-def _draw_one(quantiles: tuple[float, ...], rng: np.random.Generator) -> float:
-    return float(drawn(quantiles, 1, rng)[0])
 
 
 def _prefill_snapshot(name: str) -> ReplicaSnapshot:

@@ -125,7 +125,6 @@ class SimConfig:
         lock_step: Decode replicas step together, as ranks of data-parallel attention do: each step
             takes as long as the slowest one's.
         exits: Tokens may leave early; None: all run all layers.
-        limit_s: The run is cut at this simulated time; what is unfinished then counts as failed.
     """
 
     profile: CostProfile
@@ -137,7 +136,6 @@ class SimConfig:
     precopy: bool = True
     tick_s: float = 1.0
     report_every_s: float = 0.0
-    limit_s: float = math.inf
     failures: tuple[Failure, ...] = ()
     reference_step_s: float | None = None
     learns_link: bool = False
@@ -165,6 +163,12 @@ class SimConfig:
             raise ConfigError("depths: not with scaling, whose replicas are alike", param="depths")
         if self.exits is not None and self.depths:
             raise ConfigError("exits: not with depths", param="exits")
+        if self.exits and self.exits.quality_budget and self.memory.on_full != "pause":
+            raise ConfigError(
+                f"exits.quality_budget: not where a full memory does not pause sequences, but "
+                f"{self.memory.on_full}",
+                param="exits.quality_budget",
+            )
         if not 0.0 <= self.strict_share <= 1.0:
             raise ConfigError(
                 f"strict_share: {self.strict_share} must be in 0..1", param="strict_share"

@@ -50,9 +50,6 @@ class Moving:
     Args:
         changed: Notify the cluster that a replica's state changed.
         at: Have the cluster call something at a time.
-
-    Attributes:
-        busy: Names of the replicas that take part in one.
     """
 
     def __init__(
@@ -65,13 +62,18 @@ class Moving:
         changed: Callable[[int], None],
         at: Callable[..., None],
     ) -> None:
-        self.busy: set[str] = set()
         self._config, self._board, self._replicas, self._run = config, board, replicas, run
         self._changed, self._at = changed, at
         self._link = config.link
         self._meter = LinkMeter()
         self._index = {name: i for i, name in enumerate(board.names)}
         self._transfers: dict[int, Transfer] = {}
+
+    @property
+    def busy(self) -> frozenset[str]:
+        """Names of the replicas that take part in a migration."""
+        orders = [transfer.order for transfer in self._transfers.values()]
+        return frozenset(name for order in orders for name in (order.source, order.destination))
 
     @property
     def costs(self) -> TransferCosts:
@@ -94,7 +96,6 @@ class Moving:
         source, destination = self._index[order.source], self._index[order.destination]
         transfer = Transfer(order, source, destination, order.num_tokens, now_s)
         self._transfers[index] = transfer
-        self.busy |= {order.source, order.destination}
         copy_s = self._link.seconds(order.num_tokens) - self._link.round_trip_s
         # Room for what it grows by meanwhile, too; the copy holds what there was at the start.
         growth = math.ceil(copy_s / self._config.profile.step.base_s)
@@ -158,7 +159,7 @@ class Moving:
         transfer = self._transfers.get(index)
         if transfer is None or transfer.left_s is None:
             return
-        self._end(index, transfer)
+        del self._transfers[index]
         num_bytes = transfer.copied_tokens * self._config.profile.kv_bytes_per_token
         self._meter.moved(num_bytes, at_s - transfer.started_s, transfer.sending_s)
         self._run.migrations.append(
@@ -178,7 +179,7 @@ class Moving:
         transfer = self._transfers.get(index)
         if transfer is None or transfer.left_s is not None:
             return
-        self._end(index, transfer)
+        del self._transfers[index]
         self._run.num_cancelled += 1
         self._replicas[transfer.source].stay(index)
         self._changed(transfer.source)
@@ -193,11 +194,5 @@ class Moving:
 
     def lost(self, index: int) -> None:
         """A sequence died with the replica that held it, perhaps just handed over."""
-        transfer = self._transfers.get(index)
-        if transfer is not None:
-            self._end(index, transfer)
+        if self._transfers.pop(index, None) is not None:
             self._run.num_cancelled += 1
-
-    def _end(self, index: int, transfer: Transfer) -> None:
-        del self._transfers[index]
-        self.busy -= {transfer.order.source, transfer.order.destination}

@@ -12,7 +12,7 @@ from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import PlaceRequest
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.depth_pools import DepthPools, is_due, plan_pools
-from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
+from quadriga.policies.ares.forecast import load_rows, memory_rows, shares, tokens_ahead
 from quadriga.policies.ares.governor import DriftMonitor
 from quadriga.policies.ares.overload import OverloadPlan, is_overdue, plan_overload
 from quadriga.policies.ares.placement import best_replica
@@ -240,9 +240,13 @@ class Placing:
         )
         if row is None:
             return None
-        # Until the next tick, what was just placed counts too.
+        # Until the next tick, what was just placed counts too: as many layers as those there run.
         size, mean = np.array([float(request.num_tokens)]), np.array([expected.mean])
-        cluster.load_s[row] += load_rows(size, mean, cluster.costs)[0]
+        there = shares(cluster.rows[cluster.owner == row])
+        share = there.mean(keepdims=True) if len(there) else np.ones(1)
+        if not cluster.is_one_class:
+            share *= cluster.depth[row]
+        cluster.load_s[row] += load_rows(size, mean, cluster.costs, share=share)[0]
         ahead = tokens_ahead(cluster.grid_s, cluster.step_s[row])[None, :]
         cluster.tokens[row] += memory_rows(size, mean, ahead)[0]
         return int(alive[row])

@@ -39,7 +39,6 @@ class PolicySet:
         knows: The predictions are the truth.
     """
 
-    name: str
     placement: Placement
     rescheduler: Rescheduler | None
     settings: AresSettings
@@ -81,7 +80,6 @@ def make_policy(
     foresees = name in ("ares", "ares-mixed", "oracle")
     moves = foresees or name == "reschedule"
     return PolicySet(
-        name=name,
         placement=PLAIN[PLACEMENTS[name]](),
         rescheduler=Rescheduler(settings, predicts=foresees) if moves else None,
         settings=settings,

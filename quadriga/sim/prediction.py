@@ -61,7 +61,7 @@ class OraclePredictor:
     def predict(
         self, requests: NDArray[np.int64], produced: Floats, remaining: Floats
     ) -> Predictions:
-        """See `Predictor.predict`."""
+        """See `RemainingPredictor.predict`."""
         return Predictions(remaining, remaining, remaining)
 
 
@@ -80,15 +80,6 @@ class ErrorModel:
     settle_tokens: float = 4000.0
     sigma: float = 0.33
     spread: float = 1.5
-
-    def scaled(self, factor: float) -> ErrorModel:
-        """The same with doubt and error times `factor`; 0 is an oracle."""
-        return ErrorModel(
-            start_weight=max(0.0, 1.0 - factor * (1.0 - self.start_weight)),
-            settle_tokens=self.settle_tokens,
-            sigma=factor * self.sigma,
-            spread=self.spread,
-        )
 
 
 class NoisyPredictor:
@@ -116,7 +107,7 @@ class NoisyPredictor:
     def predict(
         self, requests: NDArray[np.int64], produced: Floats, remaining: Floats
     ) -> Predictions:
-        """See `Predictor.predict`."""
+        """See `RemainingPredictor.predict`."""
         e = self._errors
         doubt = (1.0 - e.start_weight) * np.exp(-produced / e.settle_tokens)
         guess = np.interp(produced, self._counts, self._medians)

@@ -73,7 +73,6 @@ class Sequence:
     final_tokens: int
     prompt_tokens: int
     arrival_s: float
-    priority: int = 0
     base: int = 0
     promised_tokens: int = 0
     num_pauses: int = 0

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from quadriga.core.migration import MigrationCause, MigrationOrder
-from quadriga.core.replica import DepthClass
 from quadriga.policies.scaling import (
     AddReplicas,
     GiveUpReplica,
@@ -18,7 +17,7 @@ from quadriga.policies.scaling import (
 )
 from quadriga.policies.scaling_need import ClassLoad
 from quadriga.sim.board import Board
-from quadriga.sim.config import SimScaling
+from quadriga.sim.config import DEPTH_CLASS, SimScaling
 from quadriga.sim.decode.replica import SimulatedDecodeReplica
 from quadriga.sim.moving import Moving
 from quadriga.sim.placing import Placing
@@ -51,7 +50,6 @@ class Autoscaler:
     def __init__(
         self,
         scaling: SimScaling,
-        depth_class: DepthClass,
         capacity_tokens: int,
         board: Board,
         replicas: list[SimulatedDecodeReplica],
@@ -63,7 +61,7 @@ class Autoscaler:
         at: Callable[..., None],
     ) -> None:
         self.log: list[Scaled] = []
-        self._scaling, self._class, self._capacity = scaling, depth_class, capacity_tokens
+        self._scaling, self._capacity = scaling, capacity_tokens
         self._board, self._replicas, self._placing, self._moving = board, replicas, placing, moving
         self._waiting, self._changed, self._at = waiting, changed, at
         self._policy = ScalingPolicy(scaling.config)
@@ -96,7 +94,7 @@ class Autoscaler:
             snapshot.draining = bool(board.is_draining[index])
         waiting, tokens = self._waiting()
         return ClassLoad(
-            self._class, snapshots, dict(self._ready_s), dict(self._pending_s), waiting, tokens
+            DEPTH_CLASS, snapshots, dict(self._ready_s), dict(self._pending_s), waiting, tokens
         )
 
     def _begin(self, now_s: float, order: ScalingOrder) -> None:
@@ -156,7 +154,7 @@ class Autoscaler:
         names = self._board.names
         return MigrationOrder(
             sequence_id=str(request),
-            depth_class=self._class,
+            depth_class=DEPTH_CLASS,
             source=names[source],
             destination=names[target],
             cause=MigrationCause.DRAIN,

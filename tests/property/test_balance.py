@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.core.migration import MigrationOrder
 from quadriga.policies.ares.cluster import ClusterForecast, relative_work, weights
 from quadriga.policies.ares.settings import AresSettings
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import SimConfig
 from quadriga.sim.decode.replica import SimulatedDecodeReplica
-from quadriga.sim.placing import Placing
 from quadriga.sim.policies import make_policy
 from quadriga.sim.profiles import CPU, CostProfile
 
@@ -50,12 +48,13 @@ def simulation(
         num_decode=len(slower),
         num_prefill=2,
         report_every_s=report_every_s,
-        limit_s=float(arrivals_s[-1]) + 60.0,
     )
     made = replace(make_policy(policy), places_ahead=False)
     lengths = np.array(outputs or [ENDLESS] * count)
     prompts = np.full(count, 20)
-    return Simulation(config, made, arrivals_s, prompts, lengths, make_replica=make, **more)
+    until_s = float(arrivals_s[-1]) + 60.0
+    more |= {"make_replica": make, "stop": lambda now_s, run: now_s > until_s}
+    return Simulation(config, made, arrivals_s, prompts, lengths, **more)
 
 
 @settings(max_examples=60, deadline=None)
@@ -99,15 +98,8 @@ def decisions(outputs: list[int], slower: list[float]) -> list[Decision]:
     points = weights(AresSettings(), load_only=False)
     found: list[Decision] = []
 
-    def decided(
-        now_s: float,
-        cluster: ClusterForecast,
-        costs: object,
-        busy: object,
-        blind: object,
-        orders: list[MigrationOrder],
-        placing: Placing,
-    ) -> None:
+    def decided(now_s: float, cluster: ClusterForecast, *more: Any) -> None:
+        *_, orders, placing = more
         if placing.overload is not None:  # balance is not what it is about then
             return
         work = relative_work(cluster, points)

@@ -28,11 +28,20 @@ from rich.console import Console
 
 from loadgen.options import number, number_from, whole
 from loadgen.paper.ares import report
-from loadgen.paper.ares.points import COMPARED, PARTS, POINTS, PointResult, SimPoint, run_point
+from loadgen.paper.ares.points import (
+    ARITHMETIC,
+    COMPARED,
+    PARTS,
+    POINTS,
+    PointResult,
+    SimPoint,
+    run_point,
+)
 from loadgen.report.experiment import print_line, say, wide_console
 from loadgen.report.figures import figures, for_json
 from loadgen.report.output import add_out_argument
 from loadgen.report.progress import Steps
+from loadgen.simulation.loads import SLO_TPOT_FACTOR, SLO_TTFT_S
 from quadriga.errors import ConfigError, QuadrigaError
 
 RESULTS_FILE = "ares.jsonl"
@@ -69,10 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run every point; prints tables and one JSON line, writes plots and raw figures."""
     started_s = time.perf_counter()
-    left_out = ["traces"] if "traces" in args.part and not args.trace else []
+    if args.trace and "traces" not in args.part:
+        raise ConfigError("--trace: goes with --part traces", param="trace")
+    by_part = {part: POINTS[part](args) for part in args.part}
+    left_out = [part for part, of_it in by_part.items() if not of_it and part != ARITHMETIC]
     if left_out and args.part != list(PARTS):
-        raise ConfigError("--part traces: give the files in --trace", param="trace")
-    points = [p for part in args.part for p in POINTS[part](args)]
+        text = f"--part {' '.join(left_out)}: nothing to run with this --trace and --policy"
+        raise ConfigError(text, param="part")
+    points = [point for of_it in by_part.values() for point in of_it]
     shortest_s = min((p.duration_s for p in points), default=math.inf)
     if args.warm_up_s >= shortest_s:
         text = f"--warm-up-s: {args.warm_up_s:g} must be less than --duration-s {shortest_s:g}"
@@ -83,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         outcomes, faults = _run_all(points, args.workers, console, stream)
     report.print_tables(outcomes, console)
     if left_out:
-        say("left out: traces, of which --trace names none")
+        say(f"left out: {', '.join(left_out)}: nothing to run with this --trace and --policy")
     for point, fault in faults:
         where = f"{point.part}, {point.x}, {point.policy}, seed {point.config.seed}"
         say(f"{where}: the simulation failed\n{fault}")
@@ -93,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         points=len(outcomes),
         failed_points=len(faults),
         left_out=left_out,
-        slo={"ttft_s": 5.0, "tpot_steps": 1.5},
+        slo={"ttft_s": SLO_TTFT_S, "tpot_steps": SLO_TPOT_FACTOR},
         profile=args.profile,
         wall_s=round(time.perf_counter() - started_s, 1),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,8 @@ from quadriga.sim.profiles import find_profile
 from quadriga.sim.records import PAUSE, RECOMPUTE, VLLM, VLLM_CACHED
 from quadriga.sim.results import RunSummary, Slo
 
-PARTS = (
-    "vllm",
-    "own",
-    "lockstep",
-    "overload",
-    "below",
-    "rates",
-    "bandwidth",
-    "sizes",
-    "hardware",
-    "settings",
-    "traces",
-)
+ARITHMETIC = "hardware"
+"""The part that runs nothing: the report makes it from the profiles."""
 SHAREGPT_RATES = (0.10, 0.13, 0.15, 0.17, 0.19, 0.21, 0.23, 0.26)
 ALPACA_RATES = (0.10, 0.13, 0.15, 0.17, 0.19, 0.21, 0.23)
 PAPER_RATE = 0.17
@@ -145,14 +134,15 @@ def _load(point: SimPoint) -> SimLoad:
         )
     trace = read_trace(point.trace)
     if trace.arrivals_s is None:
-        return trace_load(trace, arrivals=f"poisson:{point.rate!r}", scale=1.0, seed=seed)
-    load = trace_load(trace, arrivals="trace", scale=1.0, seed=seed)
-    if not load.rate > 0.0:
-        raise ConfigError(
-            f"--trace: {load.name}: all rows arrive at once, so there is no rate to change",
-            param="trace",
-        )
-    load = load.faster(point.rate / load.rate)
+        load = trace_load(trace, arrivals=f"poisson:{point.rate!r}", scale=1.0, seed=seed)
+    else:
+        load = trace_load(trace, arrivals="trace", scale=1.0, seed=seed)
+        if not load.rate > 0.0:
+            raise ConfigError(
+                f"--trace: {load.name}: all rows arrive at once, so there is no rate to change",
+                param="trace",
+            )
+        load = load.faster(point.rate / load.rate)
     mine = load.arrivals_s <= point.duration_s
     return SimLoad(
         load.name, load.arrivals_s[mine], load.input_tokens[mine], load.output_tokens[mine]
@@ -193,40 +183,43 @@ def _unrefusing(args: argparse.Namespace) -> list[str]:
     return [p for p in args.policy if p != "shedding"]
 
 
-def _vllm(args: argparse.Namespace) -> list[SimPoint]:
-    """The paper's set-up near saturation: what its engine does with a full memory."""
-    kinds = {"vllm": VLLM, "vllm, prefix caching": VLLM_CACHED}
+def _at_rates(
+    args: argparse.Namespace,
+    part: str,
+    rates: Sequence[float],
+    config: SimConfig,
+    scale: float = 1.0,
+    **fields: Any,
+) -> list[SimPoint]:
+    """Points of all policies that refuse nothing; `scale` times as much arrives as x says."""
     return [
         _point(
             args,
             part,
             rate,
-            rate=rate,
+            rate=scale * rate,
             policy=policy,
-            config=replace(_base(args), seed=seed, memory=memory),
+            config=replace(config, seed=seed),
+            **fields,
         )
-        for part, memory in kinds.items()
-        for rate in SATURATED_RATES
+        for rate in rates
         for seed in _seeds(args)
         for policy in _unrefusing(args)
+    ]
+
+
+def _vllm(args: argparse.Namespace) -> list[SimPoint]:
+    """The paper's set-up near saturation: what its engine does with a full memory."""
+    return [
+        point
+        for part, memory in (("vllm", VLLM), ("vllm, prefix caching", VLLM_CACHED))
+        for point in _at_rates(args, part, SATURATED_RATES, replace(_base(args), memory=memory))
     ]
 
 
 def _own(args: argparse.Namespace) -> list[SimPoint]:
     """The same loads, and lighter ones, on replicas that pause, as a service's do."""
-    return [
-        _point(
-            args,
-            "own",
-            rate,
-            rate=rate,
-            policy=policy,
-            config=replace(_base(args), seed=seed, memory=PAUSE),
-        )
-        for rate in OWN_RATES
-        for seed in _seeds(args)
-        for policy in _unrefusing(args)
-    ]
+    return _at_rates(args, "own", OWN_RATES, replace(_base(args), memory=PAUSE))
 
 
 def _lock_step(args: argparse.Namespace) -> list[SimPoint]:
@@ -235,19 +228,7 @@ def _lock_step(args: argparse.Namespace) -> list[SimPoint]:
     config = replace(
         _base(args), num_decode=ranks, num_prefill=ranks // 3, memory=PAUSE, lock_step=True
     )
-    return [
-        _point(
-            args,
-            "lockstep",
-            rate,
-            rate=rate * ranks / 3,
-            policy=policy,
-            config=replace(config, seed=seed),
-        )
-        for rate in LOCK_STEP_RATES
-        for seed in _seeds(args)
-        for policy in _unrefusing(args)
-    ]
+    return _at_rates(args, "lockstep", LOCK_STEP_RATES, config, ranks / 3)
 
 
 def _overload(args: argparse.Namespace) -> list[SimPoint]:
@@ -323,20 +304,9 @@ def _rates(args: argparse.Namespace) -> list[SimPoint]:
     step_s = base.profile.half_memory_step_s
     grid = tuple(Slo(ttft, f * step_s) for ttft in TTFT_GRID_S for f in TPOT_GRID)
     return [
-        _point(
-            args,
-            workload,
-            rate,
-            workload=workload,
-            rate=rate,
-            policy=policy,
-            config=replace(base, seed=seed),
-            grid=grid,
-        )
+        point
         for workload, rates in (("sharegpt", SHAREGPT_RATES), ("alpaca", ALPACA_RATES))
-        for rate in rates
-        for seed in _seeds(args)
-        for policy in _unrefusing(args)
+        for point in _at_rates(args, workload, rates, base, workload=workload, grid=grid)
     ]
 
 
@@ -390,6 +360,7 @@ def _settings(args: argparse.Namespace) -> list[SimPoint]:
         for theta in thetas
         for decay in decays
         for seed in _seeds(args)
+        if "ares" in args.policy
     ]
 
 
@@ -438,11 +409,6 @@ def fitting_rate(
     return float(config.num_decode * tokens / (held.mean() * step_s))
 
 
-def _hardware(args: argparse.Namespace) -> list[SimPoint]:
-    """Figure 11 is arithmetic; the report makes it from the profiles."""
-    return []
-
-
 POINTS: dict[str, Callable[[argparse.Namespace], list[SimPoint]]] = {
     "vllm": _vllm,
     "own": _own,
@@ -452,7 +418,8 @@ POINTS: dict[str, Callable[[argparse.Namespace], list[SimPoint]]] = {
     "rates": _rates,
     "bandwidth": _bandwidth,
     "sizes": _sizes,
-    "hardware": _hardware,
+    ARITHMETIC: lambda args: [],
     "settings": _settings,
     "traces": _traces,
 }
+PARTS = tuple(POINTS)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -32,6 +32,7 @@ _COLOURS = {
     "ares": "tab:blue",
     "oracle": "black",
 }
+X = TypeVar("X")
 Figure = Callable[[RunSummary], float]
 _CELLS: dict[str, tuple[Figure, str]] = {
     "arrive/s": (lambda s: s.rate, ".3g"),
@@ -93,13 +94,13 @@ class FigureData:
     def best_static(self, part: str, x: float | str, of: Figure) -> tuple[str, float]:
         """The placement that moves nothing with the greatest figure, and that; ("", NaN): none."""
         found = {p: self.mean(part, x, p, of) for p in STATIC if self.outcomes(part, x, p)}
-        best = max(found, key=lambda p: found[p], default="")
+        best = _best(list(found), found.__getitem__) if found else ""
         return best, found.get(best, float("nan"))
 
     def least_static(self, part: str, x: float | str, of: Figure) -> float:
         """The least figure of a placement that moves nothing; NaN: there is none."""
         found = [self.mean(part, x, p, of) for p in STATIC if self.outcomes(part, x, p)]
-        return min(found, default=float("nan"))
+        return _least(found)
 
     def most(self, part: str, x: float | str) -> float:
         """The most that any policy may have over the best static one: all requests good."""
@@ -292,7 +293,7 @@ def headline(outcomes: Sequence[PointResult]) -> dict[str, Any]:
     )
     paper = min(rates, key=lambda r: abs(r - PAPER_RATE))
     light = min(rates, key=lambda r: abs(r - _LIGHT_RATE))
-    best, best_p99 = max(rates, key=goodput_ratio), max(rates, key=p99_reduction)
+    best, best_p99 = (_best(rates, of) for of in (goodput_ratio, p99_reduction))
     oracle = mean(paper, "oracle", lambda s: s.variance_ms2)
     found = {
         "goodput_ratio": goodput_ratio(saturated),
@@ -312,11 +313,21 @@ def headline(outcomes: Sequence[PointResult]) -> dict[str, Any]:
         "light_load_ratio": figures.ratio(part, light, _good_per_s),
         "light_load_rate": light,
         "largest_good_rate_ares": figures.largest_rate(part, "ares"),
-        "largest_good_rate_best_static": max(
-            (figures.largest_rate(part, p) for p in STATIC), key=lambda r: -1.0 if r != r else r
+        "largest_good_rate_best_static": figures.largest_rate(
+            part, _best(STATIC, lambda p: figures.largest_rate(part, p))
         ),
     }
     return {k: None if np.isnan(v) else round(v, 4) for k, v in found.items()} | honest
+
+
+def _best(of: Sequence[X], figure: Callable[[X], float]) -> X:
+    """The one with the greatest figure; those without one come last."""
+    return max(of, key=lambda one: np.nan_to_num(figure(one), nan=-np.inf))
+
+
+def _least(values: Iterable[float]) -> float:
+    """The least of the figures that there are; NaN without any."""
+    return min((value for value in values if not np.isnan(value)), default=np.nan)
 
 
 def baselines(figures: FigureData) -> dict[str, float]:
@@ -336,7 +347,7 @@ def baselines(figures: FigureData) -> dict[str, float]:
         found["vllm_cached_vs_best_static"] = cached
     if "own" in parts:
         found["own_vs_best_static"] = ratios("own", SATURATED_RATES)
-        found["own_light_load_ratio"] = [min(ratios("own", OWN_RATES[:2]), default=np.nan)]
+        found["own_light_load_ratio"] = [_least(ratios("own", OWN_RATES[:2]))]
     if "lockstep" in parts:
         xs = figures.xs("lockstep")
         found["lock_step_vs_best_static"] = [figures.ratio("lockstep", x, _good_per_s) for x in xs]
@@ -348,9 +359,8 @@ def baselines(figures: FigureData) -> dict[str, float]:
             ]
     below = [p for p in parts if p.split(",")[0] == "below"]
     if below:
-        found["below_ratio"] = [
-            min(figures.ratio(p, x, _good_share) for p in below for x in figures.xs(p))
-        ]
+        shares = (figures.ratio(p, x, _good_share) for p in below for x in figures.xs(p))
+        found["below_ratio"] = [_least(shares)]
     overloads = [p for p in parts if p.split(",")[0] == "overload"]
     for part in overloads:
         name = part.replace(", ", "_")
@@ -438,8 +448,8 @@ def _variance_plot(figures: FigureData, path: Path) -> None:
     with drawn(path, size=(9, 3.6)) as axes:
         axis = axes[0][0]
         for policy in figures.policies("sharegpt"):
-            times, variance = figures.outcomes("sharegpt", rate, policy)[0].series
-            axis.plot(times, variance, lw=0.8, label=policy, color=_COLOURS[policy])
+            for one in figures.outcomes("sharegpt", rate, policy)[:1]:  # none where it failed
+                axis.plot(*one.series, lw=0.8, label=policy, color=_COLOURS[policy])
         axis.set(xlabel="s", ylabel="variance of step times, ms²", yscale="symlog")
         axis.set_title(f"sharegpt at {rate:g}/s (simulated)")
         axis.legend(fontsize=7)

@@ -121,7 +121,7 @@ class LocalController:
                 replica=NAME,
                 depth_class=request.classes[0],
                 exit_tokens=dict(Counter(request.exit_layers)),
-                breaches=round(sum(request.breached)),
+                breaches=sum(request.breached),
                 nll=request.nll,
                 scored_tokens=request.num_scored,
                 prompt_tokens=len(request.prompt.token_ids),

@@ -43,6 +43,7 @@ from loadgen.report.output import add_out_argument
 from quadriga.catalogue.files import require_one_tokenizer, write_catalogue
 from quadriga.catalogue.inspection import inspect
 from quadriga.catalogue.records import Measurement
+from quadriga.errors import ConfigError
 from quadriga.policies.helios.messages import Objective
 
 PARTS = (ALONE, BATCHED, FIXED, THRESHOLDS, INTERVALS, LIMITS)
@@ -54,6 +55,13 @@ INTERVAL, QUICK_INTERVAL = 150, 36
 TAUS, QUICK_TAUS = (0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999), (0.9,)
 RIS, QUICK_RIS = (50, 100, 150, 200, 250), (24,)
 SHARES, QUICK_SHARES = (1.0, 0.05, 0.02, 0.01, 0.005, 0.002, 0.0), (1.0, 0.01)
+OF_ONE_PART = {
+    "threshold": THRESHOLDS,
+    "intervals": INTERVALS,
+    "changed": LIMITS,
+    "memory_mib": FIXED,
+}
+"""Options that one part alone looks at."""
 _SEED = 7
 
 
@@ -169,11 +177,16 @@ def _measure(plan: HeliosPlan, out: Path) -> int:
 
 def _plan(args: argparse.Namespace, catalogue: str | None) -> HeliosPlan:
     quick = args.quick
+    parts = args.part or (QUICK_PARTS if quick else PARTS)
+    for name, part in OF_ONE_PART.items():
+        if getattr(args, name) is not None and part not in parts:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option}: goes with --part {part}; leave it out", param=option)
     memory = None if args.memory_mib is None else int(args.memory_mib * 2**20)
     return HeliosPlan(
         pair=tuple(args.pair),
         catalogue=catalogue,
-        parts=[part for part in PARTS if part in (args.part or (QUICK_PARTS if quick else PARTS))],
+        parts=[part for part in PARTS if part in parts],
         slos=args.slo,
         requests=args.requests or (QUICK_REQUESTS if quick else REQUESTS),
         rounds=args.rounds or (QUICK_ROUNDS if quick else ROUNDS),

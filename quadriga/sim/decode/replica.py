@@ -46,7 +46,6 @@ class SimulatedDecodeReplica:
         self.running: dict[int, Sequence] = {}
         self.paused: dict[int, RunningSequence] = {}
         self.promised: dict[int, int] = {}  # tokens of the sequences on their way here
-        self.num_preempted = 0
         self.num_lowered = 0.0  # tokens that left below their threshold within a budget
         self._pressure, self._lowers = 0.0, 0.0  # and so many of them in a step now
         self.answers = AnswerLengths()
@@ -111,10 +110,6 @@ class SimulatedDecodeReplica:
         """Paused sequences."""
         return len(self._halted)
 
-    def halted(self) -> list[Sequence]:
-        """The paused."""
-        return list(self._halted.values())
-
     # What the cluster asks for
 
     def join(self, sequence: Sequence, *, ready_s: float) -> None:
@@ -141,8 +136,8 @@ class SimulatedDecodeReplica:
 
     def kill(self, now_s: float) -> list[Sequence]:
         """Lose everything; returns what was held, at its size, the promised excluded."""
-        self._advance(self._steps_until(now_s))
-        lost = [self._stopped(s) for s in self.running.values()] + self.halted()
+        self._advance(self._steps_until(now_s - self.held_up_s))
+        lost = [self._stopped(s) for s in self.running.values()] + [*self._halted.values()]
         lost += [s for _, index, s in self._joining if index in self.promised]
         self.running.clear()
         self.paused.clear()
@@ -288,7 +283,6 @@ class SimulatedDecodeReplica:
             self._halted[sequence.index] = sequence
             victim.num_pauses = sequence.num_pauses
             self.paused[sequence.index] = victim
-            self.num_preempted += 1
             happened.preempted.append(sequence)
 
     def _resume(self, happened: Happened) -> None:
@@ -390,7 +384,6 @@ class SimulatedDecodeReplica:
             ingress_id="",
             arrival_unix_s=sequence.arrival_s,
             deadline_unix_s=math.inf,
-            priority=sequence.priority,
             output_ids=[0] * produced,
             prediction=said,
             predicted_at=produced,

@@ -160,7 +160,6 @@ class VllmDecodeReplica(SimulatedDecodeReplica):
             self._free(sequence.index, sequence.tokens)
             self._halted[sequence.index] = sequence
             self._preempted.appendleft(sequence.index)
-            self.num_preempted += 1
             happened.preempted.append(sequence)
         return was_full
 

@@ -219,6 +219,15 @@ def test_alike_runs_do_not_differ(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert rows["TTFT P50"]["is_paired"] and rows["TTFT P50"]["num_a"] == 400
 
 
+def test_an_earlier_comparisons_pictures_go_with_its_figures(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", make_records(40))
+    (tmp_path / "out").mkdir()
+    for name in ("distributions.png", "ratios.png"):
+        (tmp_path / "out" / name).touch()
+    compare(tmp_path, a, a)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["compare.json"]
+
+
 def test_pairs_are_in_order_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "difference", lambda a, *_, **__: a)
     later_first = [replace(one, sent_s=-one.sent_s) for one in make_records(40)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import loadgen
 from loadgen.__main__ import COMMANDS, EXIT_UNREAD, main
 from loadgen.report import provenance
+from loadgen.report.experiment import publish
 from loadgen.report.output import file_to_write, folder_to_write, output_folder
 from quadriga.errors import ConfigError
 
@@ -107,6 +109,17 @@ def test_the_commit_is_that_of_the_code_and_not_of_a_checkout_it_is_installed_in
 ) -> None:
     monkeypatch.setattr(provenance, "__file__", f"{__file__}.installed")
     assert provenance.commit() == "unknown"
+
+
+def test_a_figure_that_there_is_none_of_is_null(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    third = 1 / 3
+    publish("mine", {"ratio": math.nan, "n": 3}, [{"s": [third, math.inf]}], tmp_path)
+    for text in (capsys.readouterr().out, (tmp_path / "mine.json").read_text()):
+        line = json.loads(text, parse_constant=pytest.fail)
+        assert line["headline"] == {"ratio": None, "n": 3}
+    assert line["rows"] == [{"s": [third, None]}]
 
 
 def test_output_that_nobody_reads_ends_a_command_quietly(

@@ -30,7 +30,6 @@ class StepwiseReplica:
         self.leaving: dict[int, float] = {}
         self.promised: dict[int, int] = {}
         self.size: dict[int, int] = {}  # KV tokens of the running, counted one by one
-        self.num_preempted = 0
         self.answers = AnswerLengths()
         self.predict: Callable[[int, int], LengthPrediction | None] = lambda index, tokens: None
 
@@ -70,7 +69,7 @@ class StepwiseReplica:
 
     @property
     def first_step_s(self) -> float:
-        return self._step_s()
+        return self.modelled_step_s
 
     @property
     def slope_s(self) -> float:
@@ -83,10 +82,6 @@ class StepwiseReplica:
     @property
     def num_held(self) -> int:
         return len(self.running) + len(self.halted_at) + len(self.promised)
-
-    @property
-    def limit(self) -> int:
-        return math.floor(self.rules.high * self.profile.kv_capacity_tokens)
 
     def join(self, sequence: Sequence, *, ready_s: float) -> None:
         self.promised.setdefault(sequence.index, max(sequence.tokens, sequence.promised_tokens))
@@ -102,7 +97,7 @@ class StepwiseReplica:
         self.leaving.pop(index, None)
 
     def kill(self, now_s: float) -> list[Sequence]:
-        while self.running and self.anchor_s + self._step_s() <= now_s:
+        while self.running and self.anchor_s + self.modelled_step_s <= now_s:
             self._step()
         for index, sequence in self.running.items():
             sequence.tokens = self.size[index]
@@ -119,7 +114,7 @@ class StepwiseReplica:
             wanted = [s for s, _ in self.waiting] + list(self.leaving.values())
             if any(s <= self.anchor_s for s in wanted):
                 return self.anchor_s
-            return self.anchor_s + self._step_s()
+            return self.anchor_s + self.modelled_step_s
         if self.halted_at and not self.waiting:
             return self.anchor_s
         return max(min((s for s, _ in self.waiting), default=math.inf), self.anchor_s)
@@ -146,11 +141,12 @@ class StepwiseReplica:
                 self._in(item[1])
                 happened.joined[item[1].index] = item[1]
         capacity = self.profile.kv_capacity_tokens
+        limit = math.floor(self.rules.high * capacity)
         is_full = self.tokens > capacity
         if is_full:
             for sequence in self.running.values():
                 sequence.promised_tokens = 0
-        while is_full and self.tokens > (self.limit if len(self.running) > 1 else capacity):
+        while is_full and self.tokens > (limit if len(self.running) > 1 else capacity):
             victim = choose_victim(
                 [
                     RunningSequence(
@@ -166,7 +162,6 @@ class StepwiseReplica:
             sequence = self._out(int(victim.state.sequence_id))
             sequence.num_pauses += 1
             self.halted_at[sequence.index] = (self.anchor_s, sequence)
-            self.num_preempted += 1
             happened.preempted.append(sequence)
         self._resume(happened)
         return happened
@@ -197,11 +192,8 @@ class StepwiseReplica:
                 self._in(sequence)
                 happened.joined[sequence.index] = sequence
 
-    def _step_s(self) -> float:
-        return self.modelled_step_s
-
     def _step(self) -> None:
-        self.anchor_s += self._step_s()
+        self.anchor_s += self.modelled_step_s
         self.steps += 1
         for index in self.size:
             self.size[index] += 1

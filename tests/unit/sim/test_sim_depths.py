@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from quadriga.errors import ConfigError
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.overload import OverloadPlan
 from quadriga.sim.cluster import Simulation
-from quadriga.sim.config import SimConfig, SimScaling
+from quadriga.sim.config import SimConfig, SimExits, SimScaling
 from quadriga.sim.policies import make_policy
 from quadriga.sim.prediction import OraclePredictor
 from quadriga.sim.records import PAUSE
@@ -75,6 +77,27 @@ def test_equal_depths_are_one_class() -> None:
         predictor=OraclePredictor(),
     ).run()
     assert same.finished_s.tolist() == plain.finished_s.tolist()
+
+
+@pytest.mark.parametrize(
+    "options", [{"depths": (DEEP, SHALLOW)}, {"exits": SimExits(0.25, stays=0.5, spread=0.01)}]
+)
+def test_what_was_just_placed_weighs_in_the_forecast_what_the_next_one_says(
+    options: dict[str, Any],
+) -> None:
+    requests = (np.arange(4.0), np.full(4, 50), np.full(4, 500))
+    simulation = Simulation(SimConfig(SMALL, 2, 1, **options), make_policy("oracle"), *requests)
+    board, placing = simulation._board, simulation._placing
+
+    def seen() -> ClusterForecast:
+        return board.forecast(0.0, placing.grid_s, SMALL.kv_capacity_tokens, placing.predictor)
+
+    for index in range(2):
+        assert simulation._place(0.0, index)
+    placing.forecast = seen()
+    for index in range(2, 4):
+        assert simulation._place(0.0, index)
+    np.testing.assert_allclose(placing.forecast.load_s, seen().load_s, rtol=0.02)
 
 
 def test_what_cannot_be_is_refused() -> None:

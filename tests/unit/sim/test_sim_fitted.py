@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.migration import MigrationCause, MigrationOrder
 from quadriga.core.routing import PlaceRequest
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.settings import (
@@ -104,24 +104,13 @@ def test_room_is_what_the_cluster_calls_room(rules: MemoryRules) -> None:
         held = rng.integers(0, SMALL.num_slots, 8)
         used = np.where(held > 0, rng.integers(1, SMALL.kv_capacity_tokens, 8), 0)
         board.num_paused = rng.integers(0, 2, 8) * (held > 0)
-        board._num_held = held
+        board.num_held = held
         size = int(rng.integers(1, 900))
         request = PlaceRequest("s", DEPTH_CLASS, size, size + 1)
         found = size + 1 <= placing._room(used.astype(float))
         for i, name in enumerate(names):
-            info = ReplicaInfo(
-                name,
-                Role.DECODE,
-                DEPTH_CLASS,
-                name,
-                name,
-                SMALL.num_slots,
-                SMALL.kv_capacity_tokens,
-                reservation=rules.reservation,
-            )
-            snapshot = ReplicaSnapshot(
-                info,
-                0.0,
+            snapshot = replace(
+                placing._blank(name),
                 num_running=int(held[i]),
                 used_tokens=int(used[i]),
                 reserved_tokens=int(used[i]),
@@ -194,6 +183,20 @@ def test_moves_by_forecast_need_no_placement_by_forecast() -> None:
     assert set(seen) == {None}
 
 
+def test_a_replica_takes_part_in_moves_until_the_last_of_them_has_ended() -> None:
+    """As one that drains does: it gives away several sequences at once."""
+    simulation = Simulation(SimConfig(SMALL, 3, 1), make_policy("current_load"), *load(0))
+    moving, names = simulation._moving, simulation._board.names
+    for index, to in enumerate(names[1:]):
+        route = names[0], to, MigrationCause.DRAIN
+        moving.start(0.0, MigrationOrder(str(index), DEPTH_CLASS, *route, 0.0, 10, 0.0))
+    assert moving.busy == set(names)
+    moving.give_up(0)
+    assert moving.busy == {names[0], names[2]}
+    moving.give_up(1)
+    assert not moving.busy and not any(r.promised for r in simulation._decode)
+
+
 def test_a_slow_copy_is_followed_by_shorter_ones_before_the_sequence_rests() -> None:
     """A millisecond a token: what is generated during the first copy would take some steps."""
     config = SimConfig(SMALL, 4, 1, memory=RECOMPUTE, bandwidth_bytes_per_s=1e6, learns_link=True)
@@ -204,23 +207,17 @@ def test_a_slow_copy_is_followed_by_shorter_ones_before_the_sequence_rests() -> 
 
 
 def test_what_a_move_costs_is_learned_as_on_the_cluster() -> None:
-    believed: list[TransferCosts] = []
     config = SimConfig(SMALL, 4, 1, learns_link=True, bandwidth_bytes_per_s=2e6)
-    run = Simulation(
-        config,
-        make_policy("oracle", SETTINGS),
-        *load(2, 160),
-        on_decision=lambda now, cluster, costs, *_: believed.append(costs),
-    ).run()
+
+    def believed(config: SimConfig) -> tuple[list[TransferCosts], SimulatedRun]:
+        seen: list[TransferCosts] = []
+        decided = {"on_decision": lambda now, cluster, costs, *_: seen.append(costs)}
+        policy = make_policy("oracle", SETTINGS)
+        return seen, Simulation(config, policy, *load(2, 160), **decided).run()
+
+    learned, run = believed(config)
     assert sum(m.num_tokens * SMALL.kv_bytes_per_token > 65_536 for m in run.migrations) > 3
-    assert believed[0].bandwidth_bytes_per_s == pytest.approx(FIRST_BANDWIDTH_BYTES_PER_S)
-    assert believed[-1].bandwidth_bytes_per_s < 0.6 * FIRST_BANDWIDTH_BYTES_PER_S
-    assert believed[0].round_trip_s == pytest.approx(ROUND_TRIP_S)
-    known: list[TransferCosts] = []
-    Simulation(
-        replace(config, learns_link=False),
-        make_policy("oracle", SETTINGS),
-        *load(2, 160),
-        on_decision=lambda now, cluster, costs, *_: known.append(costs),
-    ).run()
-    assert set(known) == {config.link}
+    assert learned[0].bandwidth_bytes_per_s == pytest.approx(FIRST_BANDWIDTH_BYTES_PER_S)
+    assert learned[-1].bandwidth_bytes_per_s < 0.6 * FIRST_BANDWIDTH_BYTES_PER_S
+    assert learned[0].round_trip_s == pytest.approx(ROUND_TRIP_S)
+    assert set(believed(replace(config, learns_link=False))[0]) == {config.link}

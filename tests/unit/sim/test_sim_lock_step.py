@@ -13,26 +13,28 @@ from quadriga.config.scheduling import ScalingConfig
 from quadriga.errors import ConfigError
 from quadriga.sim.config import Failure, SimConfig, SimScaling
 from quadriga.sim.decode.lock_step import LockStep, LockStepReplica
-from quadriga.sim.records import PAUSE, RECOMPUTE, VLLM, Gaps, MemoryRules, Sequence
+from quadriga.sim.decode.vllm import VllmDecodeReplica
+from quadriga.sim.records import PAUSE, RECOMPUTE, VLLM, VLLM_CACHED, Gaps, MemoryRules, Sequence
 from tests.unit.sim.test_simulator import SMALL, check_conserved, load, simulate
 
 ROOMY = replace(SMALL, kv_capacity_tokens=100_000)
 
 
-class OneStepAtATime(LockStepReplica):
-    """Each step is an event of its own: who is the slowest is asked before each."""
-
-    def _event_steps(self) -> int:
-        return min(1, super()._event_steps())
-
-
-@pytest.mark.parametrize("rules", [PAUSE, RECOMPUTE])
+@pytest.mark.parametrize("rules", [PAUSE, RECOMPUTE, VLLM, VLLM_CACHED])
 @pytest.mark.parametrize("policy", ["round_robin", "current_load", "reschedule", "ares"])
 def test_stretches_of_steps_equal_the_steps_one_by_one(policy: str, rules: MemoryRules) -> None:
+    """In lock step who is the slowest is asked before each step; as vLLM, who is preempted."""
+    is_vllm = rules.on_full == "vllm"
+    kind: Any = VllmDecodeReplica if is_vllm else LockStepReplica
+
+    class OneStepAtATime(kind):  # type: ignore[misc]
+        def _event_steps(self) -> int:
+            return min(1, super()._event_steps())
+
     num_full = num_moved = 0
     for seed in range(2):
-        requests = load(seed, 80, 8.0)
-        options: dict[str, Any] = {"memory": rules, "seed": seed, "lock_step": True}
+        requests = load(seed, 100, 30.0) if is_vllm else load(seed, 80, 8.0)
+        options: dict[str, Any] = {"memory": rules, "seed": seed, "lock_step": not is_vllm}
         stretched = simulate(policy, requests, **options)
         single = simulate(policy, requests, make_replica=OneStepAtATime, **options)
         check_conserved(stretched, requests)

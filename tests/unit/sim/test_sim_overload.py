@@ -31,29 +31,7 @@ from quadriga.sim.prediction import NoisyPredictor
 from quadriga.sim.profiles import RTX_4090D
 from quadriga.sim.records import PAUSE, RECOMPUTE, VLLM, VLLM_CACHED, Happened, MemoryRules
 from quadriga.sim.results import SimulatedRun
-from tests.unit.sim.test_simulator import check_conserved, load, simulate
-
-
-class OneStepAtATime(VllmDecodeReplica):
-    """Each step is an event of its own: nothing is summed, and everything is looked at again."""
-
-    def _event_steps(self) -> int:
-        return min(1, super()._event_steps())
-
-
-@pytest.mark.parametrize("rules", [VLLM, VLLM_CACHED])
-@pytest.mark.parametrize("policy", ["current_load", "reschedule", "ares"])
-def test_stretches_of_steps_equal_the_steps_one_by_one(policy: str, rules: MemoryRules) -> None:
-    num_full = 0
-    for seed in range(3):
-        requests = load(seed, 100, 30.0)
-        stretched = simulate(policy, requests, memory=rules, seed=seed)
-        single = simulate(policy, requests, memory=rules, seed=seed, make_replica=OneStepAtATime)
-        check_conserved(stretched, requests)
-        np.testing.assert_allclose(stretched.finished_s, single.finished_s, rtol=1e-9)
-        assert stretched.num_full == single.num_full
-        num_full += stretched.num_full
-    assert num_full > 20
+from tests.unit.sim.test_simulator import load, simulate
 
 
 @pytest.mark.parametrize("rules", [VLLM, VLLM_CACHED])

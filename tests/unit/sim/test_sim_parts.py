@@ -51,7 +51,7 @@ def test_its_range_holds_eighty_percent() -> None:
 def test_no_error_is_an_oracle() -> None:
     outputs = np.array([10, 200, 3000])
     remaining = outputs.astype(float)
-    errors = ErrorModel().scaled(0.0)
+    errors = ErrorModel(start_weight=1.0, sigma=0.0)
     noisy = NoisyPredictor(outputs, seed=0, errors=errors)
     said = noisy.predict(np.arange(3), np.zeros(3), remaining)
     np.testing.assert_allclose(said.mean, remaining)
@@ -147,12 +147,6 @@ def test_devices_have_their_vendors_dense_figures(
         assert per_s / 0.768 == pytest.approx(1e9 * giga_bytes_per_s, rel=0.002)
     held = (profile.kv_capacity_tokens * 57_344 + 10.21e9) / 0.9
     assert held / 2**30 == pytest.approx(memory_gb, rel=0.002)
-
-
-def test_prefill_on_the_consumer_device_is_as_fast_as_its_data_sheet_says() -> None:
-    """A prompt of 2,048 tokens: 2 · 6.53 G · 2,048 operations at 35 % of 588 T/s, attention, and
-    reading the weights."""
-    assert 0.13 < find_profile("rtx4090d-7b").prefill_s([2048]) < 0.16
 
 
 def test_profiles_are_complete_and_found() -> None:

@@ -156,12 +156,6 @@ def test_retiring_moves_what_runs_and_fails_nothing() -> None:
     assert run.rebuilt.sum() == 0, "moved, not computed again"
 
 
-def test_two_runs_are_one() -> None:
-    first, second = scaled([(30, 2.0), (30, 25.0)]), scaled([(30, 2.0), (30, 25.0)])
-    assert first[1] == second[1]
-    assert np.array_equal(first[0].finished_s, second[0].finished_s)
-
-
 def test_start_replicas_must_be_there() -> None:
     with pytest.raises(ConfigError, match=r"start_replicas: 7 must lie in 1\.\.6"):
         scaled([(1, 1.0)], start=7)

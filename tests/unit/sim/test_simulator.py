@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from quadriga.config.engine import PrefillConfig
 from quadriga.config.pacing import PaceProfile
-from quadriga.core.migration import MigrationOrder
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import MOVABLE, PAUSED
@@ -21,9 +20,10 @@ from quadriga.policies.ares.settings import AresSettings
 from quadriga.sim.cluster import Simulation
 from quadriga.sim.config import Failure, SimConfig, SimExits
 from quadriga.sim.decode.replica import SimulatedDecodeReplica
+from quadriga.sim.decode.vllm import VllmDecodeReplica
 from quadriga.sim.policies import POLICY_NAMES, make_policy
 from quadriga.sim.profiles import RTX_4090D, CostProfile, Delays
-from quadriga.sim.records import PAUSE, RECOMPUTE, Happened, MemoryRules
+from quadriga.sim.records import PAUSE, RECOMPUTE, VLLM, Happened, MemoryRules, Sequence
 from quadriga.sim.results import SimulatedRun, Slo, latencies, summarise
 from tests.unit.sim.stepwise import StepwiseReplica
 
@@ -135,10 +135,13 @@ def test_budgets_are_spent_where_memory_is_short_and_make_answers_end_earlier() 
     without, with_budget = run(0.0), run(0.3)
     assert all(one.num_lowered == 0.0 for one in without)
     assert sum(one.num_lowered for one in with_budget) > 0.0
-    assert sum(o.end_s for o in with_budget) < 0.98 * sum(o.end_s for o in without)
+    took = [sum((o.finished_s - o.first_token_s).sum() for o in r) for r in (with_budget, without)]
+    assert took[0] < 0.98 * took[1]
     assert all(one.num_lowered == 0.0 for one in run(0.3, capacity=200_000))
     with pytest.raises(ConfigError, match="quality_budget"):
         SimExits(0.3, quality_budget=1.5)
+    with pytest.raises(ConfigError, match="quality_budget: not where"):
+        SimConfig(SMALL, 1, 1, memory=RECOMPUTE, exits=SimExits(0.3, quality_budget=0.5))
 
 
 def joined_preempted_and_returned() -> Load:
@@ -182,6 +185,18 @@ def test_a_sequence_may_join_be_preempted_and_return_within_one_event() -> None:
     assert runs[0].preempted.tolist() == runs[1].preempted.tolist()
 
 
+ONE_WAITS: dict[str, Any] = {
+    "seed": 0,
+    "policy": "ares",
+    "rate": 20.0,
+    "num_decode": 1,
+    "failures": [],
+    "bandwidth": 1e5,
+    "precopy": False,
+}
+"""A paused one waits for one that is on its way: nothing happens until that arrives."""
+
+
 @settings(max_examples=15)
 @given(
     seed=st.integers(0, 10_000),
@@ -195,27 +210,8 @@ def test_a_sequence_may_join_be_preempted_and_return_within_one_event() -> None:
     bandwidth=st.sampled_from([1e5, 1e7, 1e10]),
     precopy=st.booleans(),
 )
-# A paused one waits for one that is on its way: nothing happens until that arrives.
-@example(
-    seed=0,
-    policy="ares",
-    rate=20.0,
-    num_decode=1,
-    rules=RECOMPUTE,
-    failures=[],
-    bandwidth=1e5,
-    precopy=False,
-)
-@example(
-    seed=0,
-    policy="ares",
-    rate=20.0,
-    num_decode=1,
-    rules=PAUSE,
-    failures=[],
-    bandwidth=1e5,
-    precopy=False,
-)
+@example(rules=RECOMPUTE, **ONE_WAITS)
+@example(rules=PAUSE, **ONE_WAITS)
 def test_no_request_is_lost_and_no_memory_overflows(
     seed: int,
     policy: str,
@@ -291,19 +287,11 @@ def test_paused_sequences_go_where_there_is_room_and_recomputed_ones_stay(precop
     def moved(rules: MemoryRules) -> int:
         ordered: set[int] = set()
 
-        def decided(
-            now_s: float,
-            cluster: ClusterForecast,
-            costs: object,
-            busy: object,
-            blind: object,
-            orders: list[MigrationOrder],
-            overload: object,
-        ) -> None:
+        def decided(now_s: float, cluster: ClusterForecast, *more: Any) -> None:
             paused = cluster.rows[:, MOVABLE] == PAUSED
             assert paused.sum() <= cluster.num_paused.sum()
             standing = {cluster.sequence_ids[i] for i in np.flatnonzero(paused)}
-            ordered.update(int(o.sequence_id) for o in orders if o.sequence_id in standing)
+            ordered.update(int(o.sequence_id) for o in more[3] if o.sequence_id in standing)
 
         requests = load(4)
         run = simulate("reschedule", requests, memory=rules, precopy=precopy, on_decision=decided)
@@ -341,7 +329,10 @@ def test_precopy_shortens_the_stall() -> None:
 def test_what_does_not_fit_is_refused_with_a_reason() -> None:
     requests = (np.array([0.0, 0.1]), np.array([1900, 10]), np.array([200, 10]))
     run = simulate("current_load", requests)
-    assert run.failures == {0: "context_too_long"} or list(run.failures) == [0]
+    s = summarise(run, requests[0], requests[2], Slo(5.0, 1.0))
+    [(reason, message)] = run.examples.items()
+    assert run.failures == {0: reason} and s.failures == {reason: 1}
+    assert "3100 tokens; the largest replica holds 2000" in message
     assert run.produced[1] == 10
 
 
@@ -354,18 +345,35 @@ def test_a_full_queue_refuses() -> None:
     check_conserved(run, requests)
 
 
-def test_time_that_is_up_leaves_unfinished_requests() -> None:
-    run = simulate("current_load", load(1), limit_s=5.0)
-    assert set(run.failures.values()) == {"unfinished"}
-    assert run.end_s == 5.0
-
-
 def test_the_dead_hold_nothing_and_their_sequences_go_on() -> None:
     requests = load(5, 40, 5.0)
     run = simulate("ares", requests, failures=tuple(Failure(3.0, i, 2.0) for i in range(3)))
     check_conserved(run, requests)
     assert not run.failures
     assert run.rebuilt.sum() > 0
+
+
+def test_a_replica_is_away_until_the_last_of_its_failures_is_over() -> None:
+    requests = load(1, 10, 5.0)
+    failures = (Failure(1.0, 0, 5.0), Failure(3.0, 0, 10.0), Failure(4.0, 0, 1.0))
+    run = simulate("current_load", requests, num_decode=1, failures=failures)
+    check_conserved(run, requests)
+    assert not [s.at_s for s in run.samples if 1.0 < s.at_s < 13.0] and run.end_s > 13.0
+
+
+def test_a_death_while_a_chunk_is_computed_makes_no_steps_that_were_never_made() -> None:
+    """The third is preempted, and computed again beside the first once the second has ended."""
+    replica = VllmDecodeReplica("d", SMALL, VLLM, lambda gaps: None)
+    for index, (tokens, final) in enumerate([(900, 1800), (600, 640), (450, 1500)]):
+        replica.join(Sequence(index, tokens, final, 1, 0.0), ready_s=0.0)
+    while not replica.held_up_s:
+        replica.run_to_event(replica.next_event_s())
+    assert list(replica.running) == [0]
+    had = replica.running[0].base + replica.steps
+    died_s = replica.anchor_s + 0.9 * (replica.next_event_s() - replica.anchor_s)
+    assert died_s > replica.anchor_s + 2 * replica.first_step_s, "the step is a long one"
+    lost = replica.kill(died_s)
+    assert {s.index: s.tokens for s in lost} == {0: had, 2: 466}
 
 
 def test_ending_twice_is_noticed() -> None:
@@ -471,15 +479,6 @@ def test_waits_for_prefill_and_for_decode_room_are_told() -> None:
     assert decoding[~first].min() > decoding[first].min()
     assert run.prefill_blocked, "rows hold what waits for room, so prefill stands still"
     assert all(b > a for a, b in run.prefill_blocked)
-
-
-def test_failures_come_with_what_was_said() -> None:
-    requests = (np.array([0.0, 0.1]), np.array([1900, 10]), np.array([200, 10]))
-    run = simulate("current_load", requests)
-    s = summarise(run, requests[0], requests[2], Slo(5.0, 1.0))
-    [(reason, message)] = run.examples.items()
-    assert s.failures == {reason: 1}
-    assert "3100 tokens; the largest replica holds 2000" in message
 
 
 def test_an_empty_cluster_costs_nothing_however_long_it_is_empty() -> None:
