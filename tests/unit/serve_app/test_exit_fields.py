@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from quadriga.checkpoint.exits import ExitParams
+from quadriga.checkpoint.exits import EXITS_FILE, ExitParams
+from quadriga.checkpoint.folder import ASSETS
+from quadriga.checkpoint.tuned import TUNE_FILE, weights_hash
 from quadriga.config.loader import load_config
 from quadriga.errors import InvalidRequest
 from serve_app.openai.models import ModelDirectory, ServedModel
@@ -32,6 +36,16 @@ def test_by_default_answers_are_the_whole_models() -> None:
     model = served()
     assert read(model) == read(model, exit_threshold=1.0) == LOSSLESS
     assert read(model, sla_tbt_ms=20) == replace(LOSSLESS, sla_tbt_s=0.02)
+
+
+def test_requests_may_use_the_exits_of_a_folder_apart_from_the_weights(tmp_path: Path) -> None:
+    about = {"weights": weights_hash(ASSETS / "quadriga-s")}
+    (tmp_path / TUNE_FILE).write_text(json.dumps(about))
+    (tmp_path / EXITS_FILE).write_text(json.dumps({"layers": [5], "threshold": 0.8}))
+    model = served(**{"exits.folder": str(tmp_path)})
+    assert read(model, max_depth=5) == ExitParams(0.8, "bounded", 5)
+    with pytest.raises(InvalidRequest, match=r"must be in 5\.\.8"):
+        read(model, max_depth=4)
 
 
 @pytest.mark.parametrize(
