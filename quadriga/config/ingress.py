@@ -69,8 +69,7 @@ class IngressConfig(Section):
     replica_silence_s: Seconds = Field(
         10.0,
         description="A replica that answers no poll for this long counts as lost, sooner where it "
-        "does not report to the scheduler either; four times as long where half of them are "
-        "silent at once.",
+        "does not report to the scheduler either; four times as long where half are silent.",
     )
     max_rebuilds: int = Field(
         3,
@@ -80,9 +79,7 @@ class IngressConfig(Section):
         "new token before it ends in an error.",
     )
     rebuild_patience_s: Seconds = Field(
-        60.0,
-        description="How long a lost sequence waits for a replica that takes it, within its "
-        "deadline.",
+        60.0, description="How long a lost sequence waits for a replica, within its deadline."
     )
     orphan_request_s: Seconds = Field(
         30.0,

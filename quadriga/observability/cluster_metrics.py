@@ -264,16 +264,10 @@ FORECAST = (
         ("tenth",),
     ),
     counter(
-        "quadriga_depth_expected_layers_total",
-        "Layers that tokens whose depth was forecast were expected to run.",
-        "depth_expected",
-        ("tenth",),
+        "quadriga_depth_expected_layers_total", "Layers forecast.", "depth_expected", ("tenth",)
     ),
     counter(
-        "quadriga_depth_run_layers_total",
-        "Layers that tokens whose depth was forecast ran.",
-        "depth_run",
-        ("tenth",),
+        "quadriga_depth_run_layers_total", "Layers run by forecast tokens.", "depth_run", ("tenth",)
     ),
     counter(
         "quadriga_forecast_seconds_total",
