@@ -104,8 +104,8 @@ TAIL = """\
 
 ## Environment
 
-No other key is read from the environment. On a cluster each of these is needed on every node that
-runs a proxy or an ingress, before `ray start`.
+No other key is read from the environment. On a cluster set those that you use on every node, before
+`ray start`.
 
 | variable | |
 |---|---|

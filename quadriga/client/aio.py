@@ -62,9 +62,9 @@ class AsyncClient(BaseClient):
 
         Args:
             prompt: Text, token ids, or the `Message`s of a conversation.
-            model: Model id; the server chooses where None.
+            model: Model id; None: `quadriga-auto`, the first model or the one that HELIOS chooses.
 
-        Raises: QuadrigaError.
+        Raises: QuadrigaError; TypeError, ValueError: An argument is of the wrong kind.
         """
         request = make_request(prompt, model, request_id, options)
         return completion(await self._retried(self._stub.GenerateOnce, request, timeout_s))

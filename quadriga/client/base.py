@@ -65,6 +65,7 @@ class BaseClient:
         client_key: Of the client's certificate, in PEM.
         timeout_s: For a whole request, retries included; overridden per call. None: the service's
             own limit, and no more than `DEFAULT_TIMEOUT_S`.
+        retry: How often is tried, and the longest pause; None: `RetryPolicy()`.
     """
 
     _library: ClassVar[Any]

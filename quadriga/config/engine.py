@@ -24,8 +24,8 @@ class ExitsConfig(Section):
     )
     folder: str = Field(
         "auto",
-        description="A folder that quadriga.tune wrote for these weights; own: what lies beside "
-        "them; auto: that, else what the package has for them.",
+        description="A folder that quadriga.tune wrote for these weights, at one place on every "
+        "node; own: what lies beside the weights; auto: own, else what the package has for them.",
     )
     layers: Literal["auto", "all", "none"] | tuple[int, ...] = Field(
         "auto", description='Layers run before each exit; "all": after every layer (LayerSkip).'
@@ -147,9 +147,9 @@ class EngineConfig(Section):
     )
     compile: Literal["auto", "off", "wait"] = Field(
         "auto",
-        description="Compiled kernels on CPUs, CUDA graphs on GPUs. auto: start eager, swap "
-        "compiled steps in when they are ready, or on CPUs wait, with deterministic or weights "
-        "above 1 GiB; wait: compile before serving; off: stay eager.",
+        description="Compiled kernels on CPUs, CUDA graphs on GPUs. auto: on CPUs start eager and "
+        "swap the kernels in when they are ready, or as wait, with deterministic or weights above "
+        "1 GiB; on GPUs as wait; wait: compile, or record, before serving; off: stay eager.",
     )
     cache_dir: str | None = Field(
         None,
@@ -216,11 +216,11 @@ class PrefillConfig(Section):
         "for each, as sequences whose KV is being sent keep theirs.",
     )
     max_queued_sequences: Count = Field(
-        512, description="That wait at one prefill replica; where all are full: 429."
+        512, description="Sequences that may wait at one prefill replica; where all are full: 429."
     )
-    max_queued_tokens: Count = Field(200_000, description="The same in prompt tokens.")
+    max_queued_tokens: Count = Field(200_000, description="Prompt tokens that may wait there.")
     max_age_s: Seconds = Field(
-        0.5, description="Similar lengths are grouped, but nobody waits longer than this for it."
+        0.5, description="Prompts of similar length go together; none waits longer for that."
     )
     layer_groups: Count = Field(4, description="KV is sent in this many layer groups.")
     prefix_caching: bool = Field(
@@ -262,7 +262,7 @@ class DecodeConfig(Section):
         "sooner. With a core for each it changes nothing; 0: it never yields.",
     )
     pace: str | None = Field(
-        None, description="Pad each step to a modelled device time: a profile's name."
+        None, description="For experiments: pad steps to a device's in quadriga/config/pacing.py."
     )
 
 
@@ -276,4 +276,4 @@ class TransportConfig(Section):
         "by UCX over what it finds, and nothing else (in a checkout: pip install '.[nixl]').",
     )
     deadline_s: Seconds = Field(20.0, description="For one hand-off, from reserve to commit.")
-    lease_s: Seconds = Field(10.0, description="A silent transfer's reservation lapses.")
+    lease_s: Seconds = Field(10.0, description="A transfer silent for so long loses its place.")

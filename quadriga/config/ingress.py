@@ -62,15 +62,14 @@ class IngressConfig(Section):
     )
     admission_patience_s: Seconds = Field(
         30.0,
-        description="While no replica is known to be ready, a request is asked for again for this "
-        "long (within its deadline) before it is refused with 503; at once where it takes longer.",
+        description="While no replica is known to be ready, a request waits for one for this long "
+        "(within its deadline) before it is refused with 503; at once where none is near.",
     )
-    poll_timeout_s: Seconds = Field(2.0, description="A poll returns at least this often.")
+    poll_timeout_s: Seconds = Field(2.0, description="A poll of a replica for output ends by then.")
     replica_silence_s: Seconds = Field(
         10.0,
         description="A replica that answers no poll for this long counts as lost, sooner where it "
-        "does not report to the scheduler either; four times as long where half of them are "
-        "silent at once.",
+        "does not report to the scheduler either; four times as long where half are silent.",
     )
     max_rebuilds: int = Field(
         3,
@@ -80,12 +79,12 @@ class IngressConfig(Section):
         "new token before it ends in an error.",
     )
     rebuild_patience_s: Seconds = Field(
-        60.0,
-        description="How long a lost sequence waits for a replica that takes it, within its "
-        "deadline.",
+        60.0, description="How long a lost sequence waits for a replica, within its deadline."
     )
     orphan_request_s: Seconds = Field(
-        30.0, description="Requests whose ingress is silent for this long are cancelled."
+        30.0,
+        description="Requests whose ingress is silent for this long are cancelled; one that can be "
+        "resumed is kept for this long without a reader, and after its end.",
     )
 
     @field_validator("cors_origins", mode="before")
@@ -142,8 +141,8 @@ class LifecycleConfig(Section):
     )
     heartbeat_interval_s: Seconds = Field(
         2.0,
-        description="A replica that is silent for ten of them, or 8 s if that is more, is taken "
-        "for hung and replaced.",
+        description="Between two heartbeats. A replica that is silent for ten of them, or 8 s if "
+        "that is more, is taken for hung and replaced.",
     )
     orphan_timeout_s: Seconds = Field(
         60.0, description="Actors end themselves when no ingress was heard for this long."

@@ -49,7 +49,7 @@ class QuadrigaConfig(Section):
     name: str = Field(
         "quadriga",
         pattern=r"^[a-z]([a-z0-9-]{0,45}[a-z0-9])?$",
-        description="Of the application; two on one Ray cluster need two.",
+        description="Of the application; two on one Ray cluster need different ones.",
     )
     pools: tuple[PoolConfig, ...] = Field(
         (PoolConfig(),), min_length=1, description="What is served: a pool for each model."

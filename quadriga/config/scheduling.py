@@ -18,7 +18,7 @@ class AresConfig(Section):
         "hold or a model has no length heads; load: by the present load alone; off: never. Of one "
         "replica in its class nothing is moved.",
     )
-    interval_s: Seconds = Field(1.0, description="Between two decisions.")
+    interval_s: Seconds = Field(1.0, description="Between two looks at what should move.")
     theta: float = Field(
         0.05,
         ge=0,
@@ -30,7 +30,7 @@ class AresConfig(Section):
         0.8,
         ge=0,
         le=1,
-        description="Weight of a token to come over that of one a point of the horizon nearer.",
+        description="Factor by which a token counts less at each further point of the forecast.",
     )
     min_gain: float = Field(
         0.05,
@@ -56,7 +56,8 @@ class AresConfig(Section):
         100.0,
         ge=0,
         le=86_400,
-        description="If it is above it this soon. Of several such replicas, the one that is first.",
+        description="A replica whose forecast passes rescue_limit so soon is relieved, the soonest "
+        "first.",
     )
     cooldown_s: float = Field(
         5.0, ge=0, le=3600, description="A sequence stays where it is for this long after a move."
@@ -66,14 +67,14 @@ class AresConfig(Section):
         1.0,
         ge=0,
         le=1000,
-        description="Seconds that a move surely saves, over the seconds of its transfer, at least.",
+        description="A move must surely save so many times the seconds that its transfer takes.",
     )
     remaining_factor: float = Field(
         2.0,
         ge=0,
         le=1000,
-        description="Predicted time left of a sequence, over the seconds of its transfer, at "
-        "least.",
+        description="A sequence must be predicted to run for so many times the seconds of its "
+        "transfer.",
     )
     hold_share: float = Field(
         0.0,
@@ -158,7 +159,7 @@ class SchedulerConfig(Section):
         "fast; null: requests wait until the prefill queues are full.",
     )
     max_retry_after_s: Seconds = Field(
-        60.0, description="Longest wait that a 429 for full queues asks for."
+        60.0, description="Longest wait that a 429 for lack of room asks for."
     )
 
 
@@ -188,8 +189,8 @@ class ScalingConfig(Section):
         0.25,
         ge=0,
         lt=1,
-        description="And only where that would fill fewer replicas by this share less than "
-        "utilisation allows, so that a load at the edge does not swing.",
+        description="It shrinks only where the replicas that stay would be filled by this share "
+        "less than utilisation allows, so that a load at the edge does not swing.",
     )
     cold_start_s: float = Field(
         15.0, ge=0, le=3600, description="Step times of a younger replica are not believed."
@@ -247,14 +248,14 @@ class HeliosConfig(Section):
         "expected to be others than all of it would say; 1: breaches alone count, as in the paper.",
     )
     perplexity_slack: float = Field(
-        0.02, ge=0, le=10, description="A choice may be worse than the best perplexity by this."
+        0.02, ge=0, le=10, description="Share by which a choice may exceed the best perplexity."
     )
     breach_window_tokens: Count = Field(100, description="Tokens among which breaches count.")
     breach_window_per_sequence: int = Field(
         4, ge=1, le=1000, description="The window is at least this many tokens a running sequence."
     )
     breach_share: float = Field(
-        0.5, gt=0, lt=1, description="Of the window; more below the threshold call for a change."
+        0.5, gt=0, lt=1, description="Share of the window; more breaches call for a change."
     )
     reassess_requests: Count = Field(
         150, description="Served requests between two profiles, at least."
@@ -263,8 +264,8 @@ class HeliosConfig(Section):
         0.05,
         gt=0,
         le=1,
-        description="Of the time, at most, that models may be loaded for profiles; 1: requests "
-        "alone count.",
+        description="Share of the time, at most, in which models are loaded for profiles; 1: no "
+        "limit.",
     )
     margin: float = Field(
         0.1, ge=0, lt=1, description="A change must be better, and a switch cheaper, by this share."

@@ -47,18 +47,19 @@ def token_digest(token_ids: Sequence[int], before: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams(CompactPickleMixin):
-    """How the next token is chosen; already validated, every default filled in.
+    """How the next token is chosen; `LLM` and the service check the values.
 
     Attributes:
         max_tokens: Most tokens to generate; 0 only with `num_prompt_logprobs` or `pooling`.
         min_tokens: End tokens and stop ids are banned before this many.
         temperature: 0 is greedy.
         top_k: 0 is off.
-        seed: Key of the counter-based random state; the ingress draws one where the client gave
-            none, so that a sequence can always be rebuilt.
+        seed: The same one gives the same random draws, and so does leaving it out; the service
+            draws one where its client gave none.
         num_logprobs: Alternatives to report per token; 0 reports the chosen token alone, None
             reports nothing.
         num_prompt_logprobs: The same for the prompt's own tokens (`echo` with `logprobs`).
+        stop_token_ids: End the answer, and are no part of its text.
         grammar: The form that the answer must have; None for any.
         pooling: Of an embedding: the prompt's hidden states are the answer, and nothing is
             generated. None: of any other request.

@@ -26,7 +26,7 @@ EVENTS = (
     ),
     counter(
         "quadriga_handoffs_total",
-        "Sequences moved to another replica, by result.",
+        "Hand-offs of prefill replicas to decode replicas, by result.",
         labels=("result",),
     ),
     histogram("quadriga_handoff_seconds", "From the first token to the acknowledged commit."),
@@ -34,7 +34,7 @@ EVENTS = (
     gauge("quadriga_kv_transport_fallbacks", "Times a peer was moved to a slower transport."),
     counter(
         "quadriga_integrity_violations_total",
-        "Engines given up because their records disagreed; 0 by promise.",
+        "Engines given up because their records disagreed; must be 0.",
     ),
 )
 """Of a replica, counted as they happen."""
@@ -63,7 +63,7 @@ LOAD = (
     gauge("quadriga_running_sequences", "Sequences holding a slot.", "num_running"),
     gauge(
         "quadriga_waiting_sequences",
-        "Sequences queued, or reserved and not yet running.",
+        "Sequences queued, paused, or with a place and not yet running.",
         "num_waiting",
     ),
     gauge("quadriga_kv_used_tokens", "Tokens whose KV is held.", "used_tokens"),
@@ -71,10 +71,10 @@ LOAD = (
         "quadriga_kv_reserved_tokens", "Tokens promised to the sequences held.", "reserved_tokens"
     ),
     gauge("quadriga_step_seconds", "Mean time of a step, recent first.", "step_time_s"),
-    gauge("quadriga_paused_sequences", "Sequences in host memory.", "num_paused"),
-    gauge("quadriga_paused_kv_bytes", "Their KV, in host memory.", "paused_bytes"),
-    counter("quadriga_pauses_total", "Moves to host memory.", "num_pauses"),
-    counter("quadriga_resumes_total", "Moves back.", "num_resumes"),
+    gauge("quadriga_paused_sequences", "Sequences paused in host memory.", "num_paused"),
+    gauge("quadriga_paused_kv_bytes", "KV of paused sequences.", "paused_bytes"),
+    counter("quadriga_pauses_total", "Times that a sequence was paused.", "num_pauses"),
+    counter("quadriga_resumes_total", "Times that a paused one ran again.", "num_resumes"),
     counter(
         "quadriga_exit_tokens_total",
         "Tokens by the number of layers run.",
@@ -83,7 +83,7 @@ LOAD = (
     ),
     counter(
         "quadriga_involuntary_exits_total",
-        "Tokens that left a non-final exit below their threshold; 0 by promise.",
+        "Tokens that left a non-final exit below their threshold; 0 but with eager and majority.",
         "exits.involuntary_exits",
     ),
     counter(
@@ -98,15 +98,15 @@ LOAD = (
     ),
     counter(
         "quadriga_involuntary_stays_total",
-        "Tokens that passed an exit and were carried on with their batch.",
+        "Tokens that could have left at an exit and ran on with their batch.",
         "exits.involuntary_stays",
     ),
     counter(
         "quadriga_splits_total",
-        "Decisions to let tokens leave and the others wait.",
+        "Decisions to let tokens leave at an exit while the others wait there.",
         "exits.splits",
     ),
-    counter("quadriga_stays_total", "Decisions to carry a whole batch down.", "exits.stays"),
+    counter("quadriga_stays_total", "Decisions to run a whole batch deeper.", "exits.stays"),
     counter(
         "quadriga_flushes_total", "Passes over tokens that waited at an exit.", "exits.flushes"
     ),
@@ -117,7 +117,7 @@ LOAD = (
     ),
     counter(
         "quadriga_explored_total",
-        "Decisions taken against the forecast, to keep its times fresh.",
+        "Splits decided against the forecast, so that its times stay known.",
         "exits.explored",
     ),
     counter("quadriga_buffered_total", "Tokens that waited at an exit.", "exits.buffered"),
@@ -141,7 +141,7 @@ LOAD = (
         "Tokens that an exit drafted and the model verified.",
         "exits.drafted",
     ),
-    counter("quadriga_accepted_drafts_total", "Of these, those that agreed.", "exits.accepted"),
+    counter("quadriga_accepted_drafts_total", "Drafted tokens that agreed.", "exits.accepted"),
     counter("quadriga_draft_rounds_total", "Passes that verified drafts.", "exits.verified"),
     gauge(
         "quadriga_rebatching_profit_seconds",
@@ -179,14 +179,14 @@ LOAD = (
 """Of a replica's `ReplicaLoad`."""
 
 PREFIX_QUERIES = counter(
-    "vllm:prefix_cache_queries_total", "Prompt tokens looked up.", labels=("model_name",)
+    "vllm:prefix_cache_queries_total", "Prompt tokens looked for.", labels=("model_name",)
 )
 PREFIX_HITS = counter(
     "vllm:prefix_cache_hits_total",
-    "Of these, tokens whose KV was there: they were not computed.",
+    "Prompt tokens whose KV was there: they were not computed.",
     labels=("model_name",),
 )
-PREEMPTIONS = counter("vllm:num_preemptions_total", "Moves to host memory.", labels=("model_name",))
+PREEMPTIONS = counter("vllm:num_preemptions_total", "Pauses of sequences.", labels=("model_name",))
 TRANSPORTS = (
     counter(
         "quadriga_kv_sent_parts_total",
@@ -196,7 +196,7 @@ TRANSPORTS = (
     ),
     counter(
         "quadriga_kv_sent_bytes_total",
-        "Their bytes.",
+        "Bytes of KV caches that reached a peer.",
         lambda counts: {k: sent.num_bytes for k, sent in counts.sent.items()},
         ("transport",),
     ),
@@ -218,19 +218,19 @@ TRANSPORTS = (
 RELAY = (
     gauge(
         "quadriga_relay_kv_bytes",
-        "K/V memory: of the dense batch, and outside.",
+        "KV memory of the relay batch, and of its rows outside.",
         lambda memory: {"batch": memory.batch_bytes, "outside": memory.row_bytes},
         ("place",),
     ),
-    gauge("quadriga_relay_rows", "Rows of the dense batch.", "num_batch_rows"),
-    gauge("quadriga_relay_width_tokens", "Columns of the dense batch.", "width"),
-    gauge("quadriga_relay_padding_cells", "Cells that hold padding.", "padding_cells"),
+    gauge("quadriga_relay_rows", "Rows of the relay batch.", "num_batch_rows"),
+    gauge("quadriga_relay_width_tokens", "Columns of the relay batch.", "width"),
+    gauge("quadriga_relay_padding_cells", "Relay batch cells with padding.", "padding_cells"),
     counter(
         "quadriga_relay_attended_cells_total",
         "Cells (row, column) that steps worked on.",
         "attended_cells",
     ),
-    counter("quadriga_relay_idle_cells_total", "Those of them that were padding.", "idle_cells"),
+    counter("quadriga_relay_idle_cells_total", "Cells worked on that were padding.", "idle_cells"),
 )
 """Of a replica's `RelayMemory`."""
 
@@ -264,15 +264,14 @@ FORECAST = (
         ("tenth",),
     ),
     counter(
-        "quadriga_depth_expected_layers_total",
-        "Layers that they were expected to run.",
-        "depth_expected",
-        ("tenth",),
+        "quadriga_depth_expected_layers_total", "Layers forecast.", "depth_expected", ("tenth",)
     ),
-    counter("quadriga_depth_run_layers_total", "Layers that they ran.", "depth_run", ("tenth",)),
+    counter(
+        "quadriga_depth_run_layers_total", "Layers run by forecast tokens.", "depth_run", ("tenth",)
+    ),
     counter(
         "quadriga_forecast_seconds_total",
-        "Engine time spent on predicting lengths, and on writing down who is held.",
+        "Engine time spent on predicting lengths, and on reporting the sequences held.",
         "engine_s",
         ("part",),
     ),
@@ -314,7 +313,7 @@ SCHEDULER = (
     ),
     gauge(
         "quadriga_migrations_under_way",
-        "Orders that are out.",
+        "Moves ordered and not ended.",
         lambda governor: len(governor.moves.under_way),
     ),
     histogram(
@@ -331,7 +330,7 @@ SCHEDULER = (
     ),
     counter(
         "quadriga_length_predictions_inside_total",
-        "Of these, lengths inside the predicted range (10 % to 90 %).",
+        "Ended sequences whose length was inside the predicted range (10 % to 90 %).",
         labels=("model_name",),
     ),
     gauge(
@@ -371,7 +370,7 @@ SCHEDULER = (
     ),
     gauge(
         "quadriga_migration_bandwidth_bytes_per_second",
-        "As decisions reckon with it.",
+        "Bandwidth between decode replicas, as decisions reckon with it.",
         "bandwidth_bytes_per_s",
     ),
 )
@@ -394,18 +393,18 @@ CONTROLLER = (
     ),
     gauge(
         "quadriga_configuration_failing",
-        "1 while the configuration cannot be brought about; the reason is in the status.",
+        "1 while the configuration cannot be brought about; /cluster has the reason.",
         "is_failing",
     ),
     counter(
         "quadriga_helios_events_total",
-        "Resizes, model switches, scaling, failed orders, profiles, trips of the window.",
+        "HELIOS: resizes, switches of model, scaling, failed orders, profiles, broken windows.",
         "helios_events",
         ("kind",),
     ),
     gauge(
         "quadriga_breach_window_tokens",
-        "The consecutive breach counter: tokens of its window, and breaches among them.",
+        "HELIOS: tokens of the window in which breaches count, and breaches among them.",
         "breach_window",
         ("kind",),
     ),

@@ -69,9 +69,7 @@ def run_local(
     """
     with StopSignals() as signals:
         try:
-            config = find_models(
-                config
-            )  # a conversion shows its progress, which QuietOutput would hide
+            config = find_models(config)  # a conversion shows its progress, before `StdioRedirect`
             with StdioRedirect() as output:
                 console = Console(output.terminal)
                 service = LocalService(config, keys, addresses, progress=console.progress)

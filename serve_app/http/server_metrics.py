@@ -116,7 +116,7 @@ class HttpServerMetrics:
         self.connections = r.gauge("quadriga_http_connections", "Open HTTP connections.")
         self.silent = r.gauge(
             "quadriga_http_silent_connections",
-            "Of these, connections whose request's head is not complete.",
+            "Open HTTP connections whose next request's headers are not complete.",
         )
         self.is_used = False
         self.is_pushed = False

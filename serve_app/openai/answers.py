@@ -48,7 +48,7 @@ class ModelCard(Answer):
 
     id: str = Field(description="What to name as `model`.")
     object: Literal["model"] = Field(description="Always `model`.")
-    created: int = Field(description="When the service was started, Unix seconds.")
+    created: int = Field(description="When the ingress that answers was started, Unix seconds.")
     owned_by: str = Field(description="Always `quadriga`.")
     root: str = Field(description="The model behind an alias; else the same as `id`.")
     parent: str | None = Field(description="Of a LoRA adapter: the model it changes.")

@@ -88,7 +88,8 @@ class ModelDirectory:
     def load(cls, config: QuadrigaConfig) -> ModelDirectory:
         models: dict[str, ServedModel] = {}
         for index, pool in enumerate(config.pools):
-            checkpoint = read_checkpoint(pool.model, cache_dir=config.engine.cache_dir)
+            cache_dir, heads = config.engine.cache_dir, pool.exits.folder
+            checkpoint = read_checkpoint(pool.model, cache_dir=cache_dir, heads=heads)
             depth = pool.depth or checkpoint.num_layers
             if checkpoint.id in models:
                 known = models[checkpoint.id]

@@ -132,7 +132,7 @@ class RequestFields(RequestBody):
     """Fields of every request that a model computes."""
 
     model: str = Field(
-        "quadriga-auto", max_length=512, description="Model id; `quadriga-auto` lets us choose."
+        "quadriga-auto", max_length=512, description="Id; `quadriga-auto`: the first, or HELIOS's."
     )
     priority: int | None = Field(
         None, ge=INT32_MIN, le=INT32_MAX, description="Lower is served first; default 0."

@@ -29,14 +29,14 @@ class IngressMetrics:
     def __init__(self, source: str) -> None:
         r = self.registry = Registry(source)
         self.requests = r.counter(
-            "quadriga_requests_total", "Requests by door and result.", ("door", "code")
+            "quadriga_requests_total", "By door (http, grpc, admin) and status.", ("door", "code")
         )
         self.refused = r.counter(
             "quadriga_requests_refused_total", "Requests refused, by reason.", ("reason",)
         )
         self.open_requests = r.gauge("quadriga_ingress_open_requests", "Requests being answered.")
         self.resumed = r.counter("quadriga_requests_resumed_total", "Streams taken up again.")
-        self.pushes = r.counter("quadriga_metrics_pushes_total", "Snapshots sent to the hub.")
+        self.pushes = r.counter("quadriga_metrics_pushes_total", "Metrics sent to the controller.")
         self.poll_replies = r.counter("quadriga_polls_total", "Polls answered by replicas.")
         self.poll_failures = r.counter(
             "quadriga_poll_failures_total", "Polls without an answer, by cause.", ("cause",)
@@ -145,7 +145,7 @@ _MODEL_FAMILIES = {
     "inter_token": ("vllm:inter_token_latency_seconds", "Between two tokens of a sequence."),
     "per_output_token": (
         "vllm:request_time_per_output_token_seconds",
-        "A request's mean after the first.",
+        "Time per token after the first, a sequence's mean.",
     ),
     "e2e": ("vllm:e2e_request_latency_seconds", "Request's arrival to its end."),
     "queue_time": (
@@ -163,7 +163,7 @@ _FINE = frozenset({"ttft", "inter_token", "per_output_token"})
 VIEW_LABELS = ("depth", "model_name", "replica", "role")
 VIEW_GAUGES = {
     "vllm:num_requests_running": "Sequences in the batch.",
-    "vllm:num_requests_waiting": "Sequences queued, or reserved and not yet running.",
+    "vllm:num_requests_waiting": "Sequences queued, paused, or with a place and not yet running.",
     "vllm:kv_cache_usage_perc": "Share of the KV cache in use, 0 to 1.",
     "quadriga_slots": "Sequences a replica can hold.",
     "quadriga_kv_capacity_tokens": "Tokens of KV cache a replica can hold.",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from quadriga.checkpoint.exits import ExitParams
+from quadriga.checkpoint.exits import EXITS_FILE, ExitParams
+from quadriga.checkpoint.folder import ASSETS
+from quadriga.checkpoint.tuned import TUNE_FILE, weights_hash
 from quadriga.config.loader import load_config
 from quadriga.errors import InvalidRequest
 from serve_app.openai.models import ModelDirectory, ServedModel
@@ -32,6 +36,15 @@ def test_by_default_answers_are_the_whole_models() -> None:
     model = served()
     assert read(model) == read(model, exit_threshold=1.0) == LOSSLESS
     assert read(model, sla_tbt_ms=20) == replace(LOSSLESS, sla_tbt_s=0.02)
+
+
+def test_requests_may_use_the_exits_of_a_folder_apart_from_the_weights(tmp_path: Path) -> None:
+    (tmp_path / TUNE_FILE).write_text(json.dumps({"weights": weights_hash(ASSETS / "quadriga-s")}))
+    (tmp_path / EXITS_FILE).write_text(json.dumps({"layers": [5], "threshold": 0.8}))
+    model = served(**{"exits.folder": str(tmp_path)})
+    assert read(model, max_depth=5) == ExitParams(0.8, "bounded", 5)
+    with pytest.raises(InvalidRequest, match=r"must be in 5\.\.8"):
+        read(model, max_depth=4)
 
 
 @pytest.mark.parametrize(
@@ -93,27 +106,20 @@ def test_off_means_every_layer_that_is_served() -> None:
     assert part == ExitParams(1.0, "bounded")
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"exit_threshold": -0.1},
-        {"exit_threshold": 1.1},
-        {"exit_threshold": float("nan")},
-        {"exit_policy": "sometimes"},
-        {"max_depth": 0},
-        {"max_depth": 2.5},
-        {"sla_tbt_ms": 0},
-        {"sla_tbt_ms": float("inf")},
-        {"sla_tbt_ms": 1e9},
-        {"quality_budget": -0.1},
-        {"quality_budget": 1.01},
-        {"quality_budget": float("nan")},
-    ],
-)
-def test_bounds(fields: dict[str, Any]) -> None:
+REFUSED: dict[str, list[Any]] = {
+    "exit_threshold": [-0.1, 1.1, float("nan")],
+    "exit_policy": ["sometimes"],
+    "max_depth": [0, 2.5],
+    "sla_tbt_ms": [0, float("inf"), 1e9],
+    "quality_budget": [-0.1, 1.01, float("nan")],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(k, v) for k in REFUSED for v in REFUSED[k]])
+def test_bounds(field: str, value: Any) -> None:
     with pytest.raises(ValidationError) as caught:
-        CompletionBody(model="quadriga-s", prompt="a", **fields)
-    assert caught.value.errors()[0]["loc"] == (next(iter(fields)),)
+        CompletionBody(model="quadriga-s", prompt="a", **{field: value})
+    assert caught.value.errors()[0]["loc"] == (field,)
 
 
 @pytest.mark.parametrize("max_depth", [1, 9])
@@ -147,14 +153,12 @@ def test_strict_needs_the_whole_model() -> None:
     ],
 )
 def test_without_exits_every_field_is_refused(fields: dict[str, Any]) -> None:
-    for model in (served(**{"decode.rebatching": "off"}), replace(served(), exits=NO_EXITS)):
+    bare = replace(served(), exits=replace(served().exits, layers=()))
+    for model in (served(**{"decode.rebatching": "off"}), bare):
         with pytest.raises(InvalidRequest, match="no early exits") as caught:
             read(model, **fields)
         assert caught.value.param == next(iter(fields))
-        assert read(model).threshold == 1.0
-
-
-NO_EXITS = replace(served().exits, layers=())
+        assert read(model).threshold == read(model, quality_budget=0.0).threshold == 1.0
 
 
 def test_a_quality_budget_goes_with_bounded_exits() -> None:
@@ -187,7 +191,3 @@ def test_a_quality_budget_is_refused_where_answers_may_not_depend_on_the_load() 
     with pytest.raises(InvalidRequest, match="this deployment is deterministic"):
         read(model, quality_budget=0.1)
     assert read(model, quality_budget=0.0) == ExitParams(0.995, "bounded")
-
-
-def test_no_budget_at_all_is_fine_without_exits() -> None:
-    assert read(served(**{"decode.rebatching": "off"}), quality_budget=0.0).threshold == 1.0
