@@ -130,7 +130,7 @@ Span = tuple[float, float]
 class ReschedulingTurns:
     """ARES on and off in turns.
 
-    A turn in which the scheduler dies is taken again: its successor is as configured.
+    A turn in which the scheduler dies, or is configured anew, is taken again.
 
     Attributes:
         pairs: A turn with it and one without it, side by side: when each began and ended.
@@ -155,14 +155,15 @@ class ReschedulingTurns:
         """A turn that one scheduler lived through."""
         while True:
             scheduler = control.pids("scheduler")
-            if await _switched(control, is_on):
+            if await _switched(control, is_on) is not None:
                 began_s = now_s()
                 while (took_s := now_s() - began_s) < turn_s:
                     await asyncio.sleep(min(LOOK_EVERY_S, turn_s - took_s))
                     if control.pids("scheduler") != scheduler:
                         break
                 else:
-                    return began_s, began_s + took_s
+                    if await _switched(control, is_on) is is_on:
+                        return began_s, began_s + took_s
             await asyncio.sleep(min(LOOK_EVERY_S, turn_s))
 
     def ratio(self, tokens_between: Callable[[float, float], int]) -> PairedRatio | None:
@@ -187,13 +188,16 @@ async def take_turns(
             await asyncio.sleep(num_turns * turn_s)
 
 
-async def _switched(control: ClusterControl, is_on: bool) -> bool:
-    """Have the scheduler place and move by forecast, or place by least work and move nothing."""
+async def _switched(control: ClusterControl, is_on: bool) -> bool | None:
+    """Have the scheduler place and move by forecast, or place by least work and move nothing.
+
+    Returns:
+        Which it did until now; None where it did not answer.
+    """
     try:
-        await control.agent.call("reschedule", is_on)
+        return bool(await control.agent.call("reschedule", is_on))
     except (AgentError, TimeoutError):
-        return False
-    return True
+        return None
 
 
 async def counted(http: HttpClient) -> dict[str, float]:

@@ -39,6 +39,7 @@ from loadgen.target import Target
 from loadgen.wire.client_http import HttpClient
 from quadriga.errors import ConfigError
 from quadriga.ports import free_port
+from tests.reliability.cluster.agent_client import AgentError
 from tests.reliability.cluster.control import ClusterControl, cluster_control
 
 EXITS = {"off": (), "on": ("decode.rebatching=drex", "exits.mode=bounded")}
@@ -143,6 +144,8 @@ async def _turn(
     await control.agent.call("reschedule", is_on)
     judgement = Judgement(Target(args.model, None))
     result = await run_load(specs, client, args.model, judgement, LoadOptions(), Live())
+    if await control.agent.call("reschedule", is_on) is not is_on:
+        raise AgentError("the scheduler was configured anew within a turn, which says nothing then")
     found = summarise(result, slo_of(args))
     p99_ms = 1e3 * (found.tpot.p99 or 0.0)
     say(f"ARES {'on' if is_on else 'off'}: good {found.good_share}, P99 of a token {p99_ms:.1f} ms")

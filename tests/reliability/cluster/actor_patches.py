@@ -221,10 +221,11 @@ def digest(actor: Any) -> None:
     _state.pop("eaten", None)
 
 
-def reschedule(scheduler: Any, is_on: bool) -> None:
+def reschedule(scheduler: Any, is_on: bool) -> bool:
     """Let the scheduler place and move by forecast, or place by least work and move nothing, until
-    it is configured anew."""
+    it is configured anew. Returns whether it did by forecast until now."""
     config = scheduler._config
+    was_on = bool(config.scheduler.ares.mode == "ares")
     section = config.scheduler.model_copy(
         update={
             "ares": config.scheduler.ares.model_copy(update={"mode": "ares" if is_on else "off"}),
@@ -234,3 +235,4 @@ def reschedule(scheduler: Any, is_on: bool) -> None:
     scheduler._config = config.model_copy(update={"scheduler": section})
     scheduler._rescheduling.configure(scheduler._config)
     scheduler._placement = scheduler._make_placement()
+    return was_on

@@ -182,9 +182,9 @@ class FaultAgent:
         async with asyncio.timeout(CALL_TIMEOUT_S):
             await handle.__ray_call__.remote(_switch, role, ordinal, model, depth)
 
-    async def reschedule(self, is_on: bool) -> None:
-        """Have the scheduler move running sequences, or leave them where they are."""
-        await self.do(scheduler_name(APP), "reschedule", is_on)
+    async def reschedule(self, is_on: bool) -> bool:
+        """Have the scheduler move running sequences, or not; return whether it did until now."""
+        return bool(await self.do(scheduler_name(APP), "reschedule", is_on))
 
     async def scatter(self, kind: str, address: str) -> None:
         """Have actors of a kind start anew until one is not on the node of an address.

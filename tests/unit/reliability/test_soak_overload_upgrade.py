@@ -424,16 +424,17 @@ def test_upgrades_that_were_noticed() -> None:
 
 
 async def test_turns_are_counted_in_pairs_and_taken_again_where_the_scheduler_died() -> None:
-    """One that does not answer is asked again; at the end rescheduling is on."""
+    """One that does not answer is asked again, and one that was configured anew within a turn."""
     orders: list[bool] = []
     looks = 0
 
     class Agent:
-        async def call(self, verb: str, is_on: bool) -> None:
+        async def call(self, verb: str, is_on: bool) -> bool:
             assert verb == "reschedule"
             orders.append(is_on)
-            if len(orders) == 2:
+            if len(orders) == 3:
                 raise AgentError("it died")
+            return orders[-2] if len(orders) > 1 and len(orders) != 8 else True
 
     class Control:
         agent = Agent()
@@ -441,7 +442,7 @@ async def test_turns_are_counted_in_pairs_and_taken_again_where_the_scheduler_di
         def pids(self, kind: str) -> dict[int, str]:
             """The scheduler is another one in the second turn's look."""
             nonlocal looks
-            looks += len(orders) == 3
+            looks += len(orders) == 4
             return {8 if looks else 7: kind}
 
     turns = all_on.ReschedulingTurns()
@@ -451,7 +452,7 @@ async def test_turns_are_counted_in_pairs_and_taken_again_where_the_scheduler_di
         await asyncio.sleep(0.01)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    assert orders[:6] == [True, False, False, False, False, True]
+    assert orders[:11] == [True, True, *[False] * 8, True]
     assert orders[-1] is True
     ratio = turns.ratio(lambda *_: 7)
     assert ratio is not None and ratio.num_pairs >= 2
