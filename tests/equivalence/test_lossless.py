@@ -37,7 +37,7 @@ FAMILIES = ("llama", "mistral-window", "qwen2-some-windows", "qwen3", "opt-pre-n
 FULL = ExitParams(1.0, "off")
 LOSSLESS = ExitParams(1.0, "lossless")
 BOUNDED = ExitParams(0.2, "bounded")
-NUM_PROMPTS = 96
+NUM_PROMPTS = 200
 
 
 def family(variant: str, folder: Path, *, agrees: float = 0.0) -> Path:
