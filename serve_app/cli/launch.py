@@ -90,18 +90,20 @@ class Addresses:
         }
 
     def to_environment(self) -> None:
-        """Configure TLS for the proxies, which are processes of Serve."""
+        """Configure TLS for the proxies, which are processes of Serve.
+
+        Raises: ConfigError: The certificate is no good.
+        """
         if self.tls is not None:
+            self.tls.check()
             self.tls.to_environment()
             os.environ[PLAIN_HTTP_PORT_VARIABLE] = str(self.http_port)
             os.environ[PLAIN_GRPC_PORT_VARIABLE] = str(self.grpc_port or DEFAULT_PLAIN_GRPC_PORT)
 
     def check(self) -> None:
         """Raises: ConfigError where clients would not be asked for what they should be."""
-        if self.tls is None:
-            return
-        self.tls.check()
-        if self.tls.client_ca is not None and not haproxy_enabled() and not is_loopback(self.host):
+        client_ca = self.tls and self.tls.client_ca
+        if client_ca is not None and not haproxy_enabled() and not is_loopback(self.host):
             raise ConfigError(
                 "--tls-client-ca: Serve's own proxy asks HTTP clients for no certificate; use "
                 "--proxy haproxy, or --host 127.0.0.1 to have gRPC only behind client certificates",

@@ -157,7 +157,7 @@ def copy_of(state: SequenceState, num_tokens: int) -> SequenceState:
     )
 
 
-@pytest.mark.parametrize(("model", "threshold"), zip(MODELS, (0.9, 0.98), strict=True))
+@pytest.mark.parametrize(("model", "threshold"), list(zip(MODELS, (0.9, 0.98), strict=True)))
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rebuilt_sequence_is_the_one_that_was_lost(
     model: str, mode: SkippedKV, threshold: float
