@@ -1,6 +1,6 @@
 """Measures of a running service: what one request executes, and what lives as long as it.
 
-The service is started as a user starts it, with the small bundled model, and the recorder
+The service is started as a user starts it, with the larger of two small models, and the recorder
 (`recorder/sitecustomize.py`) in each of its processes.
 
 The rule of the road: one plain streamed chat completion is sent three times to a warm service, and
@@ -37,7 +37,12 @@ from tests.architecture.tree import ROOT, Tree
 from tests.e2e.serve_command import serve_command
 
 RECORDER = Path(__file__).parent / "recorder"
-SETTINGS = ("decode_replicas=2", "engine.compile=wait", "scheduler.ares.interval_s=3600")
+SETTINGS = (
+    "model=quadriga-l",
+    "decode_replicas=2",
+    "engine.compile=wait",
+    "scheduler.ares.interval_s=3600",
+)
 """The defaults, but for this: compiled steps are there from the start, not from some time on, and
 rescheduling, which works for the balance and for no single request, does not come to decide."""
 ANSWER_TIMEOUT_S = 60.0
@@ -57,7 +62,7 @@ APART_S = 1.0
 NUM_ATTEMPTS = 3
 FREED_WITHIN_S = 30.0
 BODY = {
-    "model": "quadriga-s",
+    "model": "quadriga-l",
     "messages": [{"role": "user", "content": "Count from 1 to 40."}],
     "stream": True,
 }
