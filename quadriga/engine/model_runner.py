@@ -187,6 +187,8 @@ class NativeRunner:
     def detach(self, row: int) -> None:
         """See `ModelRunner.detach`; a free row may be detached again."""
         self._samplers[row] = None
+        if not any(self._samplers):  # no pass follows soon, and they hold a whole batch
+            self.at_exit = self.exited = None
         self._drafts.drop((row,))
         self._reads.drop(row)
         self._cache.release(row)

@@ -89,6 +89,10 @@ def test_prefill_and_decode_leave_the_states_that_training_gathers(
     counts = torch.tensor([counts_of(len(prompt), 1) for prompt in PROMPTS])
     expected = heads.predict(wanted[:, 1], CHECKPOINT.num_layers, counts)[:, [0, 1, 3]]
     torch.testing.assert_close(said, expected, rtol=0.02, atol=0.5)
+    for row in range(len(states)):
+        assert runner.exited is not None
+        runner.detach(row)
+    assert runner.exited is None, "an idle runner holds no sequence"
 
 
 def test_a_chunk_in_the_middle_of_a_prompt_leaves_nothing(
