@@ -82,7 +82,10 @@ def test_serve_that_does_not_start(
     monkeypatch.setattr("actors.rpc.lookup.begin_cluster", lambda config: None)
     monkeypatch.setattr(serve, "start", fail)
     monkeypatch.setattr("serve_app.cli.launch.LocalService.log_folder", lambda self: tmp_path)
-    assert start() == 1
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", "/bin/true")
+    monkeypatch.setattr("serve_app.http.haproxy.make_private", lambda: tmp_path)
+    assert start("--proxy=haproxy") == 1
+    assert not tmp_path.exists()
     line = the_line(capfd)
     assert "starting Ray Serve on http://127.0.0.1:" in line
     assert "the proxy did not come up; the reason is in " in line
