@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.policies.ares.cluster import unpack
+from quadriga.policies.ares.cluster import ClusterForecast, unpack
 from quadriga.policies.ares.depth_pools import (
     ENTER_GAIN,
     LEAVE_GAIN,
     MARGIN,
+    MIN_ROWS,
     MOST_GAP,
+    SPILL,
     DepthPools,
     StepModel,
     crossings,
@@ -79,48 +81,104 @@ SHARES = st.sampled_from([0.25, 0.26, 0.3, 0.45, 0.7, 0.95, 1.0])
 ROWS = st.lists(st.tuples(SHARES, st.integers(1, 3000)), min_size=1, max_size=14)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(ROWS, min_size=2, max_size=4), st.sampled_from([0.25, 0.5]), st.booleans())
-def test_the_plan_is_the_best_of_all_splits_and_its_figure_is_the_models(
-    replicas: list[list[tuple[float, int]]], front_share: float, was_on: bool
+MODEL_COSTS = (BASE_S, PER_SEQUENCE_S, PER_TOKEN_S)
+SLOTS, CAPACITY = 16.0, 200_000
+
+
+def cluster_of(replicas: Sequence[Sequence[tuple[float, int]]], front: float) -> ClusterForecast:
+    """Replicas d0, d1, … that hold sequences of such shares and tokens."""
+    found = unpack(
+        [
+            snapshot(
+                f"d{i}",
+                [
+                    Held(f"{i}-{j}", tokens, 100, 100, 100, share=share)
+                    for j, (share, tokens) in enumerate(rows)
+                ],
+                front_share=front,
+                capacity=CAPACITY,
+            )
+            for i, rows in enumerate(replicas)
+        ]
+    )
+    assert found is not None
+    return found
+
+
+def rows_of(cluster: ClusterForecast) -> list[Row]:
+    return [(float(r[7]), float(r[0])) for r in cluster.rows]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(ROWS, min_size=2, max_size=4), st.sampled_from([0.25, 0.5]))
+def test_the_first_look_finds_the_best_of_all_splits_and_makes_none(
+    replicas: list[list[tuple[float, int]]], front_share: float
 ) -> None:
-    snapshots = [
-        snapshot(
-            f"d{i}",
-            [
-                Held(f"{i}-{j}", tokens, 100, 100, 100, share=share)
-                for j, (share, tokens) in enumerate(rows)
-            ],
-            front_share=front_share,
-            capacity=200_000,
-        )
-        for i, rows in enumerate(replicas)
-    ]
-    cluster = unpack(snapshots)
-    assert cluster is not None
-    names = frozenset(cluster.names)
-    last = DepthPools(frozenset({"d1"}), 0.5, 0.1, 1.0, 0.9, 0.0, names) if was_on else None
-    plan = plan_pools(cluster, SETTINGS, last, 60.0)
-    rows = [(float(r[7]), float(r[0])) for r in cluster.rows]
-    if len(rows) < 2 * len(replicas):
+    cluster = cluster_of(replicas, front_share)
+    plan, rows, n = plan_pools(cluster, SETTINGS, None, 60.0), rows_of(cluster), len(replicas)
+    if len(rows) < MIN_ROWS * n:
         assert plan is None
         return
     assert plan is not None
-    model = StepModel(front_share, BASE_S, PER_SEQUENCE_S, PER_TOKEN_S)
-    mixed_s = plain_token_s(model, rows, len(replicas))
+    assert not plan.is_on
+    model = StepModel(front_share, *MODEL_COSTS)
+    mixed_s = plain_token_s(model, rows, n)
     assert plan.mixed_s == pytest.approx(mixed_s / len(rows), rel=1e-5)
-    splits = every_split(model, rows, len(replicas), 16.0, SETTINGS.memory_limit * 200_000)
-    if not splits:
+    splits = every_split(model, rows, n, SLOTS, SETTINGS.memory_limit * CAPACITY)
+    assert bool(plan.num_shallow) is bool(splits)
+    if splits:
+        assert plan.gain == pytest.approx(1 - min(splits) / mixed_s, abs=1e-5)
+        found = split_of(model, rows, n, plan)
+        assert found == pytest.approx(min(splits), rel=1e-5)
+
+
+def split_of(model: StepModel, rows: Sequence[Row], num_replicas: int, plan: DepthPools) -> float:
+    """A token's time, summed, by the split that a plan has found."""
+    under = [row for row in rows if row[0] <= plan.cut]
+    over = [row for row in rows if row[0] > plan.cut]
+    size = plan.num_shallow
+    return plain_token_s(model, under, size) + plain_token_s(model, over, num_replicas - size)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(2, 4).flatmap(
+        lambda n: st.tuples(*[st.lists(ROWS, min_size=n, max_size=n) for _ in range(2)])
+    ),
+    st.sampled_from([0.25, 0.5]),
+    st.booleans(),
+)
+def test_a_split_is_made_and_kept_where_it_pays_for_the_sequences_of_the_next_look(
+    looks: tuple[list[list[tuple[float, int]]], ...], front_share: float, was_on: bool
+) -> None:
+    before, now = (cluster_of(replicas, front_share) for replicas in looks)
+    first = plan_pools(before, SETTINGS, None, 0.0)
+    if first is None or not first.num_shallow:
+        return
+    if was_on:
+        first = replace(first, shallow=frozenset(list(first.members)[: first.num_shallow]))
+    plan, rows, n = plan_pools(now, SETTINGS, first, 60.0), rows_of(now), len(now)
+    if plan is None:
+        assert len(rows) < MIN_ROWS * n
+        return
+    model = StepModel(front_share, *MODEL_COSTS)
+    sides = (
+        ([row for row in rows if row[0] <= first.cut], first.num_shallow),
+        ([row for row in rows if row[0] > first.cut], n - first.num_shallow),
+    )
+    limit = SETTINGS.memory_limit * CAPACITY
+    if any(len(s) > SLOTS * of or sum(t for _, t in s) > limit * of for s, of in sides):
         assert not plan.is_on
         return
-    assert plan.split_s == pytest.approx(min(splits) / len(rows), rel=1e-5)
-    assert plan.gain == pytest.approx(1 - min(splits) / mixed_s, abs=1e-5)
+    gain = 1 - split_of(model, rows, n, first) / plain_token_s(model, rows, n)
+    assert plan.gain == pytest.approx(gain, abs=1e-5)
     bar = LEAVE_GAIN if was_on else ENTER_GAIN
-    if abs(plan.gain - bar) > 1e-4:
-        assert plan.is_on == (plan.gain > bar)
+    if abs(gain - bar) > 1e-4:
+        assert plan.is_on == (gain > bar)
     if plan.is_on:
-        assert plan.shallow < names
-        assert not was_on or "d1" in plan.shallow, "a shallow replica stays shallow"
+        assert (plan.cut, plan.num_shallow) == (first.cut, first.num_shallow)
+        assert len(plan.shallow) == plan.num_shallow
+        assert not was_on or plan.shallow == first.shallow, "a shallow replica stays shallow"
 
 
 @settings(max_examples=100, deadline=None)
@@ -147,16 +205,19 @@ def test_sequences_cross_to_their_own_side_and_each_replica_takes_part_once(
     pools = DepthPools(shallow, cut, 0.1, 1.0, 0.9, 0.0, frozenset(cluster.names))
     candidates = [i for i in range(len(cluster.rows)) if i % 3]
     moves = crossings(cluster, pools, SETTINGS, _array(candidates))
+    work = (cluster.load_s @ SETTINGS.weights).tolist()
     part = [replica for m in moves for replica in (m.source, m.destination)]
     assert len(part) == len(set(part))
     for move in moves:
+        assert work[move.destination] <= SPILL * work[move.source]
         share = float(cluster.rows[move.row, 7])
         goes_deep = cluster.names[move.destination] not in shallow
         assert move.row in candidates
         assert (cluster.names[move.source] in shallow) == goes_deep
         assert (share - cut if goes_deep else cut - share) > MARGIN
         assert move.destination != full
-    # Whoever would still gain has no replica left that could give or take it.
+    # Whoever would still gain has no replica left that could give or take it, or all that could
+    # have far more to do.
     free = set(range(len(cluster))) - set(part)
     for row in candidates:
         source, share = int(cluster.owner[row]), float(cluster.rows[row, 7])
@@ -164,7 +225,9 @@ def test_sequences_cross_to_their_own_side_and_each_replica_takes_part_once(
         off = share - cut if is_shallow else cut - share
         if source in free and off > MARGIN and cluster.rows[row, REMAINING] > 0:
             assert not any(
-                (cluster.names[d] in shallow) != is_shallow and cluster.free_slots[d] > 0
+                (cluster.names[d] in shallow) != is_shallow
+                and cluster.free_slots[d] > 0
+                and work[d] <= SPILL * work[source]
                 for d in free
             )
 

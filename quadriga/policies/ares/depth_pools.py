@@ -6,13 +6,17 @@ that runs deep makes the step read them for all. So sequences are worth more bes
 some replicas hardly any step goes deep, and on the others the deep layers are read for many.
 
 Once a minute the model below says what a token takes on average, over all sequences, where they are
-mixed, and where replicas are split at the best of all cuts. Where the split saves `ENTER_GAIN` or
-more it is made, and it is kept until it saves less than `LEAVE_GAIN`. While it holds,
+mixed, and where replicas are split at the best of all cuts. That split is made a minute later,
+where it saves `ENTER_GAIN` or more of the sequences that run then: for any few sequences some cut
+looks good, and the next ones are others. It is kept until it saves less than `LEAVE_GAIN`. While it
+holds,
 
 - a newcomer whose tokens may leave early goes to a shallow replica, one whose tokens may not to a
   deep one (`preferred`). What its prompt says of its depth is next to nothing, as measured, so the
   first shall show its depth where exits are tested;
 - a sequence whose expected depth says that it is on the wrong side is moved (`crossings`);
+- nobody goes to a side that has more than `SPILL` times as much to do as the other one, by what the
+  split gives each: it was made for other sequences than come;
 - work is balanced inside each side, and memory is relieved wherever there is room.
 
 The model: a token of a sequence runs the layers up to the first exit in use, the share f of all,
@@ -44,7 +48,7 @@ from quadriga.policies.ares.settings import AresSettings, num_memory_points
 PLAN_EVERY_S = 60.0
 ENTER_GAIN, LEAVE_GAIN = 0.03, 0.01
 """Of a token's time, on average over the sequences, as the model says."""
-MIN_ROWS = 2
+MIN_ROWS = 4
 """Sequences a replica, on average; fewer are chance."""
 MAX_SIZES, MAX_GROUPS = 8, 24
 """Numbers of shallow replicas that are tried, and cuts between the sequences."""
@@ -53,9 +57,8 @@ MARGIN = 0.05
 """Of the layers: a sequence is moved once it is expected to be beyond the cut by so much."""
 ROOM_SHARE = 0.6
 """Of the memory of a class, in use or forecast: beyond it, balance is worth more than depth."""
-SPILL = 1.5
-"""Times the work that the split gives a replica of a side, that the emptiest one may have and still
-be preferred."""
+SPILL = 2.0
+"""Times the other side's work, each over what the split gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +128,15 @@ class DepthPools:
 
     Attributes:
         shallow: Names of the replicas for shallow sequences; none: all are mixed.
-        cut: Share of the layers up to which a sequence is shallow.
-        gain: Share of a token's time that the best split saves, by the model; below 0: it costs.
-        mixed_s, split_s: A token's time, on average over the sequences.
+        cut: Share of the layers up to which a sequence is shallow, in this split or, where all are
+            mixed, in the best one for those that run now.
+        gain: Share of a token's time that the split found a look ago saves now, by the model; below
+            0: it costs. At the first look it is the best split's.
+        mixed_s, split_s: A token's time, on average over the sequences, mixed and by that split.
         at_unix_s: When it was decided.
         members: All replicas there were.
         work: That the split gives a shallow and a deep replica, over the mean.
+        num_shallow: Shallow replicas of the split that `cut` is of; 0 where none was found.
     """
 
     shallow: frozenset[str]
@@ -141,6 +147,7 @@ class DepthPools:
     at_unix_s: float
     members: frozenset[str]
     work: tuple[float, float] = (1.0, 1.0)
+    num_shallow: int = 0
 
     @property
     def is_on(self) -> bool:
@@ -160,7 +167,7 @@ class DepthPools:
         """In a line, for operators."""
         figure = f"{100 * self.gain:.1f} % of a token's time by the model"
         if not self.is_on:
-            return f"depths mixed: the best split would save {figure}"
+            return f"depths mixed: a split would save {figure}"
         return (
             f"depths apart: {len(self.shallow)} of {len(self.members)} replicas for sequences of "
             f"up to {self.cut:.2f} of the layers, saves {figure}"
@@ -196,44 +203,53 @@ def plan_pools(
         cluster.front_share, cluster.base_s, cluster.costs.per_sequence_s, cluster.costs.per_token_s
     )
     share, tokens, num = _groups(rows)
-    stays = model.stays(share)
+    stays, total = model.stays(share), float(num.sum())
     mixed_s = float(model.token_s(stays, tokens, num, n))
     slots = (cluster.free_slots + np.bincount(cluster.owner, minlength=n)).mean()
     room = settings.memory_limit * cluster.capacity_tokens.mean()
-    # Both sides of every split: [2, sizes, cuts, groups].
-    sizes = np.array(_sizes(n))
-    replicas = np.stack((sizes, n - sizes))[:, :, None]
-    is_shallow = np.tri(len(share) - 1, len(share), dtype=bool)
-    held = num * np.stack((is_shallow, ~is_shallow))[:, None]
-    fits = (held.sum(axis=-1) <= slots * replicas) & (held @ tokens <= room * replicas)
-    split_s = model.token_s(stays, tokens, held, replicas).sum(axis=0)
-    split_s[~fits.all(axis=0)] = np.inf
-    best_s = float(split_s.min(initial=np.inf))
-    total = float(num.sum())
-    members = frozenset(cluster.names)
-    if best_s == np.inf:
-        return DepthPools(frozenset(), 1.0, 0.0, mixed_s / total, 0.0, now_unix_s, members)
-    gain = 1.0 - best_s / mixed_s
+
+    def split_s(is_shallow: NDArray[np.bool_], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of [cuts, groups] and numbers of shallow replicas [sizes]: [sizes, cuts]."""
+        replicas = np.stack((sizes, n - sizes))[:, :, None]
+        held = num * np.stack((is_shallow, ~is_shallow))[:, None]
+        fits = (held.sum(axis=-1) <= slots * replicas) & (held @ tokens <= room * replicas)
+        both_s = model.token_s(stays, tokens, held, replicas).sum(axis=0)
+        return np.where(fits.all(axis=0), both_s, np.inf)
+
+    found_s, size, cut = np.inf, 0, 1.0
+    if last is not None and last.num_shallow:
+        size = min(max(round(last.num_shallow * n / len(last.members)), 1), n - 1)
+        cut = last.cut
+        found_s = float(split_s((share <= cut)[None], np.array([size]))[0, 0])
     points = num_memory_points(settings, cluster.grid_s)
     peak = cluster.tokens[:, :points].sum(axis=0).max() / cluster.capacity_tokens.sum()
     has_room = peak <= ROOM_SHARE and not cluster.num_paused.any()
     was_on = last is not None and last.is_on
-    is_on = has_room and gain >= (LEAVE_GAIN if was_on else ENTER_GAIN)
-    best = np.unravel_index(split_s.argmin(), split_s.shape)
-    size, at = int(sizes[best[0]]), int(best[1]) + 1
-    cut = float(share[at - 1] + share[at]) / 2.0
+    is_on = has_room and 1.0 - found_s / mixed_s >= (LEAVE_GAIN if was_on else ENTER_GAIN)
     shallow = _shallow(cluster, last, size) if is_on else frozenset[str]()
-    work = num * share
-    sides = (work[:at].sum() / size, work[at:].sum() / (n - size))
+    if not is_on:
+        sizes = np.array(_sizes(n))
+        all_s = split_s(np.tri(len(share) - 1, len(share), dtype=bool), sizes)
+        best_s = float(all_s.min(initial=np.inf))
+        found_s = best_s if found_s == np.inf else found_s
+        size, cut = 0, 1.0
+        if best_s < np.inf:
+            at_size, at_cut = np.unravel_index(all_s.argmin(), all_s.shape)
+            size, cut = int(sizes[at_size]), float(share[at_cut : at_cut + 2].mean())
+    gain = 0.0 if found_s == np.inf else 1.0 - found_s / mixed_s
+    work, is_under = num * share, share <= cut
+    per_side = (work[is_under].sum() / max(size, 1), work[~is_under].sum() / max(n - size, 1))
+    mean = work.sum() / n
     return DepthPools(
-        shallow,
-        cut,
-        gain,
-        mixed_s / total,
-        best_s / total,
-        now_unix_s,
-        members,
-        (float(sides[0] / work.sum()) * n, float(sides[1] / work.sum()) * n),
+        shallow=shallow,
+        cut=cut,
+        gain=gain,
+        mixed_s=mixed_s / total,
+        split_s=mixed_s * (1.0 - gain) / total,
+        at_unix_s=now_unix_s,
+        members=frozenset(cluster.names),
+        work=(float(per_side[0] / mean), float(per_side[1] / mean)),
+        num_shallow=size,
     )
 
 
@@ -276,18 +292,28 @@ def preferred(
     *,
     leaves_early: bool,
 ) -> NDArray[np.bool_]:
-    """Those of the replicas that shall take a newcomer: its own side, unless that is full.
+    """Those of the replicas that shall take a newcomer: its own side, unless that is full or has
+    far more to do.
 
     Args:
         fits: [n], those with room.
         leaves_early: Its tokens may leave early.
     """
-    is_shallow = pools.is_shallow(cluster.names)
-    side = fits & (is_shallow if leaves_early else ~is_shallow)
-    work = cluster.load_s @ settings.weights
-    usual = pools.work[0 if leaves_early else 1] * work.mean()
-    has_room = side.any() and work[side].min() <= SPILL * usual
-    return side if has_room else fits
+    is_mine = pools.is_shallow(cluster.names) == leaves_early
+    mine, other = fits & is_mine, fits & ~is_mine
+    if not mine.any() or not other.any():
+        return fits
+    over = _over_split(cluster, pools, settings)
+    return mine if over[mine].min() <= SPILL * over[other].min() else fits
+
+
+def _over_split(
+    cluster: ClusterForecast, pools: DepthPools, settings: AresSettings
+) -> NDArray[np.float64]:
+    """Work of each replica over what the split gives one of its side: [n]."""
+    shallow, deep = (max(share, 1e-9) for share in pools.work)
+    usual = np.where(pools.is_shallow(cluster.names), shallow, deep)
+    return np.asarray((cluster.load_s @ settings.weights) / usual)
 
 
 def crossings(
@@ -311,6 +337,7 @@ def crossings(
     off = np.where(on_shallow, share - pools.cut, pools.cut - share)
     gain = off * cluster.rows[rows, REMAINING]
     work = cluster.load_s @ settings.weights
+    over_split = _over_split(cluster, pools, settings)
     takes = is_free & (cluster.num_paused == 0) & (cluster.free_slots > 0)
     used, moves = cluster.tokens.max(axis=1), []
     for at in np.argsort(-gain, kind="stable").tolist():
@@ -319,6 +346,7 @@ def crossings(
             continue
         room = settings.memory_limit * cluster.capacity_tokens - used
         able = takes & (is_shallow != is_shallow[source]) & (room >= cluster.rows[row, TOKENS])
+        able &= over_split <= SPILL * over_split[source]
         if not able.any():
             continue
         destination = int(np.argmin(np.where(able, work, np.inf)))

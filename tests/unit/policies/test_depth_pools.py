@@ -11,14 +11,17 @@ import pytest
 
 from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.forecast import LengthPrediction
-from quadriga.core.migration import MigrationCause
+from quadriga.core.migration import MigrationCause, MigrationOrder
+from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import PlaceRequest
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.depth_pools import (
+    MIN_ROWS,
     PLAN_EVERY_S,
     DepthPools,
     StepModel,
+    crossings,
     is_due,
     plan_pools,
 )
@@ -83,10 +86,18 @@ def governor(**ares: object) -> tuple[Governor, list[RecordedTick]]:
     return Governor(config, ticks.append), ticks
 
 
+def look_twice(governed: Governor, snapshots: list[ReplicaSnapshot]) -> list[MigrationOrder]:
+    """The tick that finds a split, and the one of a minute later, at which it may be made."""
+    governed.tick(snapshots, now_s=10.0, now_unix_s=1.0)
+    assert not any(found.is_on for found in governed.pools.values())
+    later = [replace(s, taken_unix_s=1.0 + PLAN_EVERY_S) for s in snapshots]
+    return governed.tick(later, now_s=10.0 + PLAN_EVERY_S, now_unix_s=1.0 + PLAN_EVERY_S)
+
+
 def test_mixed_replicas_are_split_sequences_cross_and_the_decision_can_be_replayed() -> None:
     governed, ticks = governor()
     snapshots = [snapshot(n, h, front_share=FRONT) for n, h in zip("ab", mixed(), strict=True)]
-    orders = governed.tick(snapshots, now_s=10.0, now_unix_s=1.0)
+    orders = look_twice(governed, snapshots)
     decided = governed.pools[CLASS]
     assert len(decided.shallow) == 1
     assert decided.gain > 0.03
@@ -96,9 +107,9 @@ def test_mixed_replicas_are_split_sequences_cross_and_the_decision_can_be_replay
     assert explanation["pools"]["cut"] == decided.cut
     assert "of the layers" in explanation["text"]
     stream = StringIO()
-    write_tick(stream, ticks[0])
+    write_tick(stream, ticks[-1])
     (read,) = parse_ticks(stream.getvalue().splitlines(), "here")
-    assert read.pools == ticks[0].pools
+    assert read.pools == ticks[-1].pools
     assert replay([read]) == []
 
 
@@ -177,7 +188,60 @@ def test_replicas_are_not_split_while_memory_is_short() -> None:
         snapshot(n, h, front_share=FRONT, capacity=16_000)
         for n, h in zip("ab", mixed(), strict=True)
     ]
-    governed.tick(short, now_s=10.0, now_unix_s=1.0)
+    look_twice(governed, short)
     decided = governed.pools[CLASS]
     assert decided.gain > 0.03
     assert not decided.is_on
+
+
+def test_a_split_is_neither_made_nor_kept_that_the_next_sequences_do_not_need() -> None:
+    unlike = cluster_of(*mixed())
+    alike = cluster_of(*[rows(name, [FRONT + 0.001] * 6) for name in "ab"])
+    found = plan_pools(unlike, SETTINGS, None, 0.0)
+    assert found is not None
+    assert found.gain > 0.03
+    assert not found.is_on, "for any few sequences some cut looks good"
+    never_made = plan_pools(alike, SETTINGS, found, 60.0)
+    assert never_made is not None
+    assert not never_made.is_on
+    assert never_made.gain < 0.0
+    made = plan_pools(unlike, SETTINGS, found, 60.0)
+    assert made is not None
+    assert made.is_on
+    over = plan_pools(alike, SETTINGS, made, 120.0)
+    assert over is not None
+    assert not over.is_on
+
+
+def test_a_split_keeps_its_share_of_the_replicas_as_one_comes() -> None:
+    found = plan_pools(cluster_of(*mixed()), SETTINGS, None, 0.0)
+    assert found is not None
+    more = unpacked(
+        [snapshot(n, h, front_share=FRONT) for n, h in zip("abcd", mixed() * 2, strict=True)]
+    )
+    made = plan_pools(more, SETTINGS, found, 1.0)
+    assert made is not None
+    assert (found.num_shallow, len(made.shallow)) == (1, 2)
+
+
+def test_few_sequences_are_not_split() -> None:
+    few = [rows(name, [FRONT + 0.001, 1.0] * (MIN_ROWS // 2)) for name in "ab"]
+    assert plan_pools(cluster_of(*few), SETTINGS, None, 0.0) is not None
+    assert plan_pools(cluster_of(few[0], few[1][:-1]), SETTINGS, None, 0.0) is None
+
+
+@pytest.mark.parametrize("leaves_early", [True, False])
+def test_an_idle_side_takes_newcomers_of_the_other_kind_and_keeps_what_it_has(
+    leaves_early: bool,
+) -> None:
+    share = FRONT if leaves_early else 1.0
+    held = [rows("a", [share] * 6), rows("b", [share])]
+    if not leaves_early:
+        held.reverse()
+    cluster, said = cluster_of(*held), LengthPrediction(100, 100, 100)
+    asked = PlaceRequest("new", CLASS, 50, 51, prediction=said, leaves_early=leaves_early)
+    able, apart = np.array([True, True]), pools("a")
+    idle = 1 if leaves_early else 0
+    assert best_replica(cluster, asked, said, able, SETTINGS, apart) == idle
+    stays = np.flatnonzero(cluster.owner == idle)
+    assert crossings(cluster, apart, SETTINGS, stays) == []
