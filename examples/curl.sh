@@ -4,7 +4,7 @@ set -eu
 URL="${QUADRIGA_URL:-http://127.0.0.1:8000}"
 KEY="authorization: Bearer ${QUADRIGA_API_KEY:-none}"
 TYPE="content-type: application/json"
-QUESTION="${*:-What is the capital of France?}"
+QUESTION=$(printf %s "${*:-What is the capital of France?}" | sed 's/[\\"]/\\&/g')
 BODY="\"messages\": [{\"role\": \"user\", \"content\": \"$QUESTION\"}], \"max_tokens\": 64"
 
 curl -sS --fail-with-body "$URL/health"

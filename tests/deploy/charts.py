@@ -101,7 +101,7 @@ EVERYTHING: Values = {
         "envFrom": [{"secretRef": {"name": "more"}}],
         "podSpec": {"schedulerName": "volcano", "dnsConfig": {"options": [{"name": "ndots"}]}},
         "idleTimeoutSeconds": 60,
-        "priority": 2,
+        "priority": 1_000_000,  # Helm's own figures are floats
     },
     "workerGroups": {"prefill": {"replicas": 2, "maxReplicas": 3}, "decode": {"maxReplicas": 4}},
     "ingress": {"enabled": True, "hosts": ["llm.example.com"], "tlsSecret": "web"},

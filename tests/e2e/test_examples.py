@@ -51,9 +51,9 @@ APART = {
 ELSEWHERE = {"sdk_tls.py", "README.md"}  # in test_secured; no program
 
 
-def run(name: str, service: Service, python: str) -> str:
-    questions = QUESTIONS.get(name, [SORT])
-    command = ["sh" if name.endswith(".sh") else python, name, *questions]
+def run(name: str, service: Service, python: str, *questions: str) -> str:
+    asked = questions or QUESTIONS.get(name, [SORT])
+    command = ["sh" if name.endswith(".sh") else python, name, *asked]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("QUADRIGA_")} | {
         "QUADRIGA_URL": service.base_url,
         "QUADRIGA_GRPC": service.grpc_target,
@@ -80,6 +80,10 @@ def test_example(service: Service, name: str) -> None:
     printed = run(name, service, sys.executable)
     for text in EXPECTED[name]:
         assert text in printed
+
+
+def test_a_question_with_quotes_and_a_backslash_goes_through_curl(service: Service) -> None:
+    assert "data: [DONE]" in run("curl.sh", service, sys.executable, 'What is "\\n"?')
 
 
 @pytest.mark.parametrize("name", APART)

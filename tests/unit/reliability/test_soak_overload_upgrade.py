@@ -504,12 +504,13 @@ def test_turns_of_rescheduling_are_compared_in_pairs() -> None:
     """A turn without a good request still has a ratio; what failed counts in every turn."""
 
     def turn(good_share: float, p99_s: float, failed: int = 0) -> LoadSummary:
-        tpot = Distribution(p99=p99_s)
+        tpot = Distribution(p50=p99_s / 2 + 0.005, p99=p99_s)
         return LoadSummary(ok=40, failed=failed, good_share=good_share, tpot=tpot)
 
     better = [(turn(1.0, 0.030), turn(0.5, 0.060)), (turn(0.8, 0.030), turn(0.4, 0.060))]
     found = ratios_of(better)
     assert found["good"].ratio == pytest.approx(2.0) == found["speed"].ratio
+    assert found["typical"].ratio == pytest.approx(35 / 20)
     assert found["good_shares"] == [0.9, 0.45] and found["p99_ms"] == [30.0, 60.0]
     worse = ratios_of([(turn(0.0, 0.1, failed=1), turn(1.0, 0.05))] * 3)
     assert worse["failed"] == 3
