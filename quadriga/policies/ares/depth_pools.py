@@ -6,10 +6,10 @@ that runs deep makes the step read them for all. So sequences are worth more bes
 some replicas hardly any step goes deep, and on the others the deep layers are read for many.
 
 Once a minute the model below says what a token takes on average, over all sequences, where they are
-mixed, and where replicas are split at the best of all cuts. That split is made a minute later,
-where it saves `ENTER_GAIN` or more of the sequences that run then: for any few sequences some cut
-looks good, and the next ones are others. It is kept until it saves less than `LEAVE_GAIN`. While it
-holds,
+mixed, and where replicas are split at the best of all cuts. That split is looked at again a minute
+later: it is made where it saves `ENTER_GAIN` or more of the sequences that run then. By those of
+one moment some cut always looks good, and the next ones are others. What holds is kept until it saves
+less than `LEAVE_GAIN`, or the one found a minute ago `CHANGE_GAIN` more. While it holds,
 
 - a newcomer whose tokens may leave early goes to a shallow replica, one whose tokens may not to a
   deep one (`preferred`). What its prompt says of its depth is next to nothing, as measured, so the
@@ -46,7 +46,7 @@ from quadriga.policies.ares.forecast import REMAINING, SHARE, TOKENS
 from quadriga.policies.ares.settings import AresSettings, num_memory_points
 
 PLAN_EVERY_S = 60.0
-ENTER_GAIN, LEAVE_GAIN = 0.03, 0.01
+ENTER_GAIN, LEAVE_GAIN, CHANGE_GAIN = 0.03, 0.01, 0.02
 """Of a token's time, on average over the sequences, as the model says."""
 MIN_ROWS = 4
 """Sequences a replica, on average; fewer are chance."""
@@ -128,15 +128,15 @@ class DepthPools:
 
     Attributes:
         shallow: Names of the replicas for shallow sequences; none: all are mixed.
-        cut: Share of the layers up to which a sequence is shallow, in this split or, where all are
-            mixed, in the best one for those that run now.
-        gain: Share of a token's time that the split found a look ago saves now, by the model; below
-            0: it costs. At the first look it is the best split's.
+        cut: Share of the layers up to which a sequence is shallow.
+        gain: Share of a token's time that this split saves now, by the model, or the one that was
+            found at the last look; below 0: it costs. At the first look it is the best one's.
         mixed_s, split_s: A token's time, on average over the sequences, mixed and by that split.
         at_unix_s: When it was decided.
         members: All replicas there were.
         work: That the split gives a shallow and a deep replica, over the mean.
-        num_shallow: Shallow replicas of the split that `cut` is of; 0 where none was found.
+        found: Shallow replicas and cut of the best split for the sequences that run now; 0 of
+            them where none has room.
     """
 
     shallow: frozenset[str]
@@ -147,11 +147,18 @@ class DepthPools:
     at_unix_s: float
     members: frozenset[str]
     work: tuple[float, float] = (1.0, 1.0)
-    num_shallow: int = 0
+    found: tuple[int, float] = (0, 1.0)
 
     @property
     def is_on(self) -> bool:
         return bool(self.shallow)
+
+    def looked_at(self) -> list[tuple[float, float]]:
+        """Splits that are worth another look, that which holds first: share of the replicas that
+        are shallow, and cut."""
+        held = [(len(self.shallow), self.cut)] if self.is_on else []
+        found = [self.found] if self.found[0] else []
+        return [(size / len(self.members), cut) for size, cut in held + found]
 
     def is_shallow(self, names: Sequence[str]) -> NDArray[np.bool_]:
         """Which replicas are for shallow sequences: [n]."""
@@ -195,62 +202,83 @@ def plan_pools(
         where memory is short: what holds it is spread evenly then.
     """
     n = len(cluster)
-    rows = cluster.rows.astype(np.float64)
-    is_able = n > 1 and cluster.front_share < 1.0 and len(rows) >= MIN_ROWS * n
+    is_able = n > 1 and cluster.front_share < 1.0 and len(cluster.rows) >= MIN_ROWS * n
     if not is_able:
         return None
-    model = StepModel(
-        cluster.front_share, cluster.base_s, cluster.costs.per_sequence_s, cluster.costs.per_token_s
-    )
-    share, tokens, num = _groups(rows)
-    stays, total = model.stays(share), float(num.sum())
-    mixed_s = float(model.token_s(stays, tokens, num, n))
-    slots = (cluster.free_slots + np.bincount(cluster.owner, minlength=n)).mean()
-    room = settings.memory_limit * cluster.capacity_tokens.mean()
-
-    def split_s(is_shallow: NDArray[np.bool_], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of [cuts, groups] and numbers of shallow replicas [sizes]: [sizes, cuts]."""
-        replicas = np.stack((sizes, n - sizes))[:, :, None]
-        held = num * np.stack((is_shallow, ~is_shallow))[:, None]
-        fits = (held.sum(axis=-1) <= slots * replicas) & (held @ tokens <= room * replicas)
-        both_s = model.token_s(stays, tokens, held, replicas).sum(axis=0)
-        return np.where(fits.all(axis=0), both_s, np.inf)
-
-    found_s, size, cut = np.inf, 0, 1.0
-    if last is not None and last.num_shallow:
-        size = min(max(round(last.num_shallow * n / len(last.members)), 1), n - 1)
-        cut = last.cut
-        found_s = float(split_s((share <= cut)[None], np.array([size]))[0, 0])
+    splits = _Splits(cluster, settings)
+    mixed_s, (best_s, found) = splits.mixed_s, splits.best()
+    chosen_s, size, cut = best_s, 0, 1.0
+    was_on = last is not None and last.is_on
+    if last is not None:
+        for share_of_replicas, before in last.looked_at():
+            some = min(max(round(share_of_replicas * n), 1), n - 1)
+            here_s = splits.token_s(some, before)
+            if not size or here_s < chosen_s - was_on * CHANGE_GAIN * mixed_s:
+                chosen_s, size, cut = here_s, some, before
+    gain = 1.0 - chosen_s / mixed_s if chosen_s < np.inf else 0.0
     points = num_memory_points(settings, cluster.grid_s)
     peak = cluster.tokens[:, :points].sum(axis=0).max() / cluster.capacity_tokens.sum()
     has_room = peak <= ROOM_SHARE and not cluster.num_paused.any()
-    was_on = last is not None and last.is_on
-    is_on = has_room and 1.0 - found_s / mixed_s >= (LEAVE_GAIN if was_on else ENTER_GAIN)
-    shallow = _shallow(cluster, last, size) if is_on else frozenset[str]()
-    if not is_on:
-        sizes = np.array(_sizes(n))
-        all_s = split_s(np.tri(len(share) - 1, len(share), dtype=bool), sizes)
-        best_s = float(all_s.min(initial=np.inf))
-        found_s = best_s if found_s == np.inf else found_s
-        size, cut = 0, 1.0
-        if best_s < np.inf:
-            at_size, at_cut = np.unravel_index(all_s.argmin(), all_s.shape)
-            size, cut = int(sizes[at_size]), float(share[at_cut : at_cut + 2].mean())
-    gain = 0.0 if found_s == np.inf else 1.0 - found_s / mixed_s
-    work, is_under = num * share, share <= cut
-    per_side = (work[is_under].sum() / max(size, 1), work[~is_under].sum() / max(n - size, 1))
-    mean = work.sum() / n
+    is_on = size > 0 and has_room and gain >= (LEAVE_GAIN if was_on else ENTER_GAIN)
     return DepthPools(
-        shallow=shallow,
-        cut=cut,
+        shallow=_shallow(cluster, last, size) if is_on else frozenset(),
+        cut=cut if is_on else 1.0,
         gain=gain,
-        mixed_s=mixed_s / total,
-        split_s=mixed_s * (1.0 - gain) / total,
+        mixed_s=mixed_s / len(cluster.rows),
+        split_s=mixed_s * (1.0 - gain) / len(cluster.rows),
         at_unix_s=now_unix_s,
         members=frozenset(cluster.names),
-        work=(float(per_side[0] / mean), float(per_side[1] / mean)),
-        num_shallow=size,
+        work=splits.work(size, cut) if is_on else (1.0, 1.0),
+        found=found,
     )
+
+
+class _Splits:
+    """What a token takes by the ways to split a class, for the sequences that run now."""
+
+    def __init__(self, cluster: ClusterForecast, settings: AresSettings) -> None:
+        self._n = n = len(cluster)
+        costs = cluster.costs
+        self._model = StepModel(
+            cluster.front_share, cluster.base_s, costs.per_sequence_s, costs.per_token_s
+        )
+        self._share, self._tokens, self._num = _groups(cluster.rows.astype(np.float64))
+        self._stays = self._model.stays(self._share)
+        self._slots = (cluster.free_slots + np.bincount(cluster.owner, minlength=n)).mean()
+        self._room = settings.memory_limit * cluster.capacity_tokens.mean()
+        self.mixed_s = float(self._model.token_s(self._stays, self._tokens, self._num, n))
+
+    def best(self) -> tuple[float, tuple[int, float]]:
+        """The least that a token takes, summed, with the number of shallow replicas and the cut;
+        infinite, and 0 replicas, where no split has room."""
+        share, sizes = self._share, np.array(_sizes(self._n))
+        all_s = self._summed_s(np.tri(len(share) - 1, len(share), dtype=bool), sizes)
+        if not np.isfinite(all_s).any():
+            return np.inf, (0, 1.0)
+        size, at = np.unravel_index(all_s.argmin(), all_s.shape)
+        return float(all_s[size, at]), (int(sizes[size]), float(share[at : at + 2].mean()))
+
+    def token_s(self, size: int, cut: float) -> float:
+        """What a token takes, summed, by one split; infinite where a side lacks room."""
+        return float(self._summed_s((self._share <= cut)[None], np.array([size]))[0, 0])
+
+    def work(self, size: int, cut: float) -> tuple[float, float]:
+        """What a shallow and a deep replica get of a split, over the mean of all."""
+        work, is_shallow = self._num * self._share, self._share <= cut
+        mean = work.sum() / self._n
+        shallow, deep = work[is_shallow].sum() / size, work[~is_shallow].sum() / (self._n - size)
+        return float(shallow / mean), float(deep / mean)
+
+    def _summed_s(
+        self, is_shallow: NDArray[np.bool_], sizes: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Of sides of the groups [cuts, groups] and numbers of shallow replicas: [sizes, cuts]."""
+        replicas = np.stack((sizes, self._n - sizes))[:, :, None]
+        held = self._num * np.stack((is_shallow, ~is_shallow))[:, None]
+        has_slots = held.sum(axis=-1) <= self._slots * replicas
+        fits = has_slots & (held @ self._tokens <= self._room * replicas)
+        both_s = self._model.token_s(self._stays, self._tokens, held, replicas).sum(axis=0)
+        return np.where(fits.all(axis=0), both_s, np.inf)
 
 
 def _groups(

@@ -295,9 +295,9 @@ def _pools(lines: list[dict[str, Any]]) -> dict[DepthClass, DepthPools]:
         kept = dict(line)
         depth_class = DepthClass(**kept.pop("depth_class"))
         shallow, members = frozenset(kept.pop("shallow")), frozenset(kept.pop("members"))
-        found[depth_class] = DepthPools(
-            shallow=shallow, members=members, work=tuple(kept.pop("work")), **kept
-        )
+        for name in {"work", "found"} & kept.keys():
+            kept[name] = tuple(kept[name])
+        found[depth_class] = DepthPools(shallow=shallow, members=members, **kept)
     return found
 
 

@@ -221,7 +221,7 @@ def test_a_split_keeps_its_share_of_the_replicas_as_one_comes() -> None:
     )
     made = plan_pools(more, SETTINGS, found, 1.0)
     assert made is not None
-    assert (found.num_shallow, len(made.shallow)) == (1, 2)
+    assert (found.found[0], len(made.shallow)) == (1, 2)
 
 
 def test_few_sequences_are_not_split() -> None:
