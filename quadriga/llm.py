@@ -142,7 +142,8 @@ class LLM:
             adapter: One of the LoRA adapters in `adapters`; empty: the model alone.
 
         Raises:
-            InvalidRequest, ContextTooLong: A prompt cannot be served; nothing was generated.
+            InvalidRequest, ContextTooLong: A prompt cannot be served; nothing was generated. What
+                fails on its way, over its grammar say, is the `error` of its output alone.
         """
         from tqdm import tqdm
 
@@ -160,7 +161,7 @@ class LLM:
                 if not output.token_ids:
                     output.ttft_s = self._clock.now_s() - started_s
                 output.add(emission, text)
-                if emission.finish is not None:
+                if emission.finish is not None or emission.error is not None:
                     bar.update()
         return outputs
 
@@ -196,8 +197,6 @@ class LLM:
         places = {state.sequence_id: index for index, state in enumerate(states)}
         with closing(self.loop.run(states)) as passes:
             for emission in itertools.chain.from_iterable(passes):
-                if emission.error is not None:
-                    raise emission.error
                 index, text = places[emission.sequence_id], ""
                 if texts and texts[index].is_stopped:
                     continue  # of passes that other calls ran meanwhile

@@ -27,4 +27,4 @@ def await_models(pools: Iterable[PoolConfig]) -> None:
 def is_fetched(pool: PoolConfig) -> bool:
     """Whether nothing of the model is missing."""
     file, origin = Path(pool.model) / FETCHED_FILE, pool.fetched_from
-    return origin is None or (file.is_file() and file.read_text(encoding="utf-8") == origin)
+    return origin is None or (file.is_file() and file.read_text(encoding="utf-8").strip() == origin)

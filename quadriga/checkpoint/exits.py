@@ -210,10 +210,12 @@ def read_exit_params(
         deterministic: No answer may depend on the load.
 
     Raises:
-        InvalidRequest: There are no exits, no token can leave at `max_depth`, `strict` or
-            `lossless` cannot be kept, or nothing can be spent of a quality budget.
+        InvalidRequest: There are no exits, no such policy or threshold, no token can leave at
+            `max_depth`, `strict` or `lossless` cannot be kept, or nothing can be spent of a quality
+            budget.
     """
     if asked is not None:
+        _check_asked(asked)
         quality_budget = quality_budget or asked.quality_budget
     if not exits.layers:
         if quality_budget:
@@ -258,6 +260,19 @@ def read_exit_params(
         )
     _check_quality_budget(params, deterministic=deterministic)
     return params
+
+
+def _check_asked(asked: ExitParams) -> None:
+    """Raises: InvalidRequest: There is no such threshold or policy."""
+    if asked.policy not in (policies := get_args(ExitPolicy)):
+        raise InvalidRequest(
+            f"exit_policy: {asked.policy!r:.40} is none of {', '.join(policies)}",
+            param="exit_policy",
+        )
+    if not 0.0 <= asked.threshold <= NEVER:  # NaN as well
+        raise InvalidRequest(
+            f"exit_threshold: {asked.threshold} must be in 0..1", param="exit_threshold"
+        )
 
 
 def _check_quality_budget(params: ExitParams, *, deterministic: bool) -> None:

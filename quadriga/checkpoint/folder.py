@@ -152,7 +152,8 @@ def read_checkpoint(
         facts = read_facts(config)
         architecture = str((config.get("architectures") or ["unknown"])[0])
         named = _eos_token_ids(generation, config.get("text_config", config))
-        eos_token_ids = tuple(dict.fromkeys((*named, *_tokenizers_end(path))))
+        ends = dict.fromkeys((*named, *_tokenizers_end(path)))
+        eos_token_ids = tuple(token for token in ends if 0 <= token < facts.vocab_size)
     except GARBLED as exc:
         raise ConfigError(
             f"model: {path / 'config.json'} lacks or garbles the field {exc}", param="model"
@@ -224,12 +225,10 @@ def _source(model: str) -> str:
 def _public_name(model: str, path: Path) -> str:
     if model in PACKAGED_MODELS:
         return model
-    if path.parent.name == "snapshots":
-        return model.rsplit("/", 1)[-1]
     source = Path(model).expanduser()
     if source.is_file():
         return source.name.removesuffix(GGUF_SUFFIX)
-    return path.name
+    return path.name if source.is_dir() else model.rsplit("/", 1)[-1]
 
 
 def _generation_config(path: Path) -> dict[str, Any]:
@@ -248,15 +247,17 @@ def _eos_token_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[
 
 def _tokenizers_end(path: Path) -> tuple[int, ...]:
     """The tokenizer's own end, which fine-tunes for chats often name there alone."""
-    files = [path / name for name in ("tokenizer_config.json", "tokenizer.json")]
-    if not all(file.is_file() for file in files):
-        return ()
-    end = read_object(files[0]).get("eos_token")
+    settings, file = path / "tokenizer_config.json", path / "tokenizer.json"
+    said = read_object(settings) if settings.is_file() else {}
+    end = said.get("eos_token")
     if isinstance(end, dict):
         end = end.get("content")
-    with files[1].open("rb") as stream:
-        head = stream.read(TOKENIZER_HEAD_BYTES).decode("utf-8", "ignore")
     try:
+        if not file.is_file():
+            known = (said.get("added_tokens_decoder") or {}).items()
+            return tuple(int(i) for i, token in known if token["content"] == end)
+        with file.open("rb") as stream:
+            head = stream.read(TOKENIZER_HEAD_BYTES).decode("utf-8", "ignore")
         begin = head.index("[", head.index('"added_tokens"'))
         added, _ = json.JSONDecoder().raw_decode(head, begin)
         return tuple(int(token["id"]) for token in added if token["content"] == end)

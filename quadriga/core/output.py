@@ -111,7 +111,8 @@ class RequestOutput:
         text: Without the token or the string that stopped it.
         token_ids: Every token generated, the stopping one included.
         exit_layers: Layers run for each of them.
-        finish_reason: None while it goes on.
+        finish_reason: None while it goes on, and where it ended in an error.
+        error: What the answer failed in, on its way; others are not touched.
         logprobs: Of each token, where `num_logprobs` asked for them.
         prompt_logprobs: Of the prompt's tokens, where `num_prompt_logprobs` asked for them.
         embedding: Where `pooling` asked for one: float32 [hidden].
@@ -124,6 +125,7 @@ class RequestOutput:
     token_ids: list[int] = field(default_factory=list)
     exit_layers: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: QuadrigaError | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
     embedding: array[float] | None = None
@@ -135,7 +137,7 @@ class RequestOutput:
         self.text += text
         self.token_ids += emission.token_ids
         self.exit_layers += emission.exit_layers
-        self.finish_reason = emission.finish
+        self.finish_reason, self.error = emission.finish, emission.error
         self.cached_tokens += emission.cached_tokens
         if emission.logprobs is not None:
             self.logprobs += emission.logprobs

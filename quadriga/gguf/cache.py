@@ -23,7 +23,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from quadriga.checkpoint.json_files import GARBLED, read_object
 from quadriga.errors import ConfigError
-from quadriga.files import LockTimeout, file_lock, write_atomically
+from quadriga.files import LockTimeout, file_lock, only_run, write_atomically
 
 if TYPE_CHECKING:
     from quadriga.gguf.checkpoint_folder import Conversion
@@ -96,25 +96,30 @@ def plain_folder(
     conversion = Conversion(file, keeps_blocks=False)
     folder = folder.absolute()  # "." has no name
     is_there = folder.is_dir()
-    partial = (folder if is_there else folder.parent) / f".{folder.name}.{os.getpid()}"
+    partial = (folder if is_there else folder.parent) / f".{folder.name}.partial"
     try:
-        if folder.exists() and any(path.name != "lost+found" for path in folder.iterdir()):
+        own = {"lost+found", partial.name}  # the latter of a run that was killed
+        if folder.exists() and any(path.name not in own for path in folder.iterdir()):
             raise ConfigError(f"{option}: {folder} is not empty; name a new folder", param=option)
         found = _sha256(file)
         if sha256 not in (None, found):
             raise ConfigError(f"model: {file} is no longer what was converted", param="model")
-        partial.mkdir(parents=True)
-        with _shown_progress(conversion) as progress:
-            conversion.write(partial, found, progress, option)
-        if is_there:
-            for path in partial.iterdir():
-                path.rename(folder / path.name)
-        else:
-            partial.rename(folder)
+        with only_run(option, partial):
+            made = partial / folder.name
+            shutil.rmtree(made, ignore_errors=True)
+            made.mkdir()
+            try:
+                with _shown_progress(conversion) as progress:
+                    conversion.write(made, found, progress, option)
+                if is_there:
+                    for path in made.iterdir():
+                        path.rename(folder / path.name)
+                else:
+                    made.rename(folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
     except OSError as exc:
         raise ConfigError(f"{option}: {folder} cannot be written: {exc}", param=option) from exc
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 

@@ -7,6 +7,7 @@ answer that goes on in another replica, or is begun anew there, goes on in the s
 
 from __future__ import annotations
 
+import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ class TokenGrammars:
 
     Args:
         tokenizer: The text of a `tokenizer.json`.
-        vocab_size: Of the model; tokens that the tokenizer lacks are never allowed.
+        vocab_size: Of the model; tokens that it or the tokenizer lacks are never allowed.
         end_ids: Tokens that end an answer; there is at least one.
     """
 
@@ -72,7 +73,7 @@ class TokenGrammars:
         self.vocab_size = vocab_size
         self.end_ids = frozenset(end_ids)
         self._vocabulary = _llguidance().LLTokenizer(
-            tokenizer, n_vocab=vocab_size, eos_token=list(end_ids)
+            _without_rows(tokenizer, vocab_size), n_vocab=vocab_size, eos_token=list(end_ids)
         )
         # By kind and text: a `Grammar` as the key would be kept, and with it what holds its own.
         self._recent: OrderedDict[tuple[str, str], GrammarMatcher] = OrderedDict()
@@ -115,6 +116,14 @@ class TokenGrammars:
                 while len(self._recent) > MAX_KEPT:
                     self._recent.popitem(last=False)
         return made
+
+
+def _without_rows(tokenizer: str, vocab_size: int) -> str:
+    """A tokenizer less what was added to it, for padding mostly, beyond the model's vocabulary."""
+    begin = tokenizer.index("[", tokenizer.index('"added_tokens"'))
+    added, end = json.JSONDecoder().raw_decode(tokenizer, begin)
+    kept = [token for token in added if token["id"] < vocab_size]
+    return tokenizer[:begin] + json.dumps(kept) + tokenizer[end:]
 
 
 class GrammarMatcher:

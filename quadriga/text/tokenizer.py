@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from quadriga.checkpoint.json_files import read_object
 from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.text.detokenizer import (
     SPACE,
@@ -83,9 +84,9 @@ class TextTokenizer:
         if isinstance(prompt, str):
             return self.encode(prompt)
         messages = [m for m in prompt if isinstance(m, Mapping)]
-        if messages:
+        if messages and len(messages) == len(prompt):
             return self.encode(self.render_chat(messages), add_special_tokens=False)
-        return [t for t in prompt if not isinstance(t, Mapping)]
+        return list[Any](prompt)
 
     def exceeds(self, text: str, limit: int, *, piece_chars: int = PIECE_CHARS) -> bool:
         """Whether a text certainly has more tokens than `limit`, for little more than their price.
@@ -205,6 +206,26 @@ class TextTokenizer:
         return type(self._core.decoder).__name__ == "ByteLevel"
 
 
+def _rules_of(path: Path, remedy: str) -> Any:
+    """Who knows how text is cut before a `vocab.json` is asked, which does not say it.
+
+    Raises: ConfigError: That is not known here.
+    """
+    from transformers import GPT2Tokenizer, Qwen2Tokenizer
+
+    settings = path / "tokenizer_config.json"
+    named = read_object(settings).get("tokenizer_class") if settings.is_file() else None
+    name = str(named or "GPT2Tokenizer").removesuffix("Fast")
+    if name == "Qwen2Tokenizer":
+        return Qwen2Tokenizer
+    if name in ("GPT2Tokenizer", "CodeGenTokenizer"):
+        return GPT2Tokenizer
+    raise ConfigError(
+        f"model: {path} has no tokenizer.json, and how a {name} cuts text is not known; {remedy}",
+        param="model",
+    )
+
+
 def load_tokenizer(path: Path, model_id: str) -> TextTokenizer:
     """Load the tokenizer of a checkpoint directory.
 
@@ -222,9 +243,7 @@ def load_tokenizer(path: Path, model_id: str) -> TextTokenizer:
         if (path / "tokenizer.json").is_file():
             backend: Any = PreTrainedTokenizerFast.from_pretrained(path)
         elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-            from transformers import GPT2Tokenizer
-
-            backend = GPT2Tokenizer.from_pretrained(path)
+            backend = _rules_of(path, remedy).from_pretrained(path)
         else:
             raise ConfigError(f"model: {path} has no tokenizer.json; {remedy}", param="model")
     except ConfigError:

@@ -174,6 +174,11 @@ def given_up(figures: Mapping[str, Any], wanted: Sequence[int]) -> list[str]:
         wanted: Exits that were asked for.
     """
     found = []
+    if unanswered := figures.get("unanswered"):
+        found.append(
+            f"{unanswered} prompts: too long for the model with --max-tokens behind them, or their "
+            "answers failed; nothing was learned of them"
+        )
     spec = figures.get("exits") or {}
     gone = [k for k in wanted if k not in spec.get("layers", [])]
     if spec and gone:

@@ -155,6 +155,7 @@ class Tuning:
                 advance=advance,
             )
         self._check_parts([answer.id for answer in answers], "prompts that are short enough")
+        self.figures["unanswered"] = len(self.prompts) - len(answers)
         depths = (*self.layers, self.checkpoint.num_layers)
         store = StateStore(
             self.work / f"states-{'-'.join(map(str, self.layers))}",

@@ -61,6 +61,9 @@ def test_a_model_is_fetched_once(
     assert script("download_models.py")() == 0
     assert hub == ["org/model@main"]
     assert fetched_models.is_fetched(pool)
+    marker = Path(model["path"]) / fetched_models.FETCHED_FILE
+    marker.write_text(marker.read_text() + "\n")  # as `echo` writes it
+    assert fetched_models.is_fetched(pool)
     other = pool.model_copy(update={"fetched_from": "org/model@other"})
     assert not fetched_models.is_fetched(other)
     tell(monkeypatch, model | {"revision": "other"})

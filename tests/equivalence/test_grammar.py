@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -125,12 +126,17 @@ def test_a_grammar_that_is_none_is_refused_before_anything_runs(llm: LLM) -> Non
 def test_a_grammar_that_fails_on_its_way_ends_its_sequence_alone(llm: LLM, before: str) -> None:
     pattern = before + r"(\w{1,1000}){1,1000}"
     failing = SamplingParams(60, temperature=0.0, grammar=Grammar.regex(pattern))
-    with pytest.raises(InvalidRequest, match=r"fails after \d+ tokens") as caught:
-        llm.generate(PROMPT, failing, progress=False)
-    assert caught.value.code == "grammar_failed"
+    plain = SamplingParams(24, temperature=0.0)
+    prompts = [PROMPT, "Count from 3 to 6.\n"]
+    failed, other = llm.generate(prompts, [failing, plain], progress=False)
+    assert isinstance(failed.error, InvalidRequest) and failed.error.code == "grammar_failed"
+    assert re.search(r"fails after \d+ tokens", failed.error.message)
+    assert (failed.finish_reason, other.error) == (None, None)
+    assert other.text == "Counting: 3 4 5 6"
+    said = list(llm.stream(PROMPT, failing))
+    assert [news.error is None for news in said] == [True] * (len(said) - 1) + [False]
     llm.loop.check()
     assert not llm.loop.has_work
-    assert llm.generate("Count from 3 to 6.\n", progress=False)[0].text == "Counting: 3 4 5 6"
 
 
 def states(count: int, name: str = "s") -> list[SequenceState]:

@@ -271,6 +271,10 @@ def test_nothing_is_loaded_where_the_tokenizer_is_missing(
         ([5], {"stop": [7]}, "stop: must be strings"),
         ([5], {"exits": ExitParams(0.9, "bounded", 1)}, r"max_depth: 1 must be in 2\.\.8"),
         ([5], {"exits": ExitParams(0.9, "strict", 4)}, "ends at 4 of 8 layers"),
+        ([5], {"exits": ExitParams(90, "bounded")}, r"exit_threshold: 90 must be in 0\.\.1"),
+        ([5], {"exits": ExitParams(math.nan)}, "exit_threshold: nan must be in"),
+        ([5], {"exits": ExitParams(0.9, "boundd")}, "exit_policy: 'boundd' is none of lossless"),  # type: ignore[arg-type]
+        ([[{"role": "user", "content": "a"}, "b"]], {}, r"prompts\.0: {'role.* is no token id"),
         ([5], {"sampling": replace(GREEDY, logit_bias=((614, 1.0),))}, "ids are below 614"),
         ([5], {"sampling": replace(GREEDY, logit_bias=((5, math.nan),))}, "nan for 5"),
     ],

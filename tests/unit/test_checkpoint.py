@@ -72,13 +72,30 @@ def test_the_end_token_of_the_generation_config_wins(tmp_path: Path) -> None:
     assert read(tmp_path, {}).eos_token_ids == (2,)
 
 
+@pytest.mark.parametrize("has_file", [True, False])
 @pytest.mark.parametrize("end", ["<|im_end|>", {"content": "<|im_end|>"}, "<unknown>", None])
-def test_the_tokenizers_end_ends_answers_too(tmp_path: Path, end: object) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+def test_the_tokenizers_end_ends_answers_too(tmp_path: Path, end: object, has_file: bool) -> None:
+    """Also where its settings alone tell the ids, beside a `vocab.json`."""
     added = [{"id": 7, "content": "<|im_end|>"}, {"id": 2, "content": "</s>"}]
-    vocabulary = {"added_tokens": added, "model": {"vocab": {"a" * 50: 0}}}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    settings: dict[str, Any] = {"eos_token": end}
+    if has_file:
+        vocabulary = {"added_tokens": added, "model": {"vocab": {"a" * 50: 0}}}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    else:
+        settings["added_tokens_decoder"] = {str(token["id"]): token for token in added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert read(tmp_path, {}).eos_token_ids == ((2, 7) if "im_end" in str(end) else (2,))
+
+
+def test_ends_that_the_model_has_no_rows_for_are_none(tmp_path: Path) -> None:
+    assert read(tmp_path, {"eos_token_id": [-1, 99, 100]}).eos_token_ids == (99,)
+
+
+def test_a_downloaded_folder_is_called_by_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "snapshots" / "0123abc"
+    folder.mkdir(parents=True)
+    read(folder, None)
+    assert [read_checkpoint(f"{folder}{end}").id for end in ("", "/")] == ["0123abc"] * 2
 
 
 def test_another_training_has_another_fingerprint(tmp_path: Path) -> None:

@@ -306,6 +306,31 @@ def test_a_plain_folder_is_there_whole_or_not_at_all(
     assert not list(folder.glob(".*"))
 
 
+@pytest.mark.parametrize("is_mount", [True, False])
+def test_a_plain_folder_is_written_after_a_run_that_was_killed(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_mount: bool
+) -> None:
+    folder = tmp_path / "plain"
+    if is_mount:
+        folder.mkdir()
+
+    def be_killed(self: Conversion, folder: Path, *_: object) -> None:
+        (folder / "half.safetensors").write_bytes(b"half")
+        monkeypatch.setattr(cache_module.shutil, "rmtree", lambda *_, **__: None)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr(Conversion, "write", be_killed)
+        with pytest.raises(KeyboardInterrupt):
+            plain_folder(file, folder)
+    monkeypatch.undo()
+    assert list(tmp_path.rglob("half.safetensors"))
+    assert plain_folder(file, folder) == folder
+    names = {path.name for path in folder.iterdir()}
+    assert "model.safetensors" in names and not list(tmp_path.rglob("half.safetensors"))
+    assert not list(tmp_path.glob(".plain*")) and not {n for n in names if n.startswith(".")}
+
+
 def test_the_plain_form_is_of_the_file_that_was_converted(file: Path, cache: Path) -> None:
     folder = converted_folder(file, cache)
     tensors = small_tensors()

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quadriga.checkpoint.folder import ASSETS
 from quadriga.errors import ConfigError, InvalidRequest
@@ -122,6 +123,30 @@ def test_chat_template() -> None:
 
 def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path, "x")
+
+
+@pytest.mark.parametrize(
+    ("named", "wanted"),
+    [
+        ("Qwen2Tokenizer", ["x", "_a", "1", "2"]),
+        ("GPT2TokenizerFast", ["x", "_", "a", "12"]),
+        (None, ["x", "_", "a", "12"]),
+    ],
+)
+def test_vocabulary_and_merges_alone_are_read_by_the_rules_of_their_family(
+    named: str | None, wanted: list[str], tmp_path: Path
+) -> None:
+    """Qwen's text is cut before `_a`, GPT-2's between; as a tokenizer without Rust saved them."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "_a", "12"]
+    (tmp_path / "vocab.json").write_text(json.dumps({t: i for i, t in enumerate(tokens)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n_ a\n1 2\n")
+    if named:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named}))
+        assert AutoTokenizer.from_pretrained(tmp_path).tokenize("x_a12") == wanted
+    assert [tokens[i] for i in load_tokenizer(tmp_path, "x").encode("x_a12")] == wanted
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TheirTokenizer"}')
+    with pytest.raises(ConfigError, match=r"how a TheirTokenizer cuts text is not known; make a"):
         load_tokenizer(tmp_path, "x")
 
 

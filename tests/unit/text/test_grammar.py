@@ -68,6 +68,25 @@ def test_a_text_is_inside_or_outside(grammar: Grammar, inside: str, outside: str
     assert not is_in(grammar, outside)
 
 
+@pytest.mark.parametrize("named_in", ["tokenizer.json", "tokenizer_config.json"])
+def test_tokens_that_the_model_has_no_rows_for_are_left_out(named_in: str, tmp_path: Path) -> None:
+    """Who adds a token for padding need not make the embedding larger."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(CHECKPOINT.path / name, tmp_path / name)
+    content = json.loads((tmp_path / named_in).read_text())
+    if named_in == "tokenizer.json":
+        content["added_tokens"].append(
+            content["added_tokens"][1] | {"id": CHECKPOINT.vocab_size, "content": "[PAD]"}
+        )
+    else:
+        content["unk_token"] = "[PAD]"
+    (tmp_path / named_in).write_text(json.dumps(content))
+    assert load_tokenizer(tmp_path, "x").encode("[PAD]") == [CHECKPOINT.vocab_size]
+    made = TokenGrammars(read_definition(tmp_path, "x"), CHECKPOINT.vocab_size, [END])
+    banned = made.matcher(PERSON).banned_after([])
+    assert np.array_equal(banned, grammars().matcher(PERSON).banned_after([]))
+
+
 def test_blanks_between_parts_are_bounded() -> None:
     assert is_in(PERSON, '{\n    "name": "Ann",\n    "age": 7\n}')
     assert not is_in(PERSON, '{     "name": "Ann", "age": 7}')

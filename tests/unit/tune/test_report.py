@@ -131,6 +131,7 @@ FIGURES: dict[str, Any] = {
         "8": {"samples": 9, "mae": 4.0, "mae_of_median": 5.0, "mean_remaining": 20.0},
     },
     "cut": 0.25,
+    "unanswered": 3,
     "speed_prompts": 10,
     "speed": [
         {"batch": 1, "full": 10.0, "exits": 9.0, "drafts": 12.0, "early": 0.5, "agreed": 0.75},
@@ -141,6 +142,8 @@ FIGURES: dict[str, Any] = {
 
 def test_what_is_given_up_is_named() -> None:
     assert given_up(FIGURES, (2, 4, 6)) == [
+        "3 prompts: too long for the model with --max-tokens behind them, or their answers failed; "
+        "nothing was learned of them",
         "exits after 6: too few tokens leave there within the budget",
         "exits after 2 are never left by default",
         "maps for exits after 4: not fitted, so the layers' own projections stand in; do the part "
@@ -167,6 +170,7 @@ def test_nothing_is_given_up_where_all_is_there() -> None:
         "maps": {},
         "lengths": {"8": FIGURES["lengths"]["8"]},
         "cut": 0.05,
+        "unanswered": 0,
         "speed": speed,
         "speed_prompts": 32,
     }

@@ -22,10 +22,12 @@ from quadriga.core.request import SamplingParams
 from quadriga.errors import ConfigError
 from quadriga.files import file_lock
 from quadriga.llm import LLM
+from quadriga.training.tokenizer import build_tokenizer
 from quadriga.tune import outcome, tuning
 from quadriga.tune.cli import main
 from quadriga.tune.distillation import DistillOptions
 from quadriga.tune.exit_heads import TunedKind
+from quadriga.tune.prompts import read_prompts
 from quadriga.tune.thresholds import QualityBudget
 from quadriga.tune.tuning import TuneOptions, Tuning, tune
 from serve_app.cli.launch import find_models
@@ -238,6 +240,16 @@ def test_answers_to_other_prompts_are_not_mixed_in(llama: tuple[Path, Path]) -> 
     model, out = llama
     with pytest.raises(ConfigError, match="other prompts"):
         tune(replace(options(model, out), prompts="tasks:5"), Console(quiet=True))
+
+
+def test_prompts_that_leave_no_room_for_an_answer_are_counted(
+    llama: tuple[Path, Path], tmp_path: Path
+) -> None:
+    room, tokenizer = 20, build_tokenizer()
+    asked = replace(options(llama[0], tmp_path), parts=(), max_tokens=160 - room)
+    lengths = [len(tokenizer.encode(str(p.content))) for p in read_prompts(PROMPTS)]
+    assert 0 < (longer := sum(n > room for n in lengths)) < len(lengths)
+    assert tune(asked, Console(quiet=True))["unanswered"] == longer
 
 
 def test_parts_are_not_mixed_whose_run_held_back_other_domains_and_was_killed(
