@@ -5,11 +5,12 @@ replica's tokens leave at the first exit, the layers behind it are not read at a
 that runs deep makes the step read them for all. So sequences are worth more beside their like: on
 some replicas hardly any step goes deep, and on the others the deep layers are read for many.
 
-Once a minute the model below says what a token takes on average, over all sequences, where they are
-mixed, and where replicas are split at the best of all cuts. That split is looked at again a minute
-later: it is made where it saves `ENTER_GAIN` or more of the sequences that run then. By those of
-one moment some cut always looks good, and the next ones are others. What holds is kept until it saves
-less than `LEAVE_GAIN`, or the one found a minute ago `CHANGE_GAIN` more. While it holds,
+Once a minute the model below says what a token takes on average, over all sequences, where they
+are mixed, and where replicas are split at the best of all cuts. That split is looked at again a
+minute later: it is made where it saves `ENTER_GAIN` or more of the sequences that run then. By
+those of one moment some cut always looks good, and the next ones are others. What holds is kept
+until it saves less than `LEAVE_GAIN`, or the one found a minute ago `CHANGE_GAIN` more. While it
+holds,
 
 - a newcomer whose tokens may leave early goes to a shallow replica, one whose tokens may not to a
   deep one (`preferred`). What its prompt says of its depth is next to nothing, as measured, so the
