@@ -28,7 +28,7 @@ from quadriga.control.control_metrics import ControllerMetrics
 from quadriga.control.desired import Desired, resolve_on
 from quadriga.control.replica_names import new_replica_name, parse_replica_name
 from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord, place_name
-from quadriga.control.rollout import is_relieved, places_of_fewer, turn_over
+from quadriga.control.rollout import is_relieved, kept_places, turn_over
 from quadriga.core.routing import AutoReport
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.observability.exits_view import exits_view
@@ -75,6 +75,7 @@ class Controller:
         self._is_ending = False
         self._is_started = asyncio.Event()
         self._wanting = asyncio.Lock()
+        self._num_asked = self._newest_wanted = 0
         self._leaving = LeavingNodes(self._wake.set)
         self._manager = ReplicaManager(
             app,
@@ -104,24 +105,34 @@ class Controller:
             ConfigError: It cannot be served on this cluster; the state before stays.
         """
         self._heard_s = self._clock.now_s()
+        number = self._num_asked = self._num_asked + 1
         await self._is_started.wait()
         last, least_gpus = self._desired, 0.0
         if last is not None and last.config == config:
             least_gpus = last.hardware.num_gpus
         desired = await asyncio.to_thread(resolve_here, config, least_gpus)
         async with self._wanting:
-            if not self._is_ending:
+            if not self._is_ending and number > self._newest_wanted:  # a later one stays
                 await self._want(desired)
+                self._newest_wanted = number
         if self._is_ending:
             await asyncio.Event().wait()
 
     async def _want(self, desired: Desired) -> None:
-        """Raises: ConfigError."""
-        if self._desired is None or self._desired.config != desired.config:
-            await self._choose_models(desired)
+        """Store what is desired, and go by it from then on. Raises: ConfigError."""
+        last, helios = self._desired, self._helios
+        if last is None or last.config != desired.config:
+            helios = await self._make_helios(desired)
             text = json.dumps(desired.config).encode()
             await asyncio.to_thread(controller_store.save, self._app, "desired", text)
-        await self._apply(desired)
+        if last is None or last.hardware.num_gpus != desired.hardware.num_gpus:
+            gpus = str(desired.hardware.num_gpus).encode()
+            await asyncio.to_thread(controller_store.save, self._app, "gpus", gpus)
+        if self._helios is not None and helios is None:
+            background(self._helios.send_route(None))
+        self._desired, self._helios = desired, helios  # a turn between them would mix two
+        self._manager.lifecycle = desired.deployment.config.lifecycle
+        self._wake.set()
 
     async def ingress_heartbeat(self, ingress_id: str, actor: str = "") -> None:
         """Note a heartbeat of an ingress; without any the whole application ends.
@@ -330,33 +341,19 @@ class Controller:
                 config = self._first_config if saved is None else json.loads(saved)
                 gpus = await asyncio.to_thread(controller_store.load, self._app, "gpus")
                 desired = await asyncio.to_thread(resolve_here, config, float(gpus or 0))
-                await self._choose_models(desired)
-                await self._apply(desired)
+                await self._want(desired)
             finally:
                 self._is_started.set()
 
-    async def _apply(self, desired: Desired) -> None:
-        num_gpus, last = desired.hardware.num_gpus, self._desired
-        if last is None or last.hardware.num_gpus != num_gpus:
-            gpus = str(num_gpus).encode()
-            await asyncio.to_thread(controller_store.save, self._app, "gpus", gpus)
-        self._desired = desired
-        self._manager.lifecycle = desired.deployment.config.lifecycle
-        self._wake.set()
+    async def _make_helios(self, desired: Desired) -> HeliosController | None:
+        """HELIOS for a configuration; None where it is off. Raises: ConfigError."""
+        if not desired.deployment.config.helios.enabled:
+            return None
+        # A tenth of the service's code, which most deployments do not use.
+        from actors.controller.helios import HeliosController, set_up_helios
 
-    async def _choose_models(self, desired: Desired) -> None:
-        """Start HELIOS, or end it, as the configuration says. Raises: ConfigError."""
-        if desired.deployment.config.helios.enabled:
-            # A tenth of the service's code, which most deployments do not use.
-            from actors.controller.helios import HeliosController, set_up_helios
-
-            setup = await asyncio.to_thread(set_up_helios, self._app, desired)
-            self._helios = HeliosController(
-                self._app, setup, self._manager, self._strict, self._clock
-            )
-        elif self._helios is not None:
-            background(self._helios.withdraw())
-            self._helios = None
+        setup = await asyncio.to_thread(set_up_helios, self._app, desired)
+        return HeliosController(self._app, setup, self._manager, self._strict, self._clock)
 
     def _places(self, desired: Desired) -> Mapping[PlaceKey, ReplicaSpec]:
         """What shall run, as of now."""
@@ -370,11 +367,11 @@ class Controller:
         age_s = self._ingress_age_s()
         background(self._scheduler.configure(desired.config, desired.models, age_s))
         background(self._leaving.look())
-        places = self._places(desired)
-        if self._helios is None:
-            await self._keep_the_busiest(desired, places)
+        helios, places = self._helios, self._places(desired)
         wanted = {key: desired.fingerprint(spec) for key, spec in places.items()}
-        helios = self._helios
+        if helios is None:
+            await self._keep_alike(wanted)
+        failing = {role for (role, _), _ in self._manager.failing & wanted.items()}
         for key, spec in places.items():
             if self._is_ending:
                 return
@@ -383,7 +380,7 @@ class Controller:
             everyone, now_s = list(self._manager.replicas.values()), self._clock.now_s()
             may_go = None if helios is None else helios.pools.who_decides(key)
             place = turn_over(
-                key, everyone, wanted, left_s=self._left_s, may_go=may_go, now_s=now_s
+                key, everyone, wanted, failing, left_s=self._left_s, may_go=may_go, now_s=now_s
             )
             if place.lacks_one and self._manager.may_spawn(key):
                 name = new_replica_name(self._app, *key)
@@ -394,7 +391,7 @@ class Controller:
                     self._manager.retire(
                         replica, one.reason, moves=one.moves, within_s=one.within_s
                     )
-        there = {key: self._manager.of(key) for key in places}
+        there = {k: [m for m in self._manager.of(k) if m.fingerprint == wanted[k]] for k in wanted}
         now_s = self._clock.now_s()
         for replica in list(self._manager.replicas.values()):
             # One that was adopted and has not answered yet may be a place that scaling added.
@@ -403,31 +400,25 @@ class Controller:
             if is_relieved(replica, there, now_s=now_s):
                 self._manager.retire(replica, "fewer are wanted", moves=True)
 
-    async def _keep_the_busiest(
-        self, desired: Desired, places: Mapping[PlaceKey, ReplicaSpec]
-    ) -> None:
-        """Where there are fewer places than replicas, those with the least work left go."""
-        replicas = [
-            m
-            for m in self._manager.replicas.values()
+    async def _keep_alike(self, wanted: Mapping[PlaceKey, str]) -> None:
+        """Give replicas the places that shall hold what they are; see `kept_places`."""
+        replicas = {
+            name: m
+            for name, m in self._manager.replicas.items()
             if m.phase is not ReplicaPhase.RETIRING and m.fingerprint is not None
-        ]
-        if all(m.key in places for m in replicas):
-            return
+        }
         work: dict[str, float] = {}
-        try:
-            from quadriga.policies.scaling_need import remaining_work  # Where replicas leave.
+        if any(m.key not in wanted for m in replicas.values()):
+            try:
+                from quadriga.policies.scaling_need import remaining_work  # Where replicas leave.
 
-            loads = await call(scheduler_name(self._app), "loads", timeout_s=LOADS_TIMEOUT_S)
-            work = {s.info.name: remaining_work(s) for s in loads}
-        except QuadrigaError as exc:
-            logger.info("replicas leave by their number, not by their work: %s", exc)
-        wanted = {key: desired.fingerprint(spec) for key, spec in places.items()}
-        changed = places_of_fewer(replicas, wanted, work)
-        for replica in replicas:
-            if replica.name in changed:
-                logger.info("%s fills %s now", replica.name, place_name(changed[replica.name]))
-                replica.key = changed[replica.name]
+                loads = await call(scheduler_name(self._app), "loads", timeout_s=LOADS_TIMEOUT_S)
+                work = {s.info.name: remaining_work(s) for s in loads}
+            except QuadrigaError as exc:
+                logger.info("replicas leave by their number, not by their work: %s", exc)
+        for name, key in kept_places([*replicas.values()], wanted, work).items():
+            logger.info("%s fills %s now", name, place_name(key))
+            replicas[name].key = key
 
     def _takes_nothing(self, replica: ReplicaRecord) -> bool:
         """Whether others' sequences shall not go there: it leaves, or only serves profiles."""

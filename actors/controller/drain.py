@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ray.exceptions import RayError
 
+from actors.rpc.rpc_batcher import Caller
 from quadriga.core.migration import MigrationReport
 from quadriga.errors import QuadrigaError, ReplicaDied
 
@@ -21,14 +22,8 @@ AGAIN_S = 0.5
 AWAY = ("moved", "finished")
 
 
-class ReplicaCaller(Protocol):
-    """`actors.rpc.ray_rpc.call`."""
-
-    async def __call__(self, name: str, method: str, *args: Any, timeout_s: float) -> Any: ...
-
-
 async def hand_over(
-    call: ReplicaCaller, replica: str, next_owners: Sequence[str], *, timeout_s: float
+    call: Caller, replica: str, next_owners: Sequence[str], *, timeout_s: float
 ) -> None:
     """Have a decode replica move what it runs.
 
@@ -52,7 +47,7 @@ async def hand_over(
 
 
 async def empty(
-    call: ReplicaCaller, replica: str, next_owners: Callable[[], Sequence[str]], *, timeout_s: float
+    call: Caller, replica: str, next_owners: Callable[[], Sequence[str]], *, timeout_s: float
 ) -> None:
     """Move what a decode replica runs, round after round, until it has died or this is cancelled.
 

@@ -24,6 +24,7 @@ from quadriga.config.loader import QuadrigaConfig
 from quadriga.control.desired import Desired
 from quadriga.control.helios_operator import HeliosOperator
 from quadriga.control.helios_setup import HeliosSetup, set_up
+from quadriga.control.model_routing import Route
 from quadriga.control.replica_names import parse_replica_name
 from quadriga.control.replica_record import ReplicaRecord
 from quadriga.control.scaling import Scaling
@@ -105,7 +106,7 @@ class HeliosController:
         if self._scaling is not None and target is not None and not self._is_scaling:
             self._is_scaling = True
             background(self._scale(self._scaling, target))
-        background(self._send_route())
+        background(self.send_route(self.operator.route()))
         if self._clock.now_s() - self._saved_s >= KEEP_EVERY_S:
             background(self.keep())
 
@@ -135,19 +136,12 @@ class HeliosController:
         finally:
             self._is_scaling = False
 
-    async def _send_route(self) -> None:
-        route = self.operator.route()
+    async def send_route(self, route: Route | None) -> None:
+        """Tell the scheduler where requests go; None: models are not chosen any more."""
         try:
             await call(scheduler_name(self._app), "set_route", route, timeout_s=CALL_TIMEOUT_S)
         except QuadrigaError as exc:
             logger.info("the scheduler did not take the route: %s", exc)
-
-    async def withdraw(self) -> None:
-        """Let the scheduler treat all requests alike: models are not chosen any more."""
-        try:
-            await call(scheduler_name(self._app), "set_route", None, timeout_s=CALL_TIMEOUT_S)
-        except QuadrigaError as exc:
-            logger.info("the scheduler did not take back the route: %s", exc)
 
     async def keep(self) -> None:
         """Store the history where the next controller finds it, if it has changed."""

@@ -19,8 +19,8 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.rpc.lifecycle import actor_class
+from actors.rpc.nodes import node_memory
 from actors.rpc.ray_rpc import NAMESPACE, forget_actor
-from quadriga.config.kv_memory import NodeMemory
 from quadriga.config.resolve import Hardware, ReplicaSpec
 from quadriga.control.replica_names import parse_replica_name
 from quadriga.core.replica import Role
@@ -119,14 +119,9 @@ def groups_of(app: str) -> list[str]:
 def cluster_hardware() -> Hardware:
     """What the cluster has now."""
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    nodes = []
-    for node in ray.nodes():  # type: ignore[no-untyped-call]
-        has = node["Resources"]
-        if node["Alive"] and has.get("CPU") and has.get("memory"):
-            nodes.append(NodeMemory(float(has["CPU"]), int(has["memory"])))
     return Hardware(
         num_cpus=float(resources.get("CPU", 1.0)),
         num_gpus=float(resources.get("GPU", 0.0)),
-        nodes=tuple(nodes),
+        nodes=tuple(node_memory().values()),
         has_compiler=has_compiler(),
     )

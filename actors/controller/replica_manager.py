@@ -65,6 +65,9 @@ class ReplicaManager:
         ingress_age_s: Seconds since an ingress was heard of; passed on with heartbeats.
         is_leaving: Whether a replica must go soon, and should be given nothing more.
         is_held: Whether this process may act for the application now; see `LeaderLease`.
+
+    Attributes:
+        failing: Places whose last process of a fingerprint ended before it was ready.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class ReplicaManager:
     ) -> None:
         self.replicas: dict[str, ReplicaHandle] = {}
         self.lifecycle = LifecycleConfig()
+        self.failing: set[tuple[PlaceKey, str | None]] = set()
         self._app = app
         self._clock = clock
         self._changed = changed
@@ -172,7 +176,6 @@ class ReplicaManager:
         replica.tasks += [
             background(self._await_death(replica)),
             background(self._heartbeat_forever(replica)),
-            background(self._await_place(replica)),
         ]
 
     async def _await_death(self, replica: ReplicaHandle) -> None:
@@ -188,12 +191,6 @@ class ReplicaManager:
                 logger.exception("the wait for the end of %s failed", replica.name)
                 await asyncio.sleep(1.0)
 
-    async def _await_place(self, replica: ReplicaHandle) -> None:
-        """Note that it has a place: Ray holds the first heartbeat back until its process runs."""
-        while replica.phase is ReplicaPhase.PENDING and replica.name in self.replicas:
-            await self._has_place(replica)
-            await asyncio.sleep(self.lifecycle.heartbeat_interval_s / 4)
-
     async def _heartbeat_forever(self, replica: ReplicaHandle) -> None:
         while replica.name in self.replicas:
             try:
@@ -208,7 +205,13 @@ class ReplicaManager:
     async def _heartbeat(self, replica: ReplicaHandle) -> None:
         """Ask it how it is, and judge."""
         silence_s = silence_limit_s(self.lifecycle.heartbeat_interval_s)
-        timeout_s = min(silence_s, self.lifecycle.replica_start_timeout_s)
+        if replica.phase is not ReplicaPhase.PENDING:  # Ray keeps calls to what has no process
+            await self._ask(replica, min(silence_s, self.lifecycle.replica_start_timeout_s))
+        reason = await self._verdict(replica, silence_s)
+        if reason is not None and await self._is_held():
+            await self._gone(replica, reason)
+
+    async def _ask(self, replica: ReplicaHandle, timeout_s: float) -> None:
         began_s = self._clock.now_s()
         try:
             status: ReplicaStatus = await call_handle(
@@ -225,9 +228,6 @@ class ReplicaManager:
             if not await self._is_held():  # this process may be cut off
                 late_s = self._clock.now_s() - began_s
             replica.excuse(late_s)
-        reason = await self._verdict(replica, silence_s)
-        if reason is not None and await self._is_held():
-            await self._gone(replica, reason)
 
     def _heard(self, replica: ReplicaHandle, status: ReplicaStatus) -> None:
         now_s = self._clock.now_s()
@@ -241,6 +241,7 @@ class ReplicaManager:
             if status.is_ready:
                 replica.since_s = now_s
                 logger.info("%s is ready", replica.name)
+                self.failing.discard((replica.key, replica.fingerprint))
                 self._changed()
                 if status.is_draining:  # for an earlier controller, which cannot end it any more
                     self.retire(replica, "an earlier controller had it drain", moves=True)
@@ -301,6 +302,8 @@ class ReplicaManager:
             kind = (replica.key, replica.fingerprint)  # not an older one that serves beside it
             failures = self._num_failures.get(kind, 0)
             self._num_failures[kind] = failures + 1
+            if replica.phase is not ReplicaPhase.READY:
+                self.failing.add(kind)
             longer = 2.0 ** min(failures, MAX_DOUBLINGS)
             pause_s = min(BACKOFF_S * longer, MAX_BACKOFF_S) if failures else 0.0
             self._not_before_s[replica.key] = self._clock.now_s() + pause_s
@@ -373,7 +376,10 @@ class ReplicaManager:
         if replica.heard_s is not None:
             try:
                 await call_handle(replica.name, replica.handle, "stop", timeout_s=STOP_GRACE_S)
-                await self._until_gone(replica.name, STOP_GRACE_S)
+                async with asyncio.timeout(STOP_GRACE_S):
+                    await replica.is_gone.wait()
+            except TimeoutError:
+                logger.warning("%s does not end by itself", replica.name)
             except QuadrigaError as exc:
                 logger.info("stop of %s: %s", replica.name, exc)
         while replica.name in self.replicas:
@@ -381,13 +387,3 @@ class ReplicaManager:
                 await self._gone(replica, "stopped")
                 return
             await asyncio.sleep(REMOVE_PAUSE_S)
-
-    async def _until_gone(self, name: str, timeout_s: float) -> None:
-        replica = self.replicas.get(name)
-        if replica is None:
-            return
-        try:
-            async with asyncio.timeout(timeout_s):
-                await replica.is_gone.wait()
-        except TimeoutError:
-            logger.warning("%s does not end by itself", name)

@@ -119,8 +119,6 @@ class SchedulerWatch:
                 logger.warning("the scheduler was not started: %s", exc)
 
 
-logger = logging.getLogger(__name__)
-
 SILENCE_S = 10.0
 """An ingress that sends no heartbeat for so long is ended; Serve starts another one."""
 STALL_S = 2.0

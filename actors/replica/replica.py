@@ -18,14 +18,15 @@ import ray
 
 from actors.metrics import push
 from actors.rpc.lifecycle import end_this_actor, scheduler_name
-from actors.rpc.ray_rpc import call
+from actors.rpc.nodes import node_memory
+from actors.rpc.ray_rpc import RAY_FAILED, call
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from actors.rpc.signals import on_sigterm
 from quadriga.background import background, overslept_s
 from quadriga.clock import SystemClock
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.loader import QuadrigaConfig
-from quadriga.config.resolve import ReplicaSpec
+from quadriga.config.resolve import ReplicaSpec, with_kv_memory
 from quadriga.control.replica_names import fingerprint
 from quadriga.control.replica_record import ReplicaLoad, ReplicaStatus
 from quadriga.core.adapters import find_adapter
@@ -100,8 +101,9 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         from actors.kv_transfer.transport_hub import TransportHub
 
         self.name = name
-        self.spec = spec
         self.config = QuadrigaConfig.model_validate(config)
+        self._node_id: str = ray.get_runtime_context().get_node_id()
+        self.spec = spec = on_its_node(spec, self.config, self._node_id)
         self.calls = RpcBatcher(call)
         configure_logging(self.config.logging.format, self.config.logging.level, process=self.name)
         tracing.start(name)
@@ -119,7 +121,6 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self.load = ReplicaLoad()
         self._has_load = False
         self._loaded_s = 0.0
-        self._node_id: str = ray.get_runtime_context().get_node_id()
         self._node_ip: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._peer_nodes: OrderedDict[str, str] = OrderedDict()
         self._load_lock = threading.Lock()  # load, its time and `_accepted` belong together
@@ -610,3 +611,17 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         except Exception as exc:  # the border of the actor: no caller awaits this task
             logger.exception("a background loop of %s failed", self.name)
             await self._end_after_failure(ReplicaError(f"background loop: {exc!r}"))
+
+
+def on_its_node(spec: ReplicaSpec, config: QuadrigaConfig, node_id: str) -> ReplicaSpec:
+    """The specification with the KV memory that its node has; as it was planned without that."""
+    if spec.kv_share is not None:
+        try:
+            nodes = node_memory()
+            # The other ranks may be on any.
+            its = nodes.values() if spec.kv_share.ranks > 1 else [nodes[node_id]]
+            memory = spec.kv_share.bytes_on(its)
+            return replace(spec, engine=with_kv_memory(spec.engine, config, spec.role, memory))
+        except (KeyError, QuadrigaError, *RAY_FAILED) as exc:
+            logger.warning("KV memory is as planned, not as the node has it: %s", exc)
+    return spec

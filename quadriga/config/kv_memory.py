@@ -7,7 +7,7 @@ for the length of a sequence are these.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -102,35 +102,35 @@ def weight_bytes(
     return sum(map(num_bytes, places.values()))
 
 
-def kv_bytes_per_replica(
-    nodes: Sequence[NodeMemory],
-    weights: Sequence[WeightBytes],
-    *,
-    num_processes: int,
-    cpus_each: float,
-) -> int:
-    """Bytes of KV for each rank of a replica, on whatever node; negative where none are left.
+@dataclass(frozen=True, slots=True)
+class KVShare:
+    """How much KV memory a replica has, by the nodes that its ranks may be on.
 
-    Args:
-        nodes: Those there are; with none it is `UNKNOWN_KV_BYTES`.
+    Attributes:
         weights: Of all models served.
         num_processes: Ranks of all replicas.
         cpus_each: Ray CPUs that one reserves.
+        ranks: Of the replica.
+        least_bytes: It has, whatever is left.
     """
-    return min(
-        (_share(node, weights, num_processes, cpus_each) for node in nodes),
-        default=UNKNOWN_KV_BYTES,
-    )
 
+    weights: tuple[WeightBytes, ...]
+    num_processes: int
+    cpus_each: float
+    ranks: int = 1
+    least_bytes: int = 0
 
-def _share(
-    node: NodeMemory, weights: Sequence[WeightBytes], num_processes: int, cpus_each: float
-) -> int:
-    most = math.inf if cpus_each <= 0 else node.num_cpus / cpus_each + 1e-6
-    here = max(1, int(min(num_processes, most)))
-    loaded = sum(w.num_bytes * min(here, w.num_copies) for w in weights)
-    left = node.memory_bytes - SERVICE_BYTES - here * REPLICA_BYTES - loaded
-    return int(KV_SHARE * left / here)
+    def bytes_on(self, nodes: Iterable[NodeMemory]) -> int:
+        """Bytes on whatever of these nodes; without any it is `UNKNOWN_KV_BYTES` a rank."""
+        each = min(map(self._of_rank, nodes), default=UNKNOWN_KV_BYTES)
+        return max(each * self.ranks, self.least_bytes)
+
+    def _of_rank(self, node: NodeMemory) -> int:
+        most = math.inf if self.cpus_each <= 0 else node.num_cpus / self.cpus_each + 1e-6
+        here = max(1, int(min(self.num_processes, most)))
+        loaded = sum(w.num_bytes * min(here, w.num_copies) for w in self.weights)
+        left = node.memory_bytes - SERVICE_BYTES - here * REPLICA_BYTES - loaded
+        return int(KV_SHARE * left / here)
 
 
 def fitting_length(positions: int, kv_tokens: int, runner: Runner) -> int:

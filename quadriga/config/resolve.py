@@ -32,10 +32,10 @@ from quadriga.config.engine_spec import (
 )
 from quadriga.config.kv_memory import (
     FLOOR_TOKENS,
+    KVShare,
     NodeMemory,
     WeightBytes,
     fitting_length,
-    kv_bytes_per_replica,
     least_length,
     weight_bytes,
 )
@@ -87,6 +87,8 @@ class ReplicaSpec:
     Attributes:
         node_labels: Only a node with all of these Ray labels may run it.
         changes_depth: It loads and drops layers while it lives.
+        kv_share: Gives it its KV memory by the node where it is placed, which may be another than
+            `engine` was sized for; None where that is named, or a GPU's.
     """
 
     role: Role
@@ -95,6 +97,7 @@ class ReplicaSpec:
     num_gpus: float
     node_labels: Mapping[str, str] = field(default_factory=dict)
     changes_depth: bool = False
+    kv_share: KVShare | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,25 +218,26 @@ def resolve(config: QuadrigaConfig, hardware: Hardware) -> Deployment:
     if config.helios.enabled and config.helios.scaling.enabled:  # those that may come have KV, too
         there = pools[0].num_replicas.get(Role.DECODE, 0)
         num_processes += max(0, config.helios.scaling.max_replicas - there)
-    memory_for = _kv_memory(config, hardware, device, dtype, pools, cpus_each, num_processes)
+    share_for = _kv_shares(config, hardware, device, dtype, pools, cpus_each, num_processes)
     replicas: list[ReplicaSpec] = []
-    max_slots = _given(config.decode.max_slots, MAX_SLOTS[device])
+    memory = None if engine.kv_memory_bytes == "auto" else engine.kv_memory_bytes
     for one in pools:
-        pool, memory = one.config, memory_for(one.checkpoint)
+        pool, share = one.config, share_for(one.checkpoint)
+        if share is not None:
+            memory = share.bytes_on(hardware.nodes)
         labels = {
             Role.PREFILL: pool.prefill_labels,
             Role.DECODE: pool.decode_labels,
             Role.MIXED: pool.mixed_labels,
         }
         for role, count in one.num_replicas.items():
-            decodes = role.does(Role.DECODE)
-            rows = max_slots if decodes else config.prefill.num_rows
             spec = ReplicaSpec(
                 role,
-                _engine_spec(config, one, role, device, dtype, rows, memory),
+                _engine_spec(config, one, role, device, dtype, memory),
                 num_cpus=cpus_each,
                 num_gpus=_gpus(config, device),
                 node_labels=labels[role],
+                kv_share=share,
             )
             replicas.extend([spec] * count)
     return Deployment(config, tuple(replicas), tuple(checkpoints.values()))
@@ -284,21 +288,13 @@ def _engine_spec(
     role: Role,
     device: Device,
     dtype: Dtype,
-    num_rows: int,
     memory: int | None,
 ) -> EngineSpec:
     engine, checkpoint = config.engine, pool.checkpoint
     index, depth, runner = pool.index, pool.depth, pool.runner
-    max_len, capacity = _kv_capacity(
-        config, checkpoint, dtype, runner, depth=depth, num_rows=num_rows, memory=memory
-    )
-    if runner == "baton" and role.does(Role.DECODE) and memory is not None:
-        # Its batch is dense: a short row takes as much as the longest beside it.
-        num_rows = max(1, capacity // max_len)
-        capacity = num_rows * max_len
     cache_dir = cache_folder(engine.cache_dir)
     chunk_tokens = _given(config.prefill.chunk_tokens, CHUNK_TOKENS[device])
-    return EngineSpec(
+    spec = EngineSpec(
         checkpoint=checkpoint,
         depth=depth,
         device=device,
@@ -306,15 +302,14 @@ def _engine_spec(
         threads=engine.threads,
         compile=_compile(config, device),
         cache_dir=cache_dir,
-        num_rows=num_rows,
-        row_capacity_tokens=max_len,
-        kv_capacity_tokens=capacity,
+        num_rows=0,
+        row_capacity_tokens=0,
+        kv_capacity_tokens=0,
         weights=engine.weights,
         runner=runner,
         exits=_exits_in_use(config, index, checkpoint, depth, runner),
         can_exit=role.does(Role.DECODE),
         exit_plan=_exits_in_use(config, index, checkpoint, checkpoint.num_layers, runner),
-        kv_memory_bytes=memory,
         skipped_kv=_skipped_kv(pool.config, index, checkpoint),
         replay_newest=_replay_newest(config, index, checkpoint),
         pass_tokens=chunk_tokens if role.does(Role.PREFILL) else 0,
@@ -326,30 +321,28 @@ def _engine_spec(
         adapters=pool.adapters,
         tensor_parallel=engine.tensor_parallel,
     )
+    return with_kv_memory(spec, config, role, memory)
 
 
-def _kv_capacity(
-    config: QuadrigaConfig,
-    checkpoint: Checkpoint,
-    dtype: Dtype,
-    runner: Runner,
-    *,
-    depth: int,
-    num_rows: int,
-    memory: int | None,
-) -> tuple[int, int]:
-    """Most tokens of one sequence, and tokens of KV over all of them.
+def with_kv_memory(
+    engine: EngineSpec, config: QuadrigaConfig, role: Role, memory: int | None
+) -> EngineSpec:
+    """The engine with its rows, the most tokens of one sequence, and those of all.
 
-    The first goes by full depth, so that a model has one limit, whatever is loaded of it.
+    The length goes by full depth, so that a model has one limit, whatever is loaded of it.
 
     Args:
         memory: Bytes; None where a GPU's decides, which is known to the process that has it alone,
-            once the weights are in it: then both are ceilings that the replica lowers.
+            once the weights are in it: then all are ceilings that the replica lowers.
 
     Raises:
-        ConfigError: The memory named holds not even one sequence.
+        ConfigError: The memory holds not even one sequence.
     """
-    wanted, width = config.engine.max_model_len, DTYPE_BYTES[dtype]
+    checkpoint, decodes = engine.checkpoint, role.does(Role.DECODE)
+    num_rows = config.prefill.num_rows
+    if decodes:
+        num_rows = _given(config.decode.max_slots, MAX_SLOTS[engine.device])
+    wanted, width = config.engine.max_model_len, DTYPE_BYTES[engine.dtype]
     positions = checkpoint.max_model_len
     if wanted != "auto" and wanted > positions:
         raise ConfigError(
@@ -357,26 +350,35 @@ def _kv_capacity(
             f"{checkpoint.id}",
             param="engine.max_model_len",
         )
-    if memory is None:
-        max_len = positions if wanted == "auto" else wanted
-        return max_len, num_rows * max_len
-    at_full_depth = memory // checkpoint.kv_bytes_per_token(checkpoint.num_layers, width)
-    if wanted == "auto":
-        max_len = fitting_length(positions, at_full_depth, runner)
-        least = least_length(positions)
-    else:
-        max_len = least = wanted
-    bytes_per_token = checkpoint.kv_bytes_per_token(depth, width)
-    fitting = memory // bytes_per_token
-    if fitting < least:
-        remedy = "or lower engine.max_model_len" if wanted != "auto" else "or load less depth"
-        raise ConfigError(
-            f"engine.kv_memory_bytes: {memory} bytes hold {fitting} tokens of {checkpoint.id} at "
-            f"depth {depth}, less than one sequence of {least}; raise it to "
-            f"{least * bytes_per_token} {remedy}",
-            param="engine.kv_memory_bytes",
-        )
-    return max_len, min(fitting, num_rows * max_len)
+    max_len = least = positions if wanted == "auto" else wanted
+    capacity = num_rows * max_len
+    if memory is not None:
+        if wanted == "auto":
+            at_full_depth = memory // checkpoint.kv_bytes_per_token(checkpoint.num_layers, width)
+            max_len = fitting_length(positions, at_full_depth, engine.runner)
+            least = least_length(positions)
+        bytes_per_token = checkpoint.kv_bytes_per_token(engine.depth, width)
+        fitting = memory // bytes_per_token
+        if fitting < least:
+            remedy = "or lower engine.max_model_len" if wanted != "auto" else "or load less depth"
+            raise ConfigError(
+                f"engine.kv_memory_bytes: {memory} bytes hold {fitting} tokens of {checkpoint.id} "
+                f"at depth {engine.depth}, less than one sequence of {least}; raise it to "
+                f"{least * bytes_per_token} {remedy}",
+                param="engine.kv_memory_bytes",
+            )
+        capacity = min(fitting, num_rows * max_len)
+        if engine.runner == "baton" and decodes:
+            # Its batch is dense: a short row takes as much as the longest beside it.
+            num_rows = max(1, capacity // max_len)
+            capacity = num_rows * max_len
+    return replace(
+        engine,
+        num_rows=num_rows,
+        row_capacity_tokens=max_len,
+        kv_capacity_tokens=capacity,
+        kv_memory_bytes=memory,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,7 +478,7 @@ def _check_ranks(
             )
 
 
-def _kv_memory(
+def _kv_shares(
     config: QuadrigaConfig,
     hardware: Hardware,
     device: Device,
@@ -484,16 +486,13 @@ def _kv_memory(
     pools: list[_Pool],
     cpus_each: float,
     num_processes: int,
-) -> Callable[[Checkpoint], int | None]:
-    """What a replica's KV may take, by its model: bytes, or None for what its GPU has left.
+) -> Callable[[Checkpoint], KVShare | None]:
+    """Where a replica's KV memory comes from, by its model; None where it is named, or its GPU's.
 
     Args:
         num_processes: That may run at once, the ranks of all replicas.
     """
-    named = config.engine.kv_memory_bytes
-    if named != "auto":
-        return lambda _: named
-    if device == "cuda":
+    if config.engine.kv_memory_bytes != "auto" or device == "cuda":
         return lambda _: None
     width = DTYPE_BYTES[dtype]
     has_kernels = hardware.has_compiler and config.engine.compile != "off" and dtype == "float32"
@@ -518,20 +517,14 @@ def _kv_memory(
         )
         for pool in pools
     ]
-    share = kv_bytes_per_replica(
-        hardware.nodes,
-        [*weights.values(), *adapters],
-        num_processes=num_processes,
-        cpus_each=cpus_each,
-    )
 
-    def bytes_for(checkpoint: Checkpoint) -> int:
+    def share_for(checkpoint: Checkpoint) -> KVShare:
         least = min(checkpoint.max_model_len, FLOOR_TOKENS)
-        return max(
-            share * ranks, least * checkpoint.kv_bytes_per_token(checkpoint.num_layers, width)
-        )
+        least *= checkpoint.kv_bytes_per_token(checkpoint.num_layers, width)
+        copies = (*weights.values(), *adapters)
+        return KVShare(copies, num_processes, cpus_each, ranks, least)
 
-    return bytes_for
+    return share_for
 
 
 def runner_of(pool: PoolConfig, index: int, checkpoint: Checkpoint, depth: int) -> Runner:

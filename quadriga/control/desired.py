@@ -42,7 +42,8 @@ class Desired:
     def why_so_long(self, info: ReplicaInfo) -> str | None:
         """How long a sequence may be at a replica, and why; None for a model not named here."""
         checkpoint = self.deployment.checkpoint(info.depth_class.model)
-        spec = next((s.engine for (role, _), s in self.places.items() if role is info.role), None)
+        engines = (s.engine for s in self.places.values() if s.role is info.role)
+        spec = next((e for e in engines if e.checkpoint == checkpoint), None)
         if checkpoint is None or spec is None:
             return None
         depth = info.depth_class.depth or checkpoint.num_layers

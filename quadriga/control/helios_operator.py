@@ -318,7 +318,9 @@ class HeliosOperator:
 
     def rescorer(self, model: str) -> str | None:
         """The scout's prefill replica at full depth, which can read an answer of a model again."""
-        full = DepthClass(model, max(c.depth for _, c in self.setup.specs if c.model == model))
+        full = DepthClass(
+            model, max((c.depth for _, c in self.setup.specs if c.model == model), default=0)
+        )
         scouts = (self.pools.replica_at(k) for k in self.pools.scouts if k[0] is Role.PREFILL)
         return next((r.name for r in scouts if r is not None and r.depth_class == full), None)
 

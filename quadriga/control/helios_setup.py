@@ -84,6 +84,7 @@ def set_up(
                     num_cpus=like.num_cpus,
                     num_gpus=like.num_gpus,
                     node_labels=like.node_labels,
+                    kv_share=like.kv_share,
                 )
     if len({depth_class for _, depth_class in specs}) == 1:
         raise ConfigError(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord
+from quadriga.core.replica import Role
 
 SURGE_PATIENCE_S = 10.0
 """A successor that is pending for longer needs the room of the one it replaces."""
@@ -46,6 +47,7 @@ def turn_over(
     key: PlaceKey,
     everyone: Iterable[ReplicaRecord],
     wanted: Mapping[PlaceKey, str],
+    failing: Collection[Role] = (),
     *,
     left_s: Callable[[ReplicaRecord], float | None],
     may_go: Callable[[ReplicaRecord], bool] | None,
@@ -54,11 +56,13 @@ def turn_over(
     """Decide for one place; a replica goes when its successor is ready, or waits for its room.
 
     Of a role one after the other: while a successor starts, or waits for the room of a replica that
-    is on its way out, no other outdated replica gets one, or goes without.
+    is on its way out, no other outdated replica gets one, or goes without. None goes without while
+    successors die before they are ready.
 
     Args:
         everyone: All replicas.
         wanted: Fingerprints that the replicas of all places shall have.
+        failing: Roles of which processes that are wanted die before they are ready.
         left_s: Seconds until a replica goes anyway: its node does, or it was asked to; None where
             it stays.
         may_go: Asked before an outdated replica is retired, which needs a ready successor then;
@@ -81,6 +85,7 @@ def turn_over(
     going = [DepartingReplica(m, "there are two for one place") for m in by_worth[1:]]
     is_replaced = any(m.phase is ReplicaPhase.READY for m in current)
     has_no_room = any(_waits_long(m, now_s) for m in current)
+    may_give_room = may_go is None and not (is_leaving or is_under_way or key[0] in failing)
     # Those first that go anyway: their time is not decided here.
     others = sorted((m for m in replicas if m not in current), key=lambda m: due_s[m.name] is None)
     for replica in others[:1]:
@@ -94,9 +99,7 @@ def turn_over(
                         replica, "it, or its node, was asked to go", moves=True, within_s=within_s
                     )
                 )
-        elif is_replaced or (
-            has_no_room and may_go is None and not is_leaving and not is_under_way
-        ):
+        elif is_replaced or (has_no_room and may_give_room):
             if may_go is None:
                 going.append(DepartingReplica(replica, "its configuration has changed"))
             elif may_go(replica):  # for another model: those still to change have the old one
@@ -112,26 +115,29 @@ def is_relieved(
 ) -> bool:
     """Whether a replica that has no place any more may go.
 
-    Where its role has none at all, as prefill and decode replicas give way to mixed ones, it serves
-    until the others do, or one of them waits for room.
+    Where none of its role serves its model there, as prefill and decode replicas give way to mixed
+    ones, it serves until the others do, or one of them waits for room.
 
     Args:
         replicas: Of each place that there shall be, none of them retiring.
     """
-    if any(role is replica.key[0] for role, _ in replicas):
+    staying = [m for of_place in replicas.values() for m in of_place]
+    serving = {(m.key[0], m.depth_class.model) for m in staying if m.is_ready}
+    if not replica.is_ready or (replica.key[0], replica.depth_class.model) in serving:
         return True
-    waits = any(_waits_long(m, now_s) for of_place in replicas.values() for m in of_place)
+    waits = any(_waits_long(m, now_s) for m in staying)
     return waits or all(any(m.is_ready for m in of_place) for of_place in replicas.values())
 
 
-def places_of_fewer(
+def kept_places(
     replicas: Sequence[ReplicaRecord], places: Mapping[PlaceKey, str], work: Mapping[str, float]
 ) -> dict[str, PlaceKey]:
-    """Give the places there still are to the replicas with the most work left.
+    """Give places to replicas that are what these shall hold, whatever place they had.
 
-    Where a configuration asks for fewer replicas than there are, those of the highest places would
-    go, however much they have to do. Instead those with the least remaining work give their places
-    to others of their kind.
+    A pool that grows, comes or goes shifts the places of those behind it, whose replicas stay.
+    Where fewer are wanted than there are, those of the highest places would go, however much they
+    have to do. Instead those with the least remaining work give their places to others of their
+    kind.
 
     Args:
         replicas: None of them retiring.
@@ -141,10 +147,14 @@ def places_of_fewer(
     Returns: new places by replica, of those alone that change theirs; a replica in a place that is
         not in `places`, and not in the result, is one too many.
     """
-    extra = {m.name: m for m in replicas if m.key not in places}
-    taken = {m.key for m in replicas}
+    extra = {m.name: m for m in replicas if places.get(m.key) != m.fingerprint}
+    taken = {m.key for m in replicas if m.name not in extra}
     changed: dict[str, PlaceKey] = {}
-    for replica in sorted(extra.values(), key=lambda m: (-work.get(m.name, 0.0), m.key, m.name)):
+
+    def worth(replica: ReplicaRecord) -> tuple[bool, float, PlaceKey, str]:
+        return not replica.is_ready, -work.get(replica.name, 0.0), replica.key, replica.name
+
+    for replica in sorted(extra.values(), key=worth):
         kind = (replica.key[0], replica.fingerprint)
         free = [k for k, wanted in places.items() if (k[0], wanted) == kind and k not in taken]
         if free:
@@ -157,7 +167,6 @@ def places_of_fewer(
             if m.name not in extra
             and m.name not in changed
             and (m.key[0], m.fingerprint) == kind
-            and places[m.key] == m.fingerprint
             and m.key not in changed.values()
         ]
         least = min(others, key=lambda m: (work.get(m.name, 0.0), m.name), default=None)

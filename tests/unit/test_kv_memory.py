@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from ray.exceptions import RayError
 
+from actors.replica.replica import on_its_node
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.config.kv_memory import (
     KV_SHARE,
     REPLICA_BYTES,
     SERVICE_BYTES,
     UNKNOWN_KV_BYTES,
+    KVShare,
     NodeMemory,
     WeightBytes,
     describe_length,
     fitting_length,
-    kv_bytes_per_replica,
     weight_bytes,
 )
 from quadriga.config.loader import load_config
 from quadriga.config.resolve import Deployment, Hardware, resolve
-from quadriga.core.replica import Role
+from quadriga.control.desired import resolve_on
+from quadriga.core.replica import ReplicaInfo, Role
 from quadriga.engine.baton.loading import fit
 from quadriga.errors import ConfigError
 from tests.equivalence.models import make_spec
@@ -84,7 +89,6 @@ def test_more_memory_allows_longer_sequences(models: dict[str, Path]) -> None:
     assert lengths == sorted(lengths) and lengths[-1] > 8 * lengths[0]
     assert lengths[-1] == 131_072
     unknown = deployment(models["1B"], Hardware(num_cpus=8)).replicas[0].engine
-    assert unknown.kv_memory_bytes == UNKNOWN_KV_BYTES
     assert unknown.row_capacity_tokens == 8192 == GIB // TOKEN_BYTES_1B // 2
 
 
@@ -129,11 +133,11 @@ def test_how_long_a_sequence_may_be(
 
 
 def test_memory_is_shared_by_the_replicas_that_a_node_may_have() -> None:
-    weights = [WeightBytes(GIB, 1), WeightBytes(GIB // 2, 3)]
+    weights = (WeightBytes(GIB, 1), WeightBytes(GIB // 2, 3))
     big, small = NodeMemory(8.0, 64 * GIB), NodeMemory(1.0, 8 * GIB)
 
     def share(*nodes: NodeMemory) -> int:
-        return kv_bytes_per_replica(nodes, weights, num_processes=3, cpus_each=1.0)
+        return KVShare(weights, num_processes=3, cpus_each=1.0).bytes_on(nodes)
 
     left = 64 * GIB - SERVICE_BYTES - 3 * REPLICA_BYTES - GIB - 3 * GIB // 2
     assert share(big) == int(KV_SHARE * left / 3)
@@ -196,3 +200,27 @@ def test_facts_are_read_without_weights(tmp_path: Path) -> None:
     found: Checkpoint = deployment(path).checkpoints[0]
     assert weight_bytes(found, 4, matrices="stored") == 0
     assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == 16
+
+
+def test_a_replica_has_the_share_of_the_node_where_it_is_placed(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Kubernetes no pod of replicas has joined when the service is resolved."""
+    node, settings = NodeMemory(1.0, 64 * GIB), {"engine.resources_cpus": 1}
+    early = deployment(models["1B"], Hardware(1), **settings)
+    late = deployment(models["1B"], Hardware(1, nodes=(node,)), **settings)
+    found: list[Any] = [{"here": node}, {"there": node}, RayError("away")]
+    monkeypatch.setattr("actors.replica.replica.node_memory", Mock(side_effect=found))
+    planned, known = early.replicas[-1], late.replicas[-1]
+    assert planned.engine.kv_memory_bytes == UNKNOWN_KV_BYTES != known.engine.kv_memory_bytes
+    sized = [on_its_node(planned, early.config, "here").engine for _ in found]
+    assert sized == [known.engine, planned.engine, planned.engine]
+
+
+def test_a_length_is_explained_by_the_runner_of_its_own_pool(models: dict[str, Path]) -> None:
+    pools = [{"model": "quadriga-s"}, {"model": str(models["1B"]), "runner": "baton"}]
+    desired = resolve_on({"pools": pools, "engine.kv_memory_bytes": GIB}, NODE)
+    engine = desired.places[Role.DECODE, 2].engine
+    info = ReplicaInfo("r", Role.DECODE, engine.depth_class, "n", "i", 8, engine.kv_capacity_tokens)
+    told = desired.why_so_long(replace(info, max_model_len=engine.row_capacity_tokens))
+    assert "an eighth of 1.0 GiB" in str(told)

@@ -134,11 +134,6 @@ class HistoryRow:
         early = sum(n for layers, n in seen.items() if layers <= exit_depth) / sum(seen.values())
         return early - (self.breaches / total if exit_depth >= self.depth else 0.0)
 
-    def unchanged_share(self, exit_depth: int) -> float | None:
-        """Share of an exit's tokens that full depth says too."""
-        same, seen = self.unchanged.get(exit_depth, (0.0, 0.0))
-        return same / seen if seen > 0.0 else None
-
     @property
     def ttft_s(self) -> float | None:
         return self.ttft_sum_s / self.requests if self.requests > 0.0 else None
@@ -164,10 +159,6 @@ class HistoryRow:
     @property
     def joules_per_token(self) -> float | None:
         return self.joules / self.joule_tokens if self.joule_tokens > 0.0 else None
-
-    @property
-    def tokens_per_request(self) -> float | None:
-        return self.output_tokens / self.requests if self.requests > 0.0 else None
 
     def columns(self) -> dict[str, Any]:
         """The row as people read it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,14 +19,26 @@ from actors.controller.controller import Controller
 from actors.controller.replica_manager import ReplicaHandle
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
-from quadriga.config.resolve import Deployment, Hardware
-from quadriga.control.desired import Desired
+from quadriga.config.resolve import Deployment, Hardware, ReplicaSpec
+from quadriga.control.desired import Desired, resolve_on
+from quadriga.control.replica_names import fingerprint
+from quadriga.control.replica_record import PlaceKey, ReplicaLoad, ReplicaPhase, ReplicaStatus
 from quadriga.control.rollout import FIRST_ANSWER_S
-from quadriga.core.replica import Role
+from quadriga.core.replica import ReplicaInfo, Role
 from quadriga.errors import ConfigError, ReplicaDied
 
-CONFIG = load_config({}).model_dump(mode="json", exclude={"auth"})
+
+def plain(config: dict[str, Any]) -> dict[str, Any]:
+    return load_config(config).model_dump(mode="json", exclude={"auth"})
+
+
+CONFIG = plain({})
 NOTHING = Desired(CONFIG, Deployment(load_config(CONFIG), (), ()), {}, Hardware(2.0))
+
+
+def resolved(config: dict[str, Any], _: float) -> Desired:
+    """On some machine; what a controller starts with asks for nothing."""
+    return NOTHING if config == CONFIG else resolve_on(config, Hardware(8.0))
 
 
 class Failing:
@@ -144,27 +157,14 @@ async def test_gpus_that_are_away_for_a_moment_change_nothing(
             monkeypatch.setattr(made, "_desired", None)
             await until(lambda: made._desired is not None)
             assert made._desired == first
-        await made.ensure(load_config({"decode.max_slots": 4}).model_dump(mode="json"))
+        await made.ensure(plain({"decode.max_slots": 4}))
         other = made._desired
         assert other is not None and len(other.places) == 1, "another goes by what is there"
 
 
-async def test_a_failed_turn_of_the_controller_is_followed_by_the_next(
+async def test_turns_follow_and_a_route_is_sent_whatever_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with controller(monkeypatch) as made:
-        await until(lambda: made._desired is not None)
-        reconcile = Failing(None, KeyError("a bug"))
-
-        async def once(*_: Any) -> None:
-            reconcile()
-
-        monkeypatch.setattr(made, "_reconcile", once)
-        await until(lambda: reconcile.num_calls > 2)
-        assert made._error is None
-
-
-async def test_a_route_is_sent_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     async with controller(monkeypatch) as made:
         await until(lambda: made._desired is not None)
         helios = SimpleNamespace(tick=Failing(None))
@@ -176,6 +176,8 @@ async def test_a_route_is_sent_whatever_fails(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(made, "_helios", helios)
         await until(lambda: helios.tick.num_calls > 2)
         assert made._error == "'a bug'"
+        monkeypatch.setattr(made, "_reconcile", AsyncMock())
+        await until(lambda: made._error is None)
 
 
 async def test_a_partitioned_controller_acts_on_nothing_and_marks_no_replica_dead(
@@ -398,3 +400,118 @@ async def test_the_application_ends_whatever_fails(monkeypatch: pytest.MonkeyPat
         with pytest.raises(KeyError):
             await made._end("stopped")
         assert ended.num_calls == 2
+
+
+async def test_a_configuration_whose_replicas_die_takes_the_room_of_one_old_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with controller(monkeypatch, **some_places(0, 1)) as made:
+        fleet, clock = made._manager, ManualClock(1000.0)
+        replicas, handle = fleet.replicas, AsyncMock()
+        for part in (made, fleet):
+            monkeypatch.setattr(part, "_clock", clock)
+
+        async def spawn(key: PlaceKey, name: str, *_: Any) -> None:
+            replicas[name] = ReplicaHandle(key, name, clock.now_s(), "same", handle=handle)
+
+        monkeypatch.setattr(fleet, "spawn", spawn)
+        monkeypatch.setattr(fleet, "retire", lambda one, *_, **__: replicas.pop(one.name))
+        monkeypatch.setattr(fleet, "_remove", AsyncMock(return_value=True))
+        await until(lambda: made._desired is not None)
+        monkeypatch.setattr(made, "_turn", AsyncMock())
+        replicas.clear()
+        for n in (0, 1):
+            name, phase = f"old{n}", ReplicaPhase.READY
+            replicas[name] = ReplicaHandle((Role.DECODE, n), name, 0.0, "old", phase, handle=handle)
+        for _ in range(600):
+            clock.advance(1.0)
+            await made._reconcile()
+            for one in list(replicas.values()):
+                num_placed = sum(m.phase is not ReplicaPhase.PENDING for m in replicas.values())
+                if one.phase is ReplicaPhase.PENDING and num_placed < 2:
+                    one.phase, one.since_s = ReplicaPhase.STARTING, clock.now_s()
+                elif one.phase is ReplicaPhase.STARTING and clock.now_s() - one.since_s > 30.0:
+                    await fleet._gone(one, "died")
+                    await made._reconcile()  # which it asks for, before Ray gives the room away
+        assert sum(m.fingerprint == "old" for m in replicas.values()) == 1
+
+
+async def test_the_configuration_that_was_asked_for_last_stays_with_its_helios(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though an earlier one, whose model had still to be fetched, is resolved after it.
+
+    A turn before HELIOS goes with it would start replicas of new places by another configuration.
+    """
+    first, last = plain({"decode.max_slots": 4}), plain({"helios.enabled": True})
+    is_fetched, saving, may_save = (threading.Event() for _ in range(3))
+
+    def resolve_here(config: dict[str, Any], least_gpus: float) -> Desired:
+        assert config != first or is_fetched.wait(5)
+        return resolved(config, least_gpus)
+
+    def save(_: str, what: str, __: bytes) -> None:
+        if what == "desired":
+            saving.set()
+            assert may_save.wait(5)
+
+    async with controller(monkeypatch, resolve_here=resolve_here) as made:
+        await until(lambda: made._desired is not None)
+        monkeypatch.setattr(made, "_turn", AsyncMock())
+        monkeypatch.setattr("actors.controller.controller_store.save", save)
+        early = asyncio.create_task(made.ensure(first))
+        asked = asyncio.create_task(made.ensure(last))
+        await until(saving.is_set)
+        assert vars(made)["_helios"] is None
+        may_save.set()
+        await asked
+        is_fetched.set()
+        await early
+        assert vars(made)["_helios"] is not None and vars(made)["_desired"].config == last
+
+
+POOLS = [{"model": "quadriga-s"}, {"model": "quadriga-l"}]
+
+
+@pytest.mark.parametrize(
+    ("then", "num_started", "num_gone"),
+    [
+        ({"pools": POOLS[1:]}, 0, 3),
+        ({"pools": [POOLS[0] | {"decode_replicas": 3}, POOLS[1]]}, 1, 0),
+        ({"pools": POOLS[1:], "prefill.max_rows": 4, "decode.max_slots": 4}, 3, 6),
+    ],
+)
+async def test_a_pool_serves_on_while_another_one_grows_or_goes(
+    then: dict[str, Any], num_started: int, num_gone: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its replicas lie behind those of the other, in places that shift."""
+    started: list[str] = []
+    gone: list[ReplicaHandle] = []
+    gaps: set[tuple[Role, str]] = set()
+
+    async def spawn(key: PlaceKey, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
+        kind, phase, handle = fingerprint(spec, config), ReplicaPhase.STARTING, AsyncMock()
+        info = ReplicaInfo(name, key[0], spec.engine.depth_class, "node", "one", 8, 4096)
+        one = replicas[name] = ReplicaHandle(key, name, 0.0, kind, phase, handle=handle)
+        one.status = ReplicaStatus(info, True, False, None, ReplicaLoad(), kind)
+        started.append(name)
+
+    def retire(one: ReplicaHandle, *_: Any, **__: Any) -> None:
+        gone.append(replicas.pop(one.name))
+        left = {(m.key[0], m.depth_class.model) for m in replicas.values() if m.is_ready}
+        gaps.update({(one.key[0], "quadriga-l")} - left)
+
+    loads = AsyncMock(return_value=[])
+    async with controller(monkeypatch, resolve_here=resolved, call=loads) as made:
+        await until(lambda: made._desired is not None)
+        monkeypatch.setattr(made, "_turn", AsyncMock())
+        replicas = made._manager.replicas
+        monkeypatch.setattr(made._manager, "spawn", spawn)
+        monkeypatch.setattr(made._manager, "retire", retire)
+        for config in ({"pools": POOLS}, then):
+            await made.ensure(plain(config))
+            for _ in range(9):
+                await made._reconcile()
+                for one in replicas.values():
+                    one.phase = ReplicaPhase.READY
+        assert (len(started) - 6, len(gone), gaps) == (num_started, num_gone, set())

@@ -275,6 +275,7 @@ async def test_a_late_answer_leaves_the_next_order_alone(
 
     monkeypatch.setattr(actors.controller.helios, "call", answer)
     control = stand.control
+    assert control.operator.rescorer("one that the catalogue has lost") is None
     control.operator.carry_out(Resize(1, "decode:0", S4, 10.0, "why"))
     await asyncio.sleep(0)
     control.operator.carry_out(Switch(2, "prefill:0", L12, 500.0, "why"))

@@ -18,7 +18,7 @@ from quadriga.control.rollout import (
     SURGE_PATIENCE_S,
     Rollout,
     is_relieved,
-    places_of_fewer,
+    kept_places,
     turn_over,
 )
 from quadriga.core.migration import MigrationReport
@@ -81,7 +81,9 @@ def test_replicas_of_another_role_serve_until_the_new_ones_do(
     places = {(Role.MIXED, 0): mixed}
     assert is_relieved(member("d"), places, now_s=FAR_S) == may_go
     one_too_many = member("m1", role=Role.MIXED)
-    assert is_relieved(one_too_many, places, now_s=FAR_S), "others of its role remain"
+    assert is_relieved(one_too_many, places, now_s=FAR_S) == may_go
+    one_too_many.phase = ReplicaPhase.STARTING
+    assert is_relieved(one_too_many, places, now_s=FAR_S), "it serves nobody"
 
 
 def elsewhere(phase: ReplicaPhase, since_s: float = 0.0) -> ReplicaRecord:
@@ -245,61 +247,30 @@ async def test_the_leaving_nodes_are_those_that_ray_named_last() -> None:
     assert changes == [3, 1, 0]
 
 
-def placed(name: str, ordinal: int, *, fingerprint: str = "new") -> ReplicaRecord:
-    made = member(name, fingerprint=fingerprint)
-    made.key = (Role.DECODE, ordinal)
-    return made
-
-
-FEWER = {(Role.DECODE, 0): "new", (Role.DECODE, 1): "new"}
-
-
 @pytest.mark.parametrize(
-    ("work", "going"),
+    ("held", "wanted", "work", "kept"),
     [
-        ({"a": 1.0, "b": 20.0, "c": 30.0}, {"a"}),
-        ({"a": 30.0, "b": 20.0, "c": 1.0}, {"c"}),
-        ({"a": 10.0, "b": 2.0, "c": 30.0}, {"b"}),
-        ({}, {"c"}),
+        ("a0 b1 c2", "nn", {"a": 1.0, "b": 20.0, "c": 30.0}, "a2 b1 c0"),
+        ("a0 b1 c2", "nn", {"a": 30.0, "b": 20.0, "c": 1.0}, "a0 b1 c2"),
+        ("a0 b1 c2", "nn", {"a": 10.0, "b": 2.0, "c": 30.0}, "a0 b2 c1"),
+        ("a0 b1 c2", "nn", {}, "a0 b1 c2"),
+        ("a0 b1 c2 d3", "nn", {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}, "a3 b2 c1 d0"),
+        ("a0 c2", "nn", {}, "a0 c1"),
+        ("a0 c2 d3", "nn", {"a": 9.0, "c": 1.0, "d": 2.0}, "a0 c2 d1"),
+        ("c2 d3", "nn", {"c": 1.0, "d": 2.0}, "c1 d0"),
+        ("a0 b1 C2", "nn", {"C": 9.0}, "a0 b1 C2"),
+        # A pool before another's grows, or comes behind it.
+        ("a0 b1 C2 D3", "nnnoo", {}, "a0 b1 C4 D3"),
+        ("a0 b1 C2 D3", "oonn", {}, "a2 b3 C0 D1"),
     ],
 )
-def test_of_fewer_replicas_those_with_the_least_work_left_go(
-    work: dict[str, float], going: set[str]
+def test_a_replica_has_a_place_of_its_kind(
+    held: str, wanted: str, work: dict[str, float], kept: str
 ) -> None:
-    replicas = [placed(name, i) for i, name in enumerate("abc")]
-    changed = places_of_fewer(replicas, FEWER, work)
-    keys = {m.name: changed.get(m.name, m.key) for m in replicas}
-    assert {name for name, key in keys.items() if key not in FEWER} == going
-    assert len(set(keys.values())) == len(keys)
-
-
-def test_two_that_are_too_many_are_the_two_with_the_least_work() -> None:
-    replicas = [placed(name, i) for i, name in enumerate("abcd")]
-    changed = places_of_fewer(replicas, FEWER, {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0})
-    keys = {m.name: changed.get(m.name, m.key) for m in replicas}
-    assert {name for name, key in keys.items() if key in FEWER} == {"c", "d"}
-
-
-def test_a_vacant_place_is_filled_by_one_that_is_too_many() -> None:
-    """As after a restart of the controller, which knows of a replica only its first place."""
-    replicas = [placed("a", 0), placed("c", 2)]
-    assert places_of_fewer(replicas, FEWER, {}) == {"c": (Role.DECODE, 1)}
-
-
-def test_a_replica_of_another_configuration_takes_no_place() -> None:
-    replicas = [placed("a", 0), placed("b", 1), placed("c", 2, fingerprint="old")]
-    assert places_of_fewer(replicas, FEWER, {"c": 9.0}) == {}
-
-
-def test_of_two_that_are_too_many_the_busier_takes_the_only_vacant_place() -> None:
-    replicas = [placed("a", 0), placed("c", 2), placed("d", 3)]
-    changed = places_of_fewer(replicas, FEWER, {"a": 9.0, "c": 1.0, "d": 2.0})
-    assert changed == {"d": (Role.DECODE, 1)}
-
-
-def test_no_two_take_the_same_vacant_place() -> None:
-    replicas = [placed("c", 2), placed("d", 3)]
-    assert places_of_fewer(replicas, FEWER, {"c": 1.0, "d": 2.0}) == {
-        "d": (Role.DECODE, 0),
-        "c": (Role.DECODE, 1),
-    }
+    """Those in capital letters are of the other kind."""
+    places = {(Role.DECODE, i): kind for i, kind in enumerate(wanted)}
+    replicas = [member(name, fingerprint="n" if name > "Z" else "o") for name, _ in held.split()]
+    for one, (_, ordinal) in zip(replicas, held.split(), strict=True):
+        one.key = (Role.DECODE, int(ordinal))
+    changed = kept_places(replicas, places, work)
+    assert " ".join(f"{m.name}{changed.get(m.name, m.key)[1]}" for m in replicas) == kept

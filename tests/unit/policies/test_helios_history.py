@@ -72,14 +72,13 @@ def test_an_empty_row_says_nothing() -> None:
     empty = HistoryRow("m", 3)
     values = (
         empty.coverage(3),
-        empty.unchanged_share(3),
         empty.ttft_s,
         empty.tpot_s,
         empty.tokens_per_s,
         empty.perplexity,
         empty.joules_per_token,
     )
-    assert values == (None,) * 7
+    assert values == (None,) * 6
     single = RequestFinished("r", DepthClass("m", 3), {3: 1}, 0, 0.1, 1, 4, 0.1, 0.0)
     empty.add(single)
     assert empty.tpot_s is None, "one token has no time between tokens"
@@ -104,7 +103,8 @@ def test_a_new_profile_replaces_the_old_and_keeps_what_loading_took() -> None:
     assert row(table, 24).coverage(6) == 0.0
     assert row(table, 24).load_s == 3.0
     assert row(table, 24).num_requests == 6
-    assert row(table, 24).unchanged_share(6) == pytest.approx(0.92)
+    same, seen = row(table, 24).unchanged[6]
+    assert same / seen == pytest.approx(0.92)
     assert row(table, 6).coverage(6) is None, "it was another stream's"
     assert row(table, 6).tpot_s is not None
     assert row(table, 6).load_s == 0.7
