@@ -9,7 +9,7 @@ import time
 from typing import Any, ClassVar
 
 from quadriga.client.retries import RetryPolicy
-from quadriga.client.wire import CHANNEL_OPTIONS, affinity, credentials
+from quadriga.client.wire import CHANNEL_OPTIONS, affinity, check_sendable, credentials
 from quadriga.errors import Cancelled, DeadlineExceeded, QuadrigaError
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import QuadrigaStub
@@ -95,6 +95,7 @@ class BaseClient:
         self._stub: Any = None
         self._connecting = threading.Lock()
         self._is_closed = False
+        check_sendable("api_key", api_key or "")
         self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()

@@ -101,7 +101,14 @@ class EmbedOptions(TypedDict, total=False):
 
 def affinity(request_id: str) -> list[tuple[str, str]]:
     """Metadata by which Serve's proxy and HAProxy send all calls of a request to one ingress."""
+    check_sendable("request_id", request_id)
     return [("session_id", request_id), ("idempotency-key", request_id)]
+
+
+def check_sendable(name: str, value: str) -> None:
+    """Raises: ValueError: gRPC would call a value that it cannot send a broken connection."""
+    if not (value.isascii() and value.isprintable()):
+        raise ValueError(f"{name}: only printable ASCII can be sent; is there a line end in it?")
 
 
 def credentials(

@@ -359,6 +359,20 @@ def test_token_ids_may_be_an_array_and_bytes_are_none() -> None:
             make_embed_request(wrong, None, None, {})  # type: ignore[arg-type]
 
 
+async def test_what_no_metadata_can_hold_is_told_at_once(servicer: Servicer, target: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ValueError, match="api_key: only printable ASCII") as caught:
+            kind(target, api_key="secret\n")
+        assert "secret" not in str(caught.value)
+    with Client(target) as client, pytest.raises(ValueError, match="request_id: only"):
+        next(client.stream("x", request_id="für mich"))
+    async with AsyncClient(target) as other:
+        for call in (other.generate("x", request_id="a\n"), other.cancel("a\n")):
+            with pytest.raises(ValueError, match="request_id: only"):
+                await call
+    assert not servicer.requests
+
+
 def test_one_text_is_no_list_of_choices() -> None:
     with pytest.raises(TypeError, match="give a list of texts"):
         make_request("x", None, None, {"structured_outputs": {"choice": "yes"}})
