@@ -171,16 +171,10 @@ def test_results_stand_in_one_turn_where_a_template_wants_turns_to_alternate() -
         "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}"
         "{% endfor %}"
     )
-    results = [
-        {"role": "tool", "content": text, "tool_call_id": f"call_{i}"}
-        for i, text in enumerate(("rain", "done"))
-    ]
-    talk = [
-        {"role": "user", "content": "Weather?"},
-        called(("get_weather", ROME), ("wait", {})),
-        *results,
-        {"role": "assistant", "content": "It rains."},
-    ]
+    results = [{"role": "tool", "content": text} for text in ("rain", "done")]
+    calls = called(("get_weather", ROME), ("wait", {}))
+    end = {"role": "assistant", "content": "It rains."}
+    talk = [{"role": "user", "content": "Weather?"}, calls, *results, end]
     shown = tokenizer(alternates).render_chat(talk)
     told = "<tool_response>\nrain\n</tool_response>\n<tool_response>\ndone\n</tool_response>"
     assert shown.endswith(f"[user]{told}[assistant]It rains.")
