@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 import time
+from functools import partial
 from typing import Any, ClassVar
 
 from quadriga.client.retries import RetryPolicy
@@ -84,13 +85,15 @@ class BaseClient:
         timeout_s: float | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
-        self._target = target
-        self._secure = credentials(
+        secure = credentials(
             tls=tls,
             root_certificates=root_certificates,
             client_certificate=client_certificate,
             client_key=client_key,
         )
+        make = self._library.insecure_channel if secure is None else self._library.secure_channel
+        at: tuple[Any, ...] = (target,) if secure is None else (target, secure)
+        self._make_channel = partial(make, *at, options=CHANNEL_OPTIONS)
         self._channel: Any = None
         self._stub: Any = None
         self._connecting = threading.Lock()
@@ -111,11 +114,7 @@ class BaseClient:
             if self._is_closed:
                 raise Cancelled("the client was closed")
             if self._stub is None:
-                at, options = self._target, CHANNEL_OPTIONS
-                if self._secure is None:
-                    self._channel = self._library.insecure_channel(at, options=options)
-                else:
-                    self._channel = self._library.secure_channel(at, self._secure, options=options)
+                self._channel = self._make_channel()
                 self._stub = QuadrigaStub(self._channel)  # type: ignore[no-untyped-call]
             return self._stub
 

@@ -435,7 +435,10 @@ class StreamProgress:
                     eta=_eta(delta.eta) if delta.HasField("eta") else None,
                 )
             )
-        if pieces and message.HasField("usage"):
+        if message.choices and message.HasField("usage"):
+            if not pieces:  # a choice that had ended before a break ends again, as the last
+                end, at = _FINISH.get(delta.finish_reason), self.received[index]
+                pieces = [Piece(message.request_id, message.model, index, "", (), at, end)]
             pieces[-1] = replace(pieces[-1], usage=_usage(message.usage))
         self.is_complete = len(self.finished) == self.num_choices
         return pieces

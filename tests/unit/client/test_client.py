@@ -392,6 +392,10 @@ def test_usage_comes_though_the_last_choice_had_ended_before_a_break() -> None:
     (piece,) = progress.take(pb.GenerateResponse(choices=ends, usage=usage))
     assert (piece.index, piece.usage and piece.usage.completion_tokens) == (0, 4)
     assert progress.is_complete
+    # Another ingress begins a choice anew that had ended, and is done with it last.
+    (piece,) = progress.take(pb.GenerateResponse(choices=ends[:1], usage=usage))
+    assert (piece.text, piece.token_ids, piece.finish_reason) == ("", (), FinishReason.STOP)
+    assert piece.usage and piece.usage.completion_tokens == 4
 
 
 def test_no_text_is_read_twice() -> None:
