@@ -30,7 +30,10 @@ from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 
 
 class AsyncClient(BaseClient):
-    """A connection to a Quadriga service, for asyncio; an async context manager."""
+    """A connection to a Quadriga service, for asyncio; an async context manager.
+
+    It may be made anywhere, and belongs to the event loop of its first call.
+    """
 
     _library: ClassVar[Any] = grpc.aio
 
@@ -47,7 +50,8 @@ class AsyncClient(BaseClient):
             self._cancel_soon(request_id)
         if self._cancelling:
             await asyncio.wait(self._cancelling, timeout=CANCEL_TIMEOUT_S)
-        await self._channel.close(None)
+        if (channel := self._disconnect()) is not None:
+            await channel.close(None)
 
     async def generate(
         self,
@@ -67,7 +71,7 @@ class AsyncClient(BaseClient):
         Raises: QuadrigaError; TypeError, ValueError: An argument is of the wrong kind.
         """
         request = make_request(prompt, model, request_id, options)
-        return completion(await self._retried(self._stub.GenerateOnce, request, timeout_s))
+        return completion(await self._retried("GenerateOnce", request, timeout_s))
 
     async def stream(
         self,
@@ -93,7 +97,7 @@ class AsyncClient(BaseClient):
                 attempts += 1
                 had = list(progress.received)
                 try:
-                    call = self._attempt(self._stub.Generate, progress.next_request(), deadline)
+                    call = self._attempt("Generate", progress.next_request(), deadline)
                     async for message in call:
                         pieces = progress.take(message)
                         if progress.is_complete:
@@ -135,11 +139,11 @@ class AsyncClient(BaseClient):
         Raises: QuadrigaError.
         """
         request = make_embed_request(inputs, model, request_id, options)
-        return embeddings(await self._retried(self._stub.Embed, request, timeout_s))
+        return embeddings(await self._retried("Embed", request, timeout_s))
 
     async def models(self) -> list[Model]:
         """The models the service offers. Raises: QuadrigaError."""
-        reply = await self._retried(self._stub.ListModels, pb.ListModelsRequest())
+        reply = await self._retried("ListModels", pb.ListModelsRequest())
         return [to_model(m) for m in reply.models]
 
     async def cancel(self, request_id: str) -> bool:
@@ -147,9 +151,12 @@ class AsyncClient(BaseClient):
         request = pb.CancelRequest(request_id=request_id)
         metadata = [*self._metadata, *affinity(request_id)]
         try:
-            reply = await self._stub.Cancel(request, metadata=metadata, timeout=CANCEL_TIMEOUT_S)
+            stub = self._connect()
+            reply = await stub.Cancel(request, metadata=metadata, timeout=CANCEL_TIMEOUT_S)
         except grpc.RpcError as exc:
             raise from_rpc(exc) from exc
+        except asyncio.CancelledError as exc:
+            raise _ended(exc) from None
         return bool(reply.found)
 
     def _leave(self, request_id: str) -> None:
@@ -161,15 +168,15 @@ class AsyncClient(BaseClient):
         """Have the server drop a request; in the background, as the caller is on its way out."""
 
         async def drop() -> None:
-            # A client that was closed meanwhile: the server gives the request up by itself.
-            with contextlib.suppress(QuadrigaError, grpc.aio.UsageError):
+            # Of a client that was closed meanwhile the server gives the request up by itself.
+            with contextlib.suppress(QuadrigaError):
                 await self.cancel(request_id)
 
         task = asyncio.get_running_loop().create_task(drop())
         self._cancelling.add(task)
         task.add_done_callback(self._cancelling.discard)
 
-    async def _retried(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
+    async def _retried(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
         deadline, attempts = self._deadline(timeout_s), 0
         request_id = getattr(request, "request_id", "")
         try:

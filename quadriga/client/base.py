@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
+from functools import partial
 from typing import Any, ClassVar
 
 from quadriga.client.retries import RetryPolicy
-from quadriga.client.wire import CHANNEL_OPTIONS, affinity, credentials
-from quadriga.errors import DeadlineExceeded, QuadrigaError
+from quadriga.client.wire import CHANNEL_OPTIONS, affinity, check_sendable, credentials
+from quadriga.errors import Cancelled, DeadlineExceeded, QuadrigaError
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import QuadrigaStub
 
@@ -89,25 +91,48 @@ class BaseClient:
             client_certificate=client_certificate,
             client_key=client_key,
         )
-        if secure is None:
-            self._channel = self._library.insecure_channel(target, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = self._library.secure_channel(target, secure, options=CHANNEL_OPTIONS)
-        self._stub: Any = QuadrigaStub(self._channel)  # type: ignore[no-untyped-call]
+        make = self._library.insecure_channel if secure is None else self._library.secure_channel
+        at: tuple[Any, ...] = (target,) if secure is None else (target, secure)
+        self._make_channel = partial(make, *at, options=CHANNEL_OPTIONS)
+        self._channel: Any = None
+        self._stub: Any = None
+        self._connecting = threading.Lock()
+        self._is_closed = False
+        check_sendable("api_key", api_key or "")
         self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
         self._cancelling: set[asyncio.Task[None]] = set()  # of the asyncio client alone
         self._open: set[str] = set()  # ids of requests that the server may still run
 
-    def _attempt(self, method: Any, request: Any, deadline: Deadline) -> Any:
+    def _connect(self) -> Any:
+        """The stub; the first call makes its channel, which belongs to that call's event loop.
+
+        Raises: Cancelled: The client was closed.
+        """
+        with self._connecting:
+            if self._is_closed:
+                raise Cancelled("the client was closed")
+            if self._stub is None:
+                self._channel = self._make_channel()
+                self._stub = QuadrigaStub(self._channel)  # type: ignore[no-untyped-call]
+            return self._stub
+
+    def _disconnect(self) -> Any:
+        """Let no call begin any more; returns the channel to close, or None."""
+        with self._connecting:
+            self._is_closed = True
+            return self._channel
+
+    def _attempt(self, method: str, request: Any, deadline: Deadline) -> Any:
         """Begin a call of a method; every one of a request goes to the same ingress."""
+        begin = getattr(self._connect(), method)
         metadata = self._metadata
         if not isinstance(request, pb.ListModelsRequest):
             deadline.tell(request)
             metadata = [*metadata, *affinity(request.request_id)]
             self._open.add(request.request_id)
-        return method(request, metadata=metadata, timeout=deadline.left_s())
+        return begin(request, metadata=metadata, timeout=deadline.left_s())
 
     def _is_left(self, request_id: str) -> bool:
         """Forget a request; returns whether the server may still run it, for nobody.

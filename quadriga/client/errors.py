@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,12 +66,8 @@ def from_rpc(exc: grpc.RpcError) -> QuadrigaError:
     if wait_ms.isdigit():
         retry_after_s = int(wait_ms) / 1000
     return cls(
-        _message(call.details(), status),
+        call.details() or f"the call ended with {status}",
         param=metadata.get("quadriga-error-param"),
         code=code,
         retry_after_s=retry_after_s,
     )
-
-
-def _message(details: str | None, status: str) -> str:
-    return details if details else f"the call ended with {json.dumps(status)}"

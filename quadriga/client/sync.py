@@ -46,7 +46,8 @@ class Client(BaseClient):
         for call in [self._cancel(request_id) for request_id in list(left)]:
             with contextlib.suppress(grpc.FutureCancelledError):
                 call.exception()
-        self._channel.close()
+        if (channel := self._disconnect()) is not None:
+            channel.close()
 
     def generate(
         self,
@@ -62,7 +63,7 @@ class Client(BaseClient):
         Raises: QuadrigaError.
         """
         request = make_request(prompt, model, request_id, options)
-        return completion(self._retried(self._stub.GenerateOnce, request, timeout_s))
+        return completion(self._retried("GenerateOnce", request, timeout_s))
 
     def stream(
         self,
@@ -86,7 +87,7 @@ class Client(BaseClient):
                 attempts += 1
                 had = list(progress.received)
                 try:
-                    call = self._attempt(self._stub.Generate, progress.next_request(), deadline)
+                    call = self._attempt("Generate", progress.next_request(), deadline)
                     for message in call:
                         pieces = progress.take(message)
                         if progress.is_complete:
@@ -121,11 +122,11 @@ class Client(BaseClient):
         Raises: QuadrigaError.
         """
         request = make_embed_request(inputs, model, request_id, options)
-        return embeddings(self._retried(self._stub.Embed, request, timeout_s))
+        return embeddings(self._retried("Embed", request, timeout_s))
 
     def models(self) -> list[Model]:
         """The models the service offers. Raises: QuadrigaError."""
-        reply = self._retried(self._stub.ListModels, pb.ListModelsRequest())
+        reply = self._retried("ListModels", pb.ListModelsRequest())
         return [to_model(m) for m in reply.models]
 
     def cancel(self, request_id: str) -> bool:
@@ -138,7 +139,7 @@ class Client(BaseClient):
 
     def _cancel(self, request_id: str) -> Any:
         """The call that has the server drop a request, begun."""
-        return self._stub.Cancel.future(
+        return self._connect().Cancel.future(
             pb.CancelRequest(request_id=request_id),
             metadata=[*self._metadata, *affinity(request_id)],
             timeout=CANCEL_TIMEOUT_S,
@@ -147,10 +148,10 @@ class Client(BaseClient):
     def _leave(self, request_id: str) -> None:
         """Have the server drop a request that its caller has left."""
         if self._is_left(request_id):
-            with contextlib.suppress(QuadrigaError, ValueError):  # ValueError: channel closed
+            with contextlib.suppress(QuadrigaError):
                 self.cancel(request_id)
 
-    def _retried(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
+    def _retried(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
         deadline, attempts = self._deadline(timeout_s), 0
         request_id = getattr(request, "request_id", "")
         try:

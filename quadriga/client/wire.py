@@ -8,7 +8,7 @@ import operator
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, TypeGuard, cast
 
 import grpc
 
@@ -101,7 +101,14 @@ class EmbedOptions(TypedDict, total=False):
 
 def affinity(request_id: str) -> list[tuple[str, str]]:
     """Metadata by which Serve's proxy and HAProxy send all calls of a request to one ingress."""
+    check_sendable("request_id", request_id)
     return [("session_id", request_id), ("idempotency-key", request_id)]
+
+
+def check_sendable(name: str, value: str) -> None:
+    """Raises: ValueError: gRPC would call a value that it cannot send a broken connection."""
+    if not (value.isascii() and value.isprintable()):
+        raise ValueError(f"{name}: only printable ASCII can be sent; is there a line end in it?")
 
 
 def credentials(
@@ -169,20 +176,15 @@ def make_embed_request(
     if unknown:
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
     request = pb.EmbedRequest(request_id=request_id or uuid.uuid4().hex, model=model or "")
-    items: list[Any] = [inputs] if isinstance(inputs, str) else list(inputs)
-    if items and all(isinstance(item, int) for item in items):
-        items = [items]
+    is_one = isinstance(inputs, str | bytes | bytearray) or bool(_token_ids(inputs))
+    items: Iterable[Any] = [inputs] if is_one else inputs
     for i, item in enumerate(items):
         if isinstance(item, str):
             request.inputs.add(text=item)
-            continue
-        try:
-            ids = [operator.index(token_id) for token_id in item]
-        except TypeError:
-            raise TypeError(
-                f"inputs[{i}]: give text or a list of token ids, not {_kind(item)}"
-            ) from None
-        request.inputs.add(token_ids=pb.TokenIds(ids=ids))
+        elif (ids := _token_ids(item)) is not None:
+            request.inputs.add(token_ids=pb.TokenIds(ids=ids))
+        else:
+            raise TypeError(f"inputs[{i}]: give text or a list of token ids, not {_kind(item)}")
     for name, value in options.items():
         if value is not None:
             setattr(request, name, value)
@@ -215,6 +217,8 @@ def _set_form(message: Any, form: Mapping[str, Any]) -> None:
         )
     name, value = next(iter(form.items()))
     if name == "choice":
+        if isinstance(value, str):
+            raise TypeError("structured_outputs.choice: give a list of texts, not one text")
         message.choice.texts.extend(value)
     elif name == "json" and not isinstance(value, str):
         message.json = json.dumps(value)
@@ -239,16 +243,13 @@ def _add_tool(request: Any, tool: Mapping[str, Any]) -> None:
     )
 
 
-def _set_prompt(request: Any, prompt: Prompt) -> None:
+def _set_prompt(request: Any, prompt: Any) -> None:
     """Raises: TypeError, naming what a prompt may be; ValueError for a token id out of range."""
     if isinstance(prompt, str):
         request.prompt = prompt
         return
-    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
-    # Token ids may also come as an array.
-    items: list[Any] | None = list(prompt) if is_list or hasattr(prompt, "tolist") else None
-    if items and all(isinstance(item, Message | Mapping) for item in items):
-        for i, item in enumerate(items):
+    if _is_list(prompt) and prompt and all(isinstance(p, Message | Mapping) for p in prompt):
+        for i, item in enumerate(prompt):
             message = item if isinstance(item, Message) else _message(item, f"messages[{i}]")
             request.chat.messages.add(
                 role=message.role,
@@ -261,16 +262,27 @@ def _set_prompt(request: Any, prompt: Prompt) -> None:
                 tool_call_id=message.tool_call_id,
             )
         return
-    try:
-        ids = [operator.index(item) for item in items or ()]
-    except TypeError:
-        items = None
-    if items is None:
+    ids = _token_ids(prompt)
+    if ids is None:
         raise TypeError(
             "prompt: give text, a list of token ids, or a list of messages (Message, or a dict "
             f"with role and content), not {_kind(prompt)}"
         )
     request.prompt_token_ids.ids.extend(ids)
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _token_ids(value: Any) -> list[int] | None:
+    """Token ids, of a list or an array; None where it is neither, or holds others."""
+    if not _is_list(value) and not hasattr(value, "tolist"):
+        return None
+    try:
+        return [operator.index(item) for item in value]
+    except TypeError:
+        return None
 
 
 def _message(item: Mapping[str, Any], place: str) -> Message:
@@ -315,7 +327,7 @@ def _call(item: object, place: str) -> ToolCall:
 
 
 def _kind(value: object) -> str:
-    if isinstance(value, Sequence) and value and not isinstance(value, str | bytes | bytearray):
+    if _is_list(value) and value:
         return f"a {type(value).__name__} with {_kind(value[0])}"
     return type(value).__name__
 
@@ -423,7 +435,10 @@ class StreamProgress:
                     eta=_eta(delta.eta) if delta.HasField("eta") else None,
                 )
             )
-        if pieces and message.HasField("usage"):
+        if message.choices and message.HasField("usage"):
+            if not pieces:  # a choice that had ended before a break ends again, as the last
+                end, at = _FINISH.get(delta.finish_reason), self.received[index]
+                pieces = [Piece(message.request_id, message.model, index, "", (), at, end)]
             pieces[-1] = replace(pieces[-1], usage=_usage(message.usage))
         self.is_complete = len(self.finished) == self.num_choices
         return pieces

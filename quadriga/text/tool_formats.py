@@ -125,7 +125,15 @@ class ToolFormat:
             if self.opening == MISTRAL.opening:
                 return [_with_ids(message) for message in messages]
             return [m for message in messages for m in self._one_call_each(message)]
-        plain = [self._plain(message) for message in messages]
+        plain = list[dict[str, Any]]()
+        for i, message in enumerate(messages):
+            made = self._plain(message)
+            if i and message["role"] == messages[i - 1]["role"] == "tool":
+                plain[-1]["content"] += (
+                    f"\n{made['content']}"  # some templates have turns alternate
+                )
+            else:
+                plain.append(made)
         if tools:
             has_system = bool(plain) and plain[0]["role"] == "system"
             before = f"{plain[0]['content']}\n\n" if has_system else ""

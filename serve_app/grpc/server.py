@@ -31,6 +31,7 @@ from serve_app.grpc import messages as wire
 from serve_app.openai.bodies import check_pieces, parse_body
 from serve_app.openai.errors import as_quadriga
 from serve_app.openai.schema import (
+    MAX_CHOICES_READ,
     MAX_LOGIT_BIAS,
     MAX_MESSAGES,
     MAX_STOP_TOKEN_IDS,
@@ -340,6 +341,7 @@ def _check_counts(message: Any, max_n: int) -> None:
         ("stop", message.stop, MAX_STOPS_READ),
         ("stop_token_ids", message.stop_token_ids, MAX_STOP_TOKEN_IDS),
         ("logit_bias", message.logit_bias, MAX_LOGIT_BIAS),
+        ("structured_outputs.choice", message.structured_outputs.choice.texts, MAX_CHOICES_READ),
         ("resume_from", message.resume_from, max_n),
         ("resume_digest", message.resume_digest, max_n),
     ):

@@ -169,7 +169,9 @@ class GrammarChecker:
 
     def _ask(self, grammar: Grammar) -> str | None:
         """What is wrong with a grammar; None where the process was lost over it."""
-        process = self._process if self._process is not None else self._start()
+        if self._process is not None and self._process.poll() is not None:
+            self._kill()  # it ended by itself, or was ended: not over this grammar
+        process = self._process or self._start()
         try:
             _send(process, {"kind": grammar.kind, "text": grammar.text})
             answer = _receive(process, COMPILE_LIMIT_S + 1.0)

@@ -13,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 import quadriga.client as sdk
 from quadriga.client import AsyncClient, Client, Message, RetryPolicy
-from quadriga.client.wire import CallOptions, StreamProgress, make_request
+from quadriga.client.wire import CallOptions, StreamProgress, make_embed_request, make_request
 from quadriga.core.request import FinishReason, token_digest
 from quadriga.errors import (
     Cancelled,
@@ -35,6 +36,7 @@ from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import (
     add_QuadrigaServicer_to_server,
 )
 from serve_app.grpc.messages import set_error
+from tests.settled import settled
 from tests.unit.serve_app.test_engine_client import until
 
 WORDS = ["one ", "two ", "three ", "four"]
@@ -346,6 +348,36 @@ def test_what_is_no_prompt_is_told(prompt: Any, message: str) -> None:
         make_request(prompt, None, None, {})
 
 
+def test_token_ids_may_be_an_array_and_bytes_are_none() -> None:
+    ids: Any = np.array([5, 6])
+    assert make_request(ids, None, None, {}).prompt_token_ids.ids == [5, 6]
+    for one, rows in ((ids, [[5, 6]]), (np.array([[5, 6], [7, 8]]), [[5, 6], [7, 8]])):
+        sent = make_embed_request(one, None, None, {}).inputs
+        assert [list(i.token_ids.ids) for i in sent] == rows
+    for wrong in (b"hi", [b"hi"], [1.5], ["a", 5]):
+        with pytest.raises(TypeError, match=r"inputs\[.\]: give text or a list of token ids, not"):
+            make_embed_request(wrong, None, None, {})  # type: ignore[arg-type]
+
+
+async def test_what_no_metadata_can_hold_is_told_at_once(servicer: Servicer, target: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ValueError, match="api_key: only printable ASCII") as caught:
+            kind(target, api_key="secret\n")
+        assert "secret" not in str(caught.value)
+    with Client(target) as client, pytest.raises(ValueError, match="request_id: only"):
+        next(client.stream("x", request_id="für mich"))
+    async with AsyncClient(target) as other:
+        for call in (other.generate("x", request_id="a\n"), other.cancel("a\n")):
+            with pytest.raises(ValueError, match="request_id: only"):
+                await call
+    assert not servicer.requests
+
+
+def test_one_text_is_no_list_of_choices() -> None:
+    with pytest.raises(TypeError, match="give a list of texts"):
+        make_request("x", None, None, {"structured_outputs": {"choice": "yes"}})
+
+
 def test_a_gap_in_a_stream_is_an_error() -> None:
     progress = StreamProgress(make_request("x", None, None, {}))
     with pytest.raises(InvariantViolation):
@@ -360,6 +392,10 @@ def test_usage_comes_though_the_last_choice_had_ended_before_a_break() -> None:
     (piece,) = progress.take(pb.GenerateResponse(choices=ends, usage=usage))
     assert (piece.index, piece.usage and piece.usage.completion_tokens) == (0, 4)
     assert progress.is_complete
+    # Another ingress begins a choice anew that had ended, and is done with it last.
+    (piece,) = progress.take(pb.GenerateResponse(choices=ends[:1], usage=usage))
+    assert (piece.text, piece.token_ids, piece.finish_reason) == ("", (), FinishReason.STOP)
+    assert piece.usage and piece.usage.completion_tokens == 4
 
 
 def test_no_text_is_read_twice() -> None:
@@ -380,8 +416,40 @@ def test_closing_ends_calls(target: str) -> None:
     pieces = client.stream("x")
     next(pieces)
     client.close()
-    with pytest.raises((Cancelled, ValueError)):
+    with pytest.raises(Cancelled):
         list(pieces)
+    with pytest.raises(Cancelled, match="was closed"):
+        client.models()
+
+
+def test_closing_ends_a_call_that_waits_to_try_again(servicer: Servicer, target: str) -> None:
+    waits, may_go_on = threading.Event(), threading.Event()
+
+    class Waiting(RetryPolicy):
+        def pause_s(self, error: QuadrigaError, attempt: int) -> float:
+            waits.set()
+            may_go_on.wait(30)
+            return 0.0
+
+    servicer.faults = [(0, Unavailable("away"))]
+    client = Client(target, retry=Waiting())
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(client.generate, "x")
+        waits.wait(30)
+        client.close()
+        may_go_on.set()
+        assert isinstance(call.exception(), Cancelled)
+    assert len(servicer.requests) == 1
+
+
+def test_an_async_client_may_be_made_before_its_loop(target: str) -> None:
+    client = AsyncClient(target, api_key="k")
+
+    async def ask() -> list[sdk.Model]:
+        async with client:
+            return await client.models()
+
+    assert [model.id for model in asyncio.run(ask())] == ["m"]
 
 
 async def test_closing_ends_calls_of_the_async_client_in_an_error() -> None:
@@ -392,6 +460,13 @@ async def test_closing_ends_calls_of_the_async_client_in_an_error() -> None:
         await asyncio.sleep(0.1)
         await client.close()
         assert all(isinstance(ended, Cancelled) for ended in await running)
+        other = AsyncClient(f"127.0.0.1:{silent.getsockname()[1]}")
+        cancel = asyncio.ensure_future(other.cancel("y"))
+        await settled()
+        await other.close()
+        for call in (cancel, other.cancel("y")):
+            with pytest.raises(Cancelled, match="was closed"):
+                await call
 
 
 def test_public_surface() -> None:

@@ -17,6 +17,7 @@ from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.messages import generation_fields
 from serve_app.grpc.server import GrpcServer
+from serve_app.openai.schema import MAX_CHOICES_READ
 from tests.unit.serve_app.conftest import ANSWER, MakeStand
 from tests.unit.serve_app.test_engine_client import until
 
@@ -197,6 +198,15 @@ async def test_health(make_stand: MakeStand) -> None:
     assert server.health("other").status == kinds.SERVICE_UNKNOWN, "as a watch of it says"
     stand.engine.drain(60.0)
     assert server.health("quadriga.v1.Quadriga").status == kinds.NOT_SERVING
+
+
+async def test_choices_are_counted_before_they_are_read(make_stand: MakeStand) -> None:
+    server = GrpcServer((await make_stand(keys=KEYS)).engine)
+    form = pb.StructuredOutputs(choice=pb.Texts(texts=["a"] * (MAX_CHOICES_READ + 1)))
+    context = Context()
+    await server.generate_once(wants(structured_outputs=form), context)
+    assert context.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert context.details.startswith(f"structured_outputs.choice: {MAX_CHOICES_READ + 1} items")
 
 
 def test_every_field_of_the_message_is_read() -> None:

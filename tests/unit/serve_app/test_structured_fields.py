@@ -122,6 +122,19 @@ async def test_a_grammar_that_never_ends_compiling_costs_its_process_alone(
     assert process.poll() is not None, "it ends with the ingress"
 
 
+async def test_a_form_is_not_blamed_for_a_process_that_ended_before_it() -> None:
+    checker = GrammarChecker(MODEL.checkpoint, MODEL.tokenizer)
+    try:
+        await checker.check(Grammar.regex("a"), "guided_regex", "a")
+        process = checker._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        await checker.check(Grammar.regex("b"), "guided_regex", "a")
+    finally:
+        checker.close()
+
+
 class Slow(GrammarChecker):
     """A checker whose process takes as long as the test says.
 

@@ -165,6 +165,21 @@ def test_a_conversation_without_tools_is_as_the_template_alone_writes_it(name: s
     assert text.render_chat(talk) == text.render_chat(talk, []) == alone
 
 
+def test_results_stand_in_one_turn_where_a_template_wants_turns_to_alternate() -> None:
+    alternates = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}"
+        "{% endfor %}"
+    )
+    results = [{"role": "tool", "content": text} for text in ("rain", "done")]
+    calls = called(("get_weather", ROME), ("wait", {}))
+    end = {"role": "assistant", "content": "It rains."}
+    talk = [{"role": "user", "content": "Weather?"}, calls, *results, end]
+    shown = tokenizer(alternates).render_chat(talk)
+    told = "<tool_response>\nrain\n</tool_response>\n<tool_response>\ndone\n</tool_response>"
+    assert shown.endswith(f"[user]{told}[assistant]It rains.")
+
+
 def test_a_streamed_argument_in_tags_comes_when_it_ends() -> None:
     parser = ToolParser(QWEN_TAGS, PARAMETERS)
     text = written("QWEN_CODER", ("get_weather", ROME))
