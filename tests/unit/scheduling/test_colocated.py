@@ -115,6 +115,19 @@ def test_a_replica_computes_chunks_and_steps_in_turn() -> None:
     assert runner.attached == {} and loop.decode.slots.num_held == 0
 
 
+def test_a_prompt_without_room_is_computed_when_an_answer_ends() -> None:
+    """A replica sleeps where there is no work."""
+    runner = FakeRunner(1)
+    loop = ColocatedLoop(runner, spec_of(runner), clock=ManualClock())
+    for name in ("first", "second"):
+        loop.submit(state_of(name, [5], 3))
+    said = []
+    while loop.has_work:
+        said += [o for _, o in loop.step_prompts() if o is not None]
+        said += [emission for _, emission in loop.decode.step()]
+    assert read(said) == dict.fromkeys(("first", "second"), expected_output([5], 3))
+
+
 def test_two_runs_share_the_batch_and_each_reads_its_own() -> None:
     runner = FakeRunner(3)
     loop = ColocatedLoop(runner, spec_of(runner), clock=ManualClock())
