@@ -340,17 +340,13 @@ def test_what_a_rank_cannot_load_is_said_by_the_engine(
 def test_ranks_that_are_ready_wait_for_one_that_loads_for_long(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    init, is_over = Part.__init__, threading.Event()
+    init = Part.__init__
 
     def load_slowly(part: Part, spec: EngineSpec, whole: Any, shard: Any) -> None:
         init(part, spec, whole, shard)
         if shard.rank == 3:
-            is_over.wait(1.5 * SILENCE_S)
+            threading.Event().wait(1.5 * SILENCE_S)
 
     monkeypatch.setattr(Part, "__init__", load_slowly)
     monkeypatch.setattr(ranks_module, "SILENCE_TIMEOUT_S", SILENCE_S)
-    runner = NativeRunner.load(spec_of(checkpoints["llama"], tensor_parallel=4))
-    state = make_state([3, 4, 5])
-    runner.attach(0, state)
-    run_prompt(runner, state)
-    runner.close()
+    NativeRunner.load(spec_of(checkpoints["llama"], tensor_parallel=4)).close()

@@ -89,13 +89,15 @@ def test_every_sequence_says_what_it_says_alone(reservation: str, seed: int) -> 
 def test_a_replica_computes_chunks_and_steps_in_turn() -> None:
     """Between two tokens of an answer lies one chunk of another's prompt, however long that is."""
     runner = FakeRunner(2)
-    loop = ColocatedLoop(runner, spec_of(runner), clock=ManualClock(), chunk_tokens=4)
+    spec = spec_of(runner, kv_capacity_tokens=100)
+    loop = ColocatedLoop(runner, spec, clock=ManualClock(), chunk_tokens=4)
     loop.submit(state_of("first", [5], 40))
     ((_, output),) = loop.step_prompts()
     assert output is not None
     said = [output]
     loop.submit(state_of("long", list(range(1, 33)), 4))
     loop.submit(state_of("waits for a row", [7, 8], 3))
+    loop.submit(state_of("waits for all the others", [9], 80))
     order = []
     while loop.has_work:
         done = loop.step_prompts()
@@ -111,21 +113,9 @@ def test_a_replica_computes_chunks_and_steps_in_turn() -> None:
         "first": expected_output([5], 40),
         "long": expected_output(list(range(1, 33)), 4),
         "waits for a row": expected_output([7, 8], 3),
+        "waits for all the others": expected_output([9], 80),
     }
     assert runner.attached == {} and loop.decode.slots.num_held == 0
-
-
-def test_a_prompt_without_room_is_computed_when_an_answer_ends() -> None:
-    """A replica sleeps where there is no work."""
-    runner = FakeRunner(1)
-    loop = ColocatedLoop(runner, spec_of(runner), clock=ManualClock())
-    for name in ("first", "second"):
-        loop.submit(state_of(name, [5], 3))
-    said = []
-    while loop.has_work:
-        said += [o for _, o in loop.step_prompts() if o is not None]
-        said += [emission for _, emission in loop.decode.step()]
-    assert read(said) == dict.fromkeys(("first", "second"), expected_output([5], 3))
 
 
 def test_two_runs_share_the_batch_and_each_reads_its_own() -> None:
