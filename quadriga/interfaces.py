@@ -1,6 +1,6 @@
 """The seams of the system, as Protocols: what the layers above may ask of the layers below.
 
-Arrays that cross the runner's seam are plain lists, so that the loops in `batching` need no torch
+Arrays that cross the runner's seam are plain lists, so that the loops in `scheduling` need no torch
 and run unchanged over the simulator's cost model.
 """
 

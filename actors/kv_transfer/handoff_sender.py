@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CALL_TIMEOUT_S = 5.0
+MAX_PART_BYTES = 64 << 20
+"""Of a part, unless a layer is larger: receivers on GPUs have 256 MiB for parts on their way."""
 GROWTH_TOKENS = 32
 """What a sequence may grow by while it is on its way."""
 
@@ -38,6 +40,11 @@ GROWTH_TOKENS = 32
 def call_timeout_s(deadline_s: float) -> float:
     """For the small calls of a transfer: reserve, renew, abort, and one attempt at a commit."""
     return min(MAX_CALL_TIMEOUT_S, deadline_s / 2)
+
+
+def _is_dead(error: QuadrigaError) -> bool:
+    """Whether the destination is gone, and not merely out of reach."""
+    return isinstance(error, ReplicaDied) and error.code != "unreachable"
 
 
 class OutgoingTransfer:
@@ -68,34 +75,35 @@ class OutgoingTransfer:
         """Copy KV [num_layers, 2, num_kv_heads, num_tokens, head_dim] to the destination.
 
         Args:
-            deadline_s: For this part; None for the transport's own.
+            deadline_s: For each part of it; None for the transport's own.
 
         Raises:
             KVTransportError: It did not arrive within the deadline, or is not wanted any more.
         """
-        part = self._next_part(first_layer, start, kv)
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
-        await self._transport.send(self.peer.name, part, kv, deadline_s=deadline_s)
-        self._checksums.append(part.checksum)
+        count = max(1, MAX_PART_BYTES * len(kv) // kv.nbytes)  # of layers: no copy is made of them
+        for at in range(0, len(kv), count):
+            piece = kv[at : at + count]
+            part = self._next_part(first_layer + at, start, piece)
+            await self._transport.send(self.peer.name, part, piece, deadline_s=deadline_s)
 
     def carry(self, first_layer: int, start: int, kv: torch.Tensor) -> None:
         """Send KV with the commit instead of before it; nothing can be sent afterwards."""
         kv = to_host(kv)
-        part = self._next_part(first_layer, start, kv)
-        self._carried.append((part, pack(kv)))
-        self._checksums.append(part.checksum)
+        self._carried.append((self._next_part(first_layer, start, kv), pack(kv)))
 
     def _next_part(self, first_layer: int, start: int, kv: torch.Tensor) -> KVPart:
+        self._checksums.append(checksum(kv))
         return KVPart(
             transfer_id=self.offer.transfer_id,
-            index=len(self._checksums),
+            index=len(self._checksums) - 1,
             first_layer=first_layer,
             num_layers=kv.shape[0],
             start=start,
             num_tokens=kv.shape[3],
             shape=tuple(kv.shape),
             dtype=str(kv.dtype).removeprefix("torch."),
-            checksum=checksum(kv),
+            checksum=self._checksums[-1],
         )
 
     async def commit(
@@ -135,21 +143,12 @@ class OutgoingTransfer:
     async def _commit_until_answered(
         self, state: SequenceState, resume: ResumePoint | None, timeout_s: float
     ) -> None:
-        checksums = tuple(self._checksums)
-        transfer_id = self.offer.transfer_id
+        what = self.offer.transfer_id, state, tuple(self._checksums), resume
         # Commits after a prefill are batched; a decoding sequence stands still until its commit.
         make = self._calls.call if resume is None else self._calls.call_alone
         while True:
             try:
-                await make(
-                    self.peer.name,
-                    "commit",
-                    transfer_id,
-                    state,
-                    checksums,
-                    resume,
-                    timeout_s=timeout_s,
-                )
+                await make(self.peer.name, "commit", *what, timeout_s=timeout_s)
                 return
             except ReplicaError as exc:
                 if exc.code not in ("timeout", "unreachable"):
@@ -169,8 +168,8 @@ class OutgoingTransfer:
             return await self.settle()
         except QuadrigaError as exc:
             logger.info("abort of %s at %s: %s", self.offer.transfer_id, self.peer.name, exc)
-            is_dead = isinstance(exc, ReplicaDied) and exc.code != "unreachable"
-            return LeaseState.ABORTED if is_dead or not self._may_be_committed else None
+            is_out = _is_dead(exc) or not self._may_be_committed
+            return LeaseState.ABORTED if is_out else None
 
     async def settle(self) -> LeaseState:
         """As `abort`, for a caller that must know how it ended.
@@ -210,9 +209,9 @@ class OutgoingTransfer:
             try:
                 if not await self._call("renew", self.offer.transfer_id):
                     return
-            except ReplicaDied:
-                return
             except QuadrigaError as exc:
+                if _is_dead(exc):
+                    return
                 logger.info("lease of %s not renewed: %s", self.offer.transfer_id, exc)
 
 

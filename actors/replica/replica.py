@@ -339,7 +339,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         background(self._end("stopped", delay_s=END_DELAY_S))
 
     async def kv_connect(self, offer: ChannelOffer) -> None:
-        """A peer opens a gloo channel to here. Raises: KVTransportError."""
+        """A peer opens a channel to here. Raises: KVTransportError."""
         self.transport.connect(offer)
 
     async def kv_deliver(

@@ -86,7 +86,7 @@ class KVPart(CompactPickleMixin):
     Attributes:
         index: Position in the transfer, from 0 without gaps.
         shape: [num_layers, 2, num_kv_heads, num_tokens, head_dim].
-        checksum: Of the payload's bytes, as `transports.payload.checksum` takes it.
+        checksum: Of the payload's bytes, as `kv_transport.payload.checksum` takes it.
     """
 
     transfer_id: str

@@ -128,6 +128,7 @@ class ColocatedLoop:
             prefixes=prefixes,
             on_kv=self.on_kv,
         )
+        self.decode.on_leave = self.prefill.retry
         self._runs: dict[str, _Run] = {}
 
     def run(self, states: Iterable[SequenceState]) -> Generator[list[EngineOutput]]:
@@ -180,7 +181,6 @@ class ColocatedLoop:
             self.decode.leave(sequence_id)
         else:
             self.prefill.release(sequence_id)
-        self.prefill.retry()
 
     def compute_prompts(self) -> list[EngineOutput]:
         """Run prompts while there is room for more; returns their first tokens."""
@@ -195,13 +195,9 @@ class ColocatedLoop:
         Returns:
             The new outputs; of each sequence at most one.
         """
-        prefill = self.prefill
-        if prefill.has_work:
+        if self.prefill.has_work:
             return [output for _, output in self.step_prompts() if output is not None]
-        outputs = [emission for _, emission in self.decode.step()]
-        if prefill.is_stalled and any(e.finish is not None or e.error for e in outputs):
-            prefill.retry()
-        return outputs
+        return [emission for _, emission in self.decode.step()]
 
     def step_prompts(self) -> list[PrefillOutput]:
         """Compute a chunk of prompts, if there is room for any; who is done decodes from now on.

@@ -9,7 +9,7 @@ table that holds all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -68,6 +68,7 @@ class DecodeLoop:
         export: Ways out to another replica.
         depth: What follows from changes of the depth that is loaded.
         meter: What its steps cost.
+        on_leave: Called when a sequence has left, and given its room back.
 
     Not thread-safe: one thread calls everything. (KV may be written from other threads into rows
     that are reserved and not yet running.)
@@ -92,6 +93,7 @@ class DecodeLoop:
         self.answers = AnswerLengths()
         self.is_overloaded = False
         self.meter = StepMeter()
+        self.on_leave: Callable[[], None] = lambda: None
         self._runner = runner
         self._clock = clock
         costs = SegmentCosts(len(runner.segment_ends), slots.num_rows)
@@ -230,6 +232,7 @@ class DecodeLoop:
             return None
         before = sequence.status
         self.batch.remove(sequence)
+        self.on_leave()
         if before is TRANSFERRING:
             return None
         if before is not MOVING:

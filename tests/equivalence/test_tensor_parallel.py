@@ -335,3 +335,18 @@ def test_what_a_rank_cannot_load_is_said_by_the_engine(
     monkeypatch.setattr(Part, "__init__", refuse)
     with pytest.raises(ConfigError, match="rank 1 of 2: model: its file is gone"):
         NativeRunner.load(spec_of(checkpoints["llama"], tensor_parallel=2))
+
+
+def test_ranks_that_are_ready_wait_for_one_that_loads_for_long(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = Part.__init__
+
+    def load_slowly(part: Part, spec: EngineSpec, whole: Any, shard: Any) -> None:
+        init(part, spec, whole, shard)
+        if shard.rank == 3:
+            threading.Event().wait(1.5 * SILENCE_S)
+
+    monkeypatch.setattr(Part, "__init__", load_slowly)
+    monkeypatch.setattr(ranks_module, "SILENCE_TIMEOUT_S", SILENCE_S)
+    NativeRunner.load(spec_of(checkpoints["llama"], tensor_parallel=4)).close()

@@ -72,18 +72,21 @@ def load_parallel(spec: EngineSpec, config: ModelConfig, starter: RankStarter) -
     size = spec.tensor_parallel
     store, port = host_store(starter.host, LOAD_TIMEOUT_S)
     starter.start(spec, port)
-    part = Part(spec, config, Shard(0, size))
-    for rank in range(1, size):
-        try:
-            store.wait([_loaded(rank)], timedelta(seconds=LOAD_TIMEOUT_S))
-        except RuntimeError as exc:
-            raise ConfigError(
-                f"engine.tensor_parallel: rank {rank} of {size} did not load {spec.checkpoint.id} "
-                f"in {LOAD_TIMEOUT_S:.0f} s",
-                param="engine.tensor_parallel",
-            ) from exc
-        if failure := store.get(_loaded(rank)).decode():
-            raise ConfigError(f"rank {rank} of {size}: {failure}", param="model")
+    try:
+        part = Part(spec, config, Shard(0, size))
+        for rank in range(1, size):
+            try:
+                store.wait([_loaded(rank)], timedelta(seconds=LOAD_TIMEOUT_S))
+            except RuntimeError as exc:
+                raise ConfigError(
+                    f"engine.tensor_parallel: rank {rank} of {size} did not load "
+                    f"{spec.checkpoint.id} in {LOAD_TIMEOUT_S:.0f} s",
+                    param="engine.tensor_parallel",
+                ) from exc
+            if failure := store.get(_loaded(rank)).decode():
+                raise ConfigError(f"rank {rank} of {size}: {failure}", param="model")
+    finally:
+        store.set(_loaded(0), "")  # the last: nobody meets the others before
     dtype = part.eager.weights.dtype
     ranks = part.join(Ranks(store, rank=0, size=size, host=starter.host, dtype=dtype))
     ranks.lost = starter.lost
@@ -112,6 +115,7 @@ def serve_rank(spec: EngineSpec, rank: int, host: str, port: int) -> None:
         store.set(_loaded(rank), str(exc))
         raise
     store.set(_loaded(rank), "")
+    store.wait([_loaded(0)], timedelta(seconds=LOAD_TIMEOUT_S))  # a meeting allows less
     part.join(
         Ranks(
             store,

@@ -14,6 +14,7 @@ from actors.kv_transfer.handoff_sender import OutgoingTransfer
 from quadriga.core.kv import Accepted, TransferOffer
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.errors import ReplicaDied
 from quadriga.scheduling.transfer.handoff import LeaseState
 from tests.settled import settled
 
@@ -34,13 +35,14 @@ class Peer:
         await asyncio.sleep(0)
         return LeaseState.ABORTED
 
-    call_alone = call
+    async def call_alone(self, *_: Any, **__: Any) -> Any:
+        return await self.call()
 
     async def abort(self, *_: Any) -> None:
         await asyncio.sleep(0)
 
 
-def transfer() -> OutgoingTransfer:
+def transfer(peer: Any = None, transport: Any = None, lease_s: float = 30.0) -> OutgoingTransfer:
     offer = TransferOffer(
         transfer_id="t",
         sequence_id="s",
@@ -50,11 +52,11 @@ def transfer() -> OutgoingTransfer:
         num_tokens=1,
         max_total_tokens=9,
         transport="gloo",
-        lease_s=30.0,
+        lease_s=lease_s,
     )
     info = Accepted(ReplicaInfo("b", Role.DECODE, CLASS, "n", "i", 8, 4096))
-    peer: Any = Peer()
-    return OutgoingTransfer(offer, info, peer, peer, 5.0)
+    peer = peer or Peer()
+    return OutgoingTransfer(offer, info, transport or peer, peer, 5.0)
 
 
 def state() -> SequenceState:
@@ -68,6 +70,21 @@ def state() -> SequenceState:
         arrival_unix_s=0.0,
         deadline_unix_s=9.0,
     )
+
+
+async def test_a_lease_is_renewed_after_a_moment_out_of_reach() -> None:
+    answers, has_asked = iter([ReplicaDied("not now", code="unreachable")]), asyncio.Event()
+
+    class Away(Peer):
+        async def call_alone(self, *_: Any, **__: Any) -> bool:
+            for error in answers:
+                raise error
+            has_asked.set()
+            return False
+
+    made = transfer(Away(), lease_s=0.01)
+    await asyncio.wait_for(has_asked.wait(), 20.0)
+    await made.abort()
 
 
 @pytest.mark.usefixtures("no_collector")

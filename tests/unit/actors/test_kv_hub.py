@@ -62,11 +62,6 @@ def bench() -> Bench:
     return Bench()
 
 
-async def test_the_first_transport_that_works_is_taken(bench: Bench) -> None:
-    assert await bench.send() == ["nccl"]
-    assert bench.hub.num_fallbacks == 0
-
-
 async def test_a_transport_that_failed_is_left_out_for_a_while_for_that_peer(bench: Bench) -> None:
     bench.ways["nccl"].code = "timeout"
     assert await bench.send() == ["nccl", "gloo"]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from actors.kv_transfer import handoff_sender
 from quadriga.errors import KVTransportError
 from quadriga.kv_transport import nixl
 from quadriga.kv_transport.channel import NO_ROUTE, TOO_LARGE, ChannelOffer
@@ -14,6 +15,7 @@ from quadriga.kv_transport.nixl import NixlChannel, NixlChannels, NixlTransport,
 from quadriga.kv_transport.pairs import Invite, PairTransport
 from tests.contract.lines import WAIT_S, Rig, Sink, make_rig
 from tests.contract.test_lines import localhost
+from tests.unit.actors.test_handoff_sender import transfer
 
 
 @pytest.fixture
@@ -43,14 +45,26 @@ def test_a_buffer_grows_with_the_parts_and_is_described_once_a_size(
     assert len(described) == 3
 
 
-def test_a_part_larger_than_the_buffer_may_be_is_not_tried(
+def test_a_transfer_sends_what_is_larger_than_a_part_layer_by_layer(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl, "MAX_PART_BYTES", 1 << 16)
+    part, kv = rig.make(200)
+    monkeypatch.setattr(nixl, "MAX_PART_BYTES", kv.nbytes // 2)
     with pytest.raises(KVTransportError, match="send smaller parts") as refusal:
-        rig.send(rig.make(1000)).result(WAIT_S)
+        rig.send((part, kv)).result(WAIT_S)
     assert refusal.value.code == TOO_LARGE
     assert rig.offers == []
+    monkeypatch.setattr(handoff_sender, "MAX_PART_BYTES", kv.nbytes // 2)
+
+    async def send() -> None:
+        made = transfer(transport=rig.a)
+        await made.send(3, 0, kv, deadline_s=WAIT_S)
+        await made.abort()
+
+    rig.run(send())
+    layers = [(part.index, part.first_layer, part.num_layers) for part, _ in rig.sink.parts]
+    assert layers == [(0, 3, 1), (1, 4, 1)]
+    assert torch.equal(torch.cat([piece for _, piece in rig.sink.parts]), kv)
 
 
 @pytest.mark.parametrize(

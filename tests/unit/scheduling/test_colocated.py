@@ -89,13 +89,15 @@ def test_every_sequence_says_what_it_says_alone(reservation: str, seed: int) -> 
 def test_a_replica_computes_chunks_and_steps_in_turn() -> None:
     """Between two tokens of an answer lies one chunk of another's prompt, however long that is."""
     runner = FakeRunner(2)
-    loop = ColocatedLoop(runner, spec_of(runner), clock=ManualClock(), chunk_tokens=4)
+    spec = spec_of(runner, kv_capacity_tokens=100)
+    loop = ColocatedLoop(runner, spec, clock=ManualClock(), chunk_tokens=4)
     loop.submit(state_of("first", [5], 40))
     ((_, output),) = loop.step_prompts()
     assert output is not None
     said = [output]
     loop.submit(state_of("long", list(range(1, 33)), 4))
     loop.submit(state_of("waits for a row", [7, 8], 3))
+    loop.submit(state_of("waits for all the others", [9], 80))
     order = []
     while loop.has_work:
         done = loop.step_prompts()
@@ -111,6 +113,7 @@ def test_a_replica_computes_chunks_and_steps_in_turn() -> None:
         "first": expected_output([5], 40),
         "long": expected_output(list(range(1, 33)), 4),
         "waits for a row": expected_output([7, 8], 3),
+        "waits for all the others": expected_output([9], 80),
     }
     assert runner.attached == {} and loop.decode.slots.num_held == 0
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from quadriga.scheduling.transfer.kv_feed import (
     MAX_JOINED_BYTES,
     MIN_PART_BYTES,
@@ -46,9 +48,6 @@ async def test_only_neighbours_at_the_same_positions_are_joined() -> None:
     assert await feed.next(0) == KVPiece(KVRange(0, 2, 0, 10), 2, None)
     assert await feed.next(2) == KVPiece(KVRange(0, 2, 10, 20), 2, None)
     assert await feed.next(4) == KVPiece(span(3, 10, 20), 1, None)
-
-
-async def test_large_ranges_go_alone() -> None:
     feed = KVFeed(StagingBudget(), 6, MAX_JOINED_BYTES // 20)
     for layer in range(3):
         feed.add(span(layer), None)
@@ -74,12 +73,16 @@ async def test_copies_are_given_out_once_and_given_back() -> None:
     assert piece.copies is None
 
 
-async def test_a_missing_copy_sends_all_of_a_piece_to_its_row() -> None:
+@pytest.mark.parametrize("is_closed", [False, True])
+async def test_a_missing_copy_sends_all_of_a_piece_to_its_row(is_closed: bool) -> None:
     staging = StagingBudget(100)
     feed = KVFeed(staging, 6, 1)
     staging.take(60)
     feed.add(span(0), Copy(60))
-    feed.add(span(1), None)
+    if is_closed:
+        feed.close()
+        staging.take(60)
+    feed.add(span(1), Copy(60) if is_closed else None)
     assert await feed.next(0) == KVPiece(KVRange(0, 2, 0, 10), 2, None)
     assert staging.held_bytes == 0
 
@@ -88,18 +91,6 @@ async def test_what_a_destination_has_in_part_is_read_from_its_row() -> None:
     feed = KVFeed(StagingBudget(), 6, 1)
     feed.add(span(0), Copy(60))
     assert await feed.next(0, held_tokens=4) == KVPiece(KVRange(0, 1, 4, 10), 1, None)
-
-
-async def test_a_closed_feed_keeps_no_copy() -> None:
-    staging = StagingBudget(100)
-    feed = KVFeed(staging, 6, 1)
-    staging.take(60)
-    feed.add(span(0), Copy(60))
-    feed.close()
-    staging.take(60)
-    feed.add(span(1), Copy(60))
-    assert staging.held_bytes == 0
-    assert await feed.next(0) == KVPiece(KVRange(0, 2, 0, 10), 2, None)
 
 
 def groups(start: int, stop: int) -> list[KVRange]:

@@ -55,8 +55,8 @@ class Replica:
         self.loop.join(state)
         return state
 
-    def begin_cutover(self, name: str) -> SequenceRemainder:
-        books = PreCopy()
+    def begin_cutover(self, name: str, depth: int | None = None) -> SequenceRemainder:
+        books = PreCopy(depth)
         found = self.loop.export.begin_cutover(name, books)
         while not isinstance(found, SequenceRemainder):
             assert found is not None
@@ -92,13 +92,16 @@ def test_a_moving_sequence_emits_nothing_and_keeps_its_row() -> None:
     assert loop.slots.owners == []
 
 
-def test_a_moving_sequence_may_be_cancelled() -> None:
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_moving_sequence_may_be_cancelled(is_paused: bool) -> None:
     replica = Replica()
     state = replica.take("one")
     replica.loop.step()
+    assert not is_paused or replica.loop.preemption.pause("one")
     replica.begin_cutover("one")
     assert replica.loop.leave("one") is state
-    assert replica.loop.slots.owners == []
+    assert not replica.loop.has_work
+    assert replica.loop.slots.owners == replica.loop.running == []
     assert not replica.loop.export.abort_cutover("one")
     replica.take("one")
 
@@ -177,29 +180,13 @@ def test_a_paused_sequence_whose_move_fails_still_has_its_deadline() -> None:
     assert loop.batch.first_deadline_unix_s == now_unix_s + 60.0
 
 
-def test_a_paused_sequence_that_moves_is_let_go() -> None:
-    replica = Replica()
-    state = replica.take("one")
-    replica.loop.step()
-    assert replica.loop.preemption.pause("one")
-    replica.begin_cutover("one")
-    assert replica.loop.leave("one") is state
-    assert not replica.loop.has_work
-    assert replica.loop.slots.owners == []
-    assert replica.loop.running == []
-
-
 def test_a_token_that_waits_behind_layers_that_do_not_go_is_run_again() -> None:
     replica = Replica()
     replica.take("one")
     while not replica.loop.num_waiting_at_exits[1]:
         replica.loop.step()  # until its token waits behind five layers
     for depth, waited_at in ((8, 1), (5, 1), (2, None)):
-        books = PreCopy(depth)
-        while not isinstance(
-            rest := replica.loop.export.begin_cutover("one", books), SequenceRemainder
-        ):
-            assert rest is not None
+        rest = replica.begin_cutover("one", depth)
         assert rest.resume.extents[-1].stop_layer == depth
         assert rest.resume.waited_at == waited_at
         assert all(span.stop_layer <= depth for span, _ in rest.reading.parts)
