@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.rpc.lifecycle import actor_class
 from actors.rpc.ray_rpc import NAMESPACE
+from actors.rpc.signals import ignore_sigterm
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.config.ingress import LoggingConfig
 from quadriga.config.resolve import ReplicaSpec
@@ -28,6 +29,7 @@ class Rank:
 
     def __init__(self, name: str, logs: LoggingConfig) -> None:
         configure_logging(logs.format, logs.level, process=name)
+        ignore_sigterm()  # it comes to all of a machine that goes down: the replica empties first
 
     def serve(self, spec: EngineSpec, rank: int, host: str, port: int, nice: int) -> None:
         """See `serve_rank`; on this thread, which yields as the replica's engine does."""

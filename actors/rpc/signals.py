@@ -22,13 +22,15 @@ def on_sigterm(callback: Callable[[], None]) -> None:
     handler, and an actor never runs there. So Ray's handler stays, and what it calls to end the
     process is replaced.
     """
-    loop = asyncio.get_running_loop()
-
-    def pass_on(*_: Any, **__: Any) -> None:
-        loop.call_soon_threadsafe(callback)
-
     module: Any = worker
-    module.raise_sys_exit_with_custom_error_message = pass_on
+    put = asyncio.get_running_loop().call_soon_threadsafe
+    module.raise_sys_exit_with_custom_error_message = lambda *_, **__: put(callback)
+
+
+def ignore_sigterm() -> None:
+    """Have SIGTERM do nothing: for actors that another one ends."""
+    module: Any = worker
+    module.raise_sys_exit_with_custom_error_message = lambda *_, **__: None
 
 
 def die_on_sigterm() -> None:
