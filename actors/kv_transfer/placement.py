@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from actors.rpc.lifecycle import scheduler_name
 from actors.rpc.rpc_batcher import RpcBatcher
@@ -106,5 +107,8 @@ class DecodePlacement:
         background(self._calls.tell(self._scheduler, "finished", [], [sequence_id]))
 
     def report_death(self, peer: str) -> None:
-        """Tell the scheduler of a decode replica that is gone."""
+        """Tell the scheduler of a decode replica that is gone, and place no more there."""
+        if self._view is not None:
+            alive = [s for s in self._view.snapshots if s.info.name != peer]
+            self._view = replace(self._view, snapshots=alive)
         background(self._calls.tell(self._scheduler, "replica_died", peer))

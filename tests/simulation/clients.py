@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -120,3 +121,4 @@ class SimulatedClient(AsyncClient):
         self._timeout_s = TIMEOUT_S
         self._retry = RetryPolicy(max_attempts=1000, max_pause_s=60.0)
         self._cancelling, self._open = set(), set()
+        self._connecting, self._is_closed = threading.Lock(), False

@@ -32,7 +32,7 @@ from actors.controller import (
 from actors.kv_transfer import transport_hub
 from actors.metrics import metrics_page, push
 from actors.replica import decode, prefill, replica
-from actors.rpc import lifecycle, ray_rpc, signals
+from actors.rpc import lifecycle, nodes, ray_rpc, signals
 from actors.scheduler import scheduler as scheduler_module
 from quadriga.config import resolve
 from quadriga.control import desired, helios_setup
@@ -334,7 +334,7 @@ def in_virtual_time(
     put(uuid, "uuid4", unique)
     put(asyncio, "to_thread", in_line)
     put(os, "_exit", _exit)
-    for module in (ray_rpc, lifecycle, replica, watchdogs, placement_groups, node_reports):
+    for module in (ray_rpc, lifecycle, nodes, replica, watchdogs, placement_groups, node_reports):
         put(module, "ray", ray)
     for module in (lifecycle, placement_groups):
         put(module, "actor_class", ray.remote)

@@ -135,13 +135,18 @@ async def test_only_a_death_that_is_known_is_told(code: str | None, is_told: boo
     assert any("replica_died" in said for said in told) is is_told
 
 
-async def test_without_a_scheduler_replicas_that_were_full_are_asked_in_turn() -> None:
+async def test_without_a_scheduler_full_replicas_are_asked_in_turn_and_dead_ones_no_more() -> None:
+    async def tell(*_: object) -> None: ...
+
     host, info = replica(), ReplicaInfo("d0", Role.DECODE, CLASS, "", "d0", 4, 512, numerics="ours")
-    handoff, _ = a_handoff(host, RunningSequence(a_state(deadline_s=60.0)), None, None)
+    calls = SimpleNamespace(tell=tell)
+    handoff, _ = a_handoff(host, RunningSequence(a_state(deadline_s=60.0)), None, calls)
     places, full = handoff._placement, ReplicaSnapshot(info, 1.0, num_running=4)
     places._view = ClusterView(1.0, [full, replace(full, info=replace(info, name="d1"))])
     places._is_scheduler_away = True
     assert [await handoff._place(n) for n in ((), ("d0",), ("d0", "d1"))] == ["d0", "d1", None]
+    places.report_death("d0")
+    assert [await handoff._place(n) for n in ((), ("d1",))] == ["d1", None]
 
 
 async def test_the_wait_for_a_place_begins_behind_the_prompt() -> None:
