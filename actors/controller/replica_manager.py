@@ -205,7 +205,8 @@ class ReplicaManager:
     async def _heartbeat(self, replica: ReplicaHandle) -> None:
         """Ask it how it is, and judge."""
         silence_s = silence_limit_s(self.lifecycle.heartbeat_interval_s)
-        if replica.phase is not ReplicaPhase.PENDING:  # Ray keeps calls to what has no process
+        # Ray keeps calls to what has no process.
+        if replica.phase is not ReplicaPhase.PENDING or await self._has_place(replica):
             await self._ask(replica, min(silence_s, self.lifecycle.replica_start_timeout_s))
         reason = await self._verdict(replica, silence_s)
         if reason is not None and await self._is_held():
