@@ -145,7 +145,9 @@ def test_ctrl_c_while_answers_are_judged_keeps_the_load(
 
     monkeypatch.setattr(Judgement, "__call__", interrupted)
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, which shows progress
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has none
     assert run(service(), tmp_path, "--tasks", "4", "--max-tokens", "3", "--warmup", "0") == 130
+    signal.signal(signal.SIGINT, before)
     _, *requests, summary = lines(tmp_path)
     assert len(requests) == len(judged) == 4 and summary["was_interrupted"]
 
