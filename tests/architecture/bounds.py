@@ -15,14 +15,14 @@ class Bound(NamedTuple):
 BOUNDS = {
     # Of a running service; `tests/e2e/test_road.py`.
     "road_files": Bound(120, 50),
-    "road_lines": Bound(28_901, 10_000),
+    "road_lines": Bound(28_966, 10_000),
     "request_classes": Bound(12, 10),
-    "service_lines": Bound(48_461, 33_000),
+    "service_lines": Bound(48_594, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(104_085, 58_000),
-    "test_lines": Bound(83_885, 38_000),
-    "reliability_lines": Bound(5_248, 4_000),
-    "actors_lines": Bound(6_517, 6_485),
+    "product_lines": Bound(104_256, 58_000),
+    "test_lines": Bound(84_386, 38_000),
+    "reliability_lines": Bound(5_255, 4_000),
+    "actors_lines": Bound(6_525, 6_485),
     "llm_lines": Bound(250, 250),
     "readme_words": Bound(900, 900),
     "architecture_words": Bound(2_500, 2_500),
