@@ -36,6 +36,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+UNREACHABLE = "unreachable"
+
 
 class QuadrigaError(Exception):
     """Base of every deliberate error.
@@ -245,9 +247,14 @@ class ReplicaError(QuadrigaError):
 
 
 class ReplicaDied(ReplicaError):
-    """The replica's process is gone or does not answer."""
+    """The replica's process is gone or, with the code `UNREACHABLE`, cannot be reached now."""
 
     default_code = "replica_died"
+
+
+def is_known_death(error: BaseException) -> bool:
+    """Whether a process is gone, and not merely out of reach."""
+    return isinstance(error, ReplicaDied) and error.code != UNREACHABLE
 
 
 class MigrationFailed(ReplicaError):

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 
 from actors.rpc.rpc_batcher import Caller
 from quadriga.core.migration import MigrationReport
-from quadriga.errors import QuadrigaError, ReplicaDied
+from quadriga.errors import QuadrigaError, is_known_death
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ async def empty(
             await hand_over(call, replica, next_owners(), timeout_s=timeout_s)
         except QuadrigaError as exc:
             logger.info("%s did not hand over what it runs: %s", replica, exc)
-            if isinstance(exc, ReplicaDied) and exc.code != "unreachable":
+            if is_known_death(exc):
                 return
         await asyncio.sleep(AGAIN_S)
 

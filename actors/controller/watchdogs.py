@@ -18,7 +18,7 @@ from actors.rpc.lifecycle import SERVE_NAMESPACE, create_or_get, scheduler_name
 from actors.rpc.ray_rpc import RAY_FAILED, call, restart
 from actors.scheduler.scheduler import Scheduler
 from quadriga.clock import Clock
-from quadriga.errors import QuadrigaError, ReplicaDied
+from quadriga.errors import QuadrigaError, is_known_death
 from quadriga.policies.liveness import SCHEDULER_SILENCE_S, event_loop_stall_s, patience_s
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class SchedulerWatch:
             if exc.code == "timeout":
                 await self._miss(began_s)
                 return
-            is_gone = isinstance(exc, ReplicaDied) and exc.code != "unreachable"
+            is_gone = is_known_death(exc)
         self._heard_s = self._clock.now_s()
         if is_gone:
             await self._make(config)

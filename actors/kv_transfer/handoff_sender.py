@@ -19,7 +19,7 @@ from quadriga.config.engine import TransportConfig
 from quadriga.core.kv import Accepted, KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass
 from quadriga.core.request import SequenceState, remaining_of
-from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied, ReplicaError
+from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaError, is_known_death
 from quadriga.interfaces import KVTransport
 from quadriga.kv_transport.payload import checksum, pack, to_host
 from quadriga.scheduling.transfer.handoff import LeaseState
@@ -40,11 +40,6 @@ GROWTH_TOKENS = 32
 def call_timeout_s(deadline_s: float) -> float:
     """For the small calls of a transfer: reserve, renew, abort, and one attempt at a commit."""
     return min(MAX_CALL_TIMEOUT_S, deadline_s / 2)
-
-
-def _is_dead(error: QuadrigaError) -> bool:
-    """Whether the destination is gone, and not merely out of reach."""
-    return isinstance(error, ReplicaDied) and error.code != "unreachable"
 
 
 class OutgoingTransfer:
@@ -168,7 +163,7 @@ class OutgoingTransfer:
             return await self.settle()
         except QuadrigaError as exc:
             logger.info("abort of %s at %s: %s", self.offer.transfer_id, self.peer.name, exc)
-            is_out = _is_dead(exc) or not self._may_be_committed
+            is_out = is_known_death(exc) or not self._may_be_committed
             return LeaseState.ABORTED if is_out else None
 
     async def settle(self) -> LeaseState:
@@ -210,7 +205,7 @@ class OutgoingTransfer:
                 if not await self._call("renew", self.offer.transfer_id):
                     return
             except QuadrigaError as exc:
-                if _is_dead(exc):
+                if is_known_death(exc):
                     return
                 logger.info("lease of %s not renewed: %s", self.offer.transfer_id, exc)
 

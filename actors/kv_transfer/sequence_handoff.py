@@ -19,9 +19,9 @@ from quadriga.errors import (
     MigrationFailed,
     Overloaded,
     QuadrigaError,
-    ReplicaDied,
     ReplicaError,
     Unavailable,
+    is_known_death,
 )
 from quadriga.observability import tracing
 from quadriga.scheduling.sequence import RunningSequence, SequenceStatus
@@ -311,7 +311,7 @@ class PrefillHandoff:
         logger.warning(
             "hand-off %d of %s to %s failed: %s", count, state.sequence_id, peer, error, extra=about
         )
-        if isinstance(error, ReplicaDied) and error.code != "unreachable":
+        if is_known_death(error):
             self._placement.report_death(peer)
         if count >= MAX_FAILURES:
             why = f"{count} hand-offs failed, the last on {peer}: {error.message}"

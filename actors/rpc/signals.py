@@ -19,8 +19,8 @@ def on_sigterm(callback: Callable[[], None]) -> None:
     """Have SIGTERM call `callback` on the running event loop, and do nothing else.
 
     Ray handles the signal on its workers' main thread, the only one that Python lets install a
-    handler, and an actor never runs there. So Ray's handler stays, and what it calls to end the
-    process is replaced.
+    handler, and an asyncio actor never runs there. So Ray's handler stays, and what it calls to end
+    the process is replaced.
     """
     module: Any = worker
     put = asyncio.get_running_loop().call_soon_threadsafe

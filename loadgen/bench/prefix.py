@@ -189,7 +189,7 @@ def measure(llm: LLM, cache: PrefixCache, num_tokens: int, seed: int) -> Round:
 
     def ask(question: list[int], *, cached: bool) -> RequestOutput:
         llm.loop.prefill.prefixes = llm.loop.decode.prefixes = cache if cached else None
-        return llm.generate([shared + question], ANSWER, progress=False)[0]
+        return llm.generate([shared + question], ANSWER, progress=False)[0].checked()
 
     answers, cpu_s = dict[bool, RequestOutput](), dict[bool, float]()
     before_s = cache.seconds

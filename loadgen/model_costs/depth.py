@@ -183,7 +183,7 @@ def generate(
         for p in prompts
     ]
     for news in llm.stream([p.token_ids for p in prompts], asked):
-        answers.token_ids[news.index] += news.token_ids
+        answers.token_ids[news.index] += news.checked().token_ids
         answers.nll -= sum(said.logprob or 0.0 for said in news.logprobs)
         if news.finish_reason is not None:
             say({"done": 1})

@@ -63,7 +63,7 @@ def served_exits(
             for news in llm.stream(prompt.token_ids, asked):
                 now_s = time.process_time()
                 if since_s is not None:
-                    took_s.setdefault(news.exit_layers[-1], []).append(now_s - since_s)
+                    took_s.setdefault(news.checked().exit_layers[-1], []).append(now_s - since_s)
                 since_s = now_s
             say({"done": 1})
     finally:
@@ -87,6 +87,6 @@ def read_again(
     asked = SamplingParams(0, temperature=0.0, num_prompt_logprobs=1)
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     return [
-        [said.top[0][0] for said in (read.prompt_logprobs or ())[len(prompt) :]]
+        [said.top[0][0] for said in (read.checked().prompt_logprobs or ())[len(prompt) :]]
         for prompt, read in zip(prompts, llm.generate(texts, asked, progress=False), strict=True)
     ]

@@ -8,7 +8,6 @@ clients know it by that name, or by that of its folder, or of its file without `
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from quadriga.checkpoint.exits import EXITS_FILE, ExitSpec, read_exits
 from quadriga.checkpoint.families import read_facts
-from quadriga.checkpoint.json_files import GARBLED, read_object
+from quadriga.checkpoint.json_files import GARBLED, find_array, read_object
 from quadriga.checkpoint.packaged_models import PACKAGED_MODELS, packaged_file
 from quadriga.checkpoint.tuned import TUNE_FILE, bundled_for, check_pair, weights_hash
 from quadriga.errors import ConfigError
@@ -258,8 +257,7 @@ def _tokenizers_end(path: Path) -> tuple[int, ...]:
             return tuple(int(i) for i, token in known if token["content"] == end)
         with file.open("rb") as stream:
             head = stream.read(TOKENIZER_HEAD_BYTES).decode("utf-8", "ignore")
-        begin = head.index("[", head.index('"added_tokens"'))
-        added, _ = json.JSONDecoder().raw_decode(head, begin)
+        added, *_ = find_array(head, "added_tokens")
         return tuple(int(token["id"]) for token in added if token["content"] == end)
     except (*GARBLED, RecursionError):  # whoever loads the tokenizer says what is wrong with it
         return ()

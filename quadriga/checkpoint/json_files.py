@@ -27,6 +27,16 @@ def read_limited(file: Path) -> bytes:
         raise ConfigError(f"model: {file} cannot be read: {exc}", param="model") from exc
 
 
+def find_array(text: str, field: str) -> tuple[list[Any], int, int]:
+    """A field's array in a text of JSON that may be cut off behind it, and where the array is.
+
+    Raises: ValueError, RecursionError.
+    """
+    begin = text.index("[", text.index(f'"{field}"'))
+    found, end = json.JSONDecoder().raw_decode(text, begin)
+    return found, begin, end
+
+
 def read_object(file: Path) -> dict[str, Any]:
     """Return the object in a file.
 

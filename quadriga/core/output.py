@@ -132,6 +132,12 @@ class RequestOutput:
     ttft_s: float = 0.0
     cached_tokens: int = 0
 
+    def checked(self) -> RequestOutput:
+        """The output itself, for callers that want all of an answer or none. Raises: `error`."""
+        if self.error is not None:
+            raise self.error
+        return self
+
     def add(self, emission: EngineOutput, text: str) -> None:
         """Take in what the loops said next."""
         self.text += text

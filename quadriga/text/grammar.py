@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quadriga.checkpoint.folder import Checkpoint
+from quadriga.checkpoint.json_files import find_array
 from quadriga.core.grammar import WHITESPACE, Grammar
 from quadriga.errors import InvalidRequest
 
@@ -120,8 +121,7 @@ class TokenGrammars:
 
 def _without_rows(tokenizer: str, vocab_size: int) -> str:
     """A tokenizer less what was added to it, for padding mostly, beyond the model's vocabulary."""
-    begin = tokenizer.index("[", tokenizer.index('"added_tokens"'))
-    added, end = json.JSONDecoder().raw_decode(tokenizer, begin)
+    added, begin, end = find_array(tokenizer, "added_tokens")
     kept = [token for token in added if token["id"] < vocab_size]
     return tokenizer[:begin] + json.dumps(kept) + tokenizer[end:]
 

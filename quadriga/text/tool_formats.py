@@ -128,10 +128,9 @@ class ToolFormat:
         plain = list[dict[str, Any]]()
         for i, message in enumerate(messages):
             made = self._plain(message)
+            # Results of one turn's calls are one turn: some templates have turns alternate.
             if i and message["role"] == messages[i - 1]["role"] == "tool":
-                plain[-1]["content"] += (
-                    f"\n{made['content']}"  # some templates have turns alternate
-                )
+                plain[-1]["content"] += f"\n{made['content']}"
             else:
                 plain.append(made)
         if tools:

@@ -93,6 +93,7 @@ def generate_answers(
             for output in news if asked else ():
                 said[output.index] += output.token_ids
                 if output.finish_reason is None:
+                    advance(output.error is not None)
                     continue
                 name, ids, _ = asked[output.index]
                 answer = OwnAnswer(

@@ -102,7 +102,7 @@ def measure_speed(
                 tokens = sum(len(output.token_ids) for output in outputs)
                 took[way].append(tokens / (clock() - started_s))
                 answers[way] = [
-                    OwnAnswer(str(i), ids, output.token_ids, False)
+                    OwnAnswer(str(i), ids, output.checked().token_ids, False)
                     for i, (ids, output) in enumerate(zip(some, outputs, strict=True))
                 ]
                 if way == "exits":

@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quadriga.errors import (
-    BodyTooLarge,
-    DeadlineExceeded,
-    Forbidden,
-    HeadersTooLarge,
-    InvalidRequest,
-    InvariantViolation,
-    Overloaded,
-    QuadrigaError,
-    RequestTimeout,
-    TakenOver,
-    Unauthenticated,
-    Unavailable,
-    UnknownModel,
-)
+from quadriga import errors
 
 CREATED = 1_767_225_600
 SERVED = "smollm2-135m-instruct"
@@ -211,17 +197,17 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "/detokenize": {"ids": {"tokens": [52, 81, 84]}},
 }
 """Of each path that takes a body."""
-ERRORS: dict[type[QuadrigaError], str] = {
-    InvalidRequest: "temperature: Input should be less than or equal to 2 (got 3)",
-    Unauthenticated: "the API key is not known here",
-    Forbidden: "the API key 'alice' is not an admin's",
-    UnknownModel: f"model 'gpt' is not served here; served: {SERVED} (or 'quadriga-auto')",
-    RequestTimeout: "the body was not here within 30 s",
-    BodyTooLarge: "the body is larger than the limit of 4000000 bytes",
-    Overloaded: "the queues are full; retry in 1 s",
-    HeadersTooLarge: "the request has 140 headers, above the limit of 100",
-    InvariantViolation: "an internal error (KeyError); see the server's log",
-    Unavailable: "no replica is ready",
-    TakenOver: "the request was resumed elsewhere, and goes on there",
-    DeadlineExceeded: "the request was not done within its deadline of 5 s",
+ERRORS: dict[type[errors.QuadrigaError], str] = {
+    errors.InvalidRequest: "temperature: Input should be less than or equal to 2 (got 3)",
+    errors.Unauthenticated: "the API key is not known here",
+    errors.Forbidden: "the API key 'alice' is not an admin's",
+    errors.UnknownModel: f"model 'gpt' is not served here; served: {SERVED} (or 'quadriga-auto')",
+    errors.RequestTimeout: "the body was not here within 30 s",
+    errors.BodyTooLarge: "the body is larger than the limit of 4000000 bytes",
+    errors.Overloaded: "the queues are full; retry in 1 s",
+    errors.HeadersTooLarge: "the request has 140 headers, above the limit of 100",
+    errors.InvariantViolation: "an internal error (KeyError); see the server's log",
+    errors.Unavailable: "no replica is ready",
+    errors.TakenOver: "the request was resumed elsewhere, and goes on there",
+    errors.DeadlineExceeded: "the request was not done within its deadline of 5 s",
 }

@@ -19,7 +19,7 @@ from quadriga.core.output import POLL_SLACK_S, PollReply
 from quadriga.core.replica import PARTS, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL, ResumableSequence, SequenceState
 from quadriga.core.routing import Admission, AdmitRequest, AutoReport, ClusterView
-from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError, Unavailable
+from quadriga.errors import UNREACHABLE, QuadrigaError, ReplicaDied, ReplicaError, Unavailable
 from quadriga.policies.liveness import HeartbeatMonitor, Liveness, event_loop_stall_s
 from serve_app.ops.tasks import Tasks
 from serve_app.request.sequence_request import SequenceRequest
@@ -34,7 +34,6 @@ SCHEDULER_TIMEOUT_S = 2.0
 HEARTBEAT_TIMEOUT_S = 3.0
 PASSED_OVER = (ReplicaError, MemoryError)
 HOLDING_TIMEOUT_S = 5.0
-UNREACHABLE = "unreachable"
 """Code of an error: the connection broke; the process may live."""
 ENDED_PAUSE_S = 0.25
 LOST_S = 3.0

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from quadriga.core.output import EngineOutput, PollReply
 from quadriga.core.routing import ClusterView
-from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
+from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError, is_known_death
 from quadriga.policies.liveness import is_stalled, patience_s
 from serve_app.ops.metrics import IngressMetrics
-from serve_app.request.cluster_client import UNREACHABLE, ClusterClient
+from serve_app.request.cluster_client import ClusterClient
 
 logger = logging.getLogger("quadriga.ingress")
 
@@ -149,7 +149,7 @@ class OutputPoller:
                 reply = await self._poll(replica, poll)
             except QuadrigaError as exc:
                 self._metrics.poll_failures.labels(exc.code).inc()
-                if isinstance(exc, ReplicaDied) and exc.code != UNREACHABLE:
+                if is_known_death(exc):
                     self._give_up(replica, poll, exc)
                     return
                 await asyncio.sleep(RETRY_PAUSE_S)

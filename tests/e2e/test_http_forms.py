@@ -9,7 +9,7 @@ import socket
 import time
 from collections import Counter
 from itertools import product
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 import pytest
@@ -24,16 +24,21 @@ PATIENCE_S = 120.0
 LOOK_INTERVAL_S = 0.2
 
 
+def _exchange(where: SplitResult, data: bytes) -> bytes:
+    """What comes back, also from who closes before it has read all; streams lose that."""
+    got = b""
+    with socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S) as plain:
+        with contextlib.suppress(ConnectionError):
+            plain.sendall(data)
+        with contextlib.suppress(ConnectionError):
+            while piece := plain.recv(1 << 16):
+                got += piece
+    return got
+
+
 async def answer(service: Service, data: bytes) -> tuple[int, dict[bytes, bytes], bytes]:
     """Send one request; return status, headers and body."""
-    where = urlsplit(service.base_url)
-    async with asyncio.timeout(PATIENCE_S):
-        reader, writer = await asyncio.open_connection(where.hostname, where.port)
-        writer.write(data)
-        try:
-            got = await reader.read(-1)
-        finally:
-            writer.close()
+    got = await asyncio.to_thread(_exchange, urlsplit(service.base_url), data)
     head, _, body = got.partition(b"\r\n\r\n")
     first, *lines = head.split(b"\r\n")
     return int(first.split()[1]), dict(x.lower().split(b": ", 1) for x in lines), body
@@ -90,14 +95,10 @@ async def test_headers_that_are_not_utf8(service: Service) -> None:
     ],
 )
 async def test_what_serve_never_sees(service: Service, data: bytes, status: int) -> None:
-    if haproxy_enabled() and not data.startswith((b"OPTIONS", b"BREW")):
-        # What it has not read as it closes may take its answer along.
-        lost = (ConnectionResetError, IndexError) if len(data) > 1 << 20 else ()
-        with contextlib.suppress(*lost):
-            got, _, _ = await answer(service, data)
-            assert got in (400, 404), "HAProxy reads it in its own way, or has its own text"
-        return
     got, headers, body = await answer(service, data)
+    if haproxy_enabled() and not data.startswith((b"OPTIONS", b"BREW")):
+        assert got in (400, 404), "HAProxy reads it in its own way, or answers with its own text"
+        return
     assert got == status
     assert headers[b"content-type"] == b"application/json"
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}

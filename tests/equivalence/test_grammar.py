@@ -131,7 +131,9 @@ def test_a_grammar_that_fails_on_its_way_ends_its_sequence_alone(llm: LLM, befor
     failed, other = llm.generate(prompts, [failing, plain], progress=False)
     assert isinstance(failed.error, InvalidRequest) and failed.error.code == "grammar_failed"
     assert re.search(r"fails after \d+ tokens", failed.error.message)
-    assert (failed.finish_reason, other.error) == (None, None)
+    assert (failed.finish_reason, other.checked()) == (None, other)
+    with pytest.raises(InvalidRequest, match="fails after"):
+        failed.checked()
     assert other.text == "Counting: 3 4 5 6"
     said = list(llm.stream(PROMPT, failing))
     assert [news.error is None for news in said] == [True] * (len(said) - 1) + [False]

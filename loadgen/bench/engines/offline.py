@@ -79,5 +79,5 @@ def run_offline(llm: LLM, workload: Workload) -> GeneratedTokens:
     return GeneratedTokens(
         seconds=time.perf_counter() - started_s,
         ttft_s=[output.ttft_s for output in outputs],
-        token_ids=[output.token_ids for output in outputs],
+        token_ids=[output.checked().token_ids for output in outputs],
     )

@@ -75,7 +75,7 @@ def _judge(
         outputs = llm.generate(windows, params, progress=False)
     finally:
         llm.close()
-    tokens = [t for output in outputs for t in (output.prompt_logprobs or ())]
+    tokens = [t for output in outputs for t in (output.checked().prompt_logprobs or ())]
     judged = [t for t in tokens if t.logprob is not None]
     return math.fsum(t.logprob or 0.0 for t in judged), [t.top[0][0] for t in judged]
 

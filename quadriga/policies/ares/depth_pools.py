@@ -203,8 +203,7 @@ def plan_pools(
         where memory is short: what holds it is spread evenly then.
     """
     n = len(cluster)
-    is_able = n > 1 and cluster.front_share < 1.0 and len(cluster.rows) >= MIN_ROWS * n
-    if not is_able:
+    if n < 2 or cluster.front_share >= 1.0 or len(cluster.rows) < MIN_ROWS * n:
         return None
     splits = _Splits(cluster, settings)
     mixed_s, (best_s, found) = splits.mixed_s, splits.best()

@@ -136,10 +136,8 @@ async def test_only_a_death_that_is_known_is_told(code: str | None, is_told: boo
 
 
 async def test_without_a_scheduler_full_replicas_are_asked_in_turn_and_dead_ones_no_more() -> None:
-    async def tell(*_: object) -> None: ...
-
     host, info = replica(), ReplicaInfo("d0", Role.DECODE, CLASS, "", "d0", 4, 512, numerics="ours")
-    calls = SimpleNamespace(tell=tell)
+    calls = SimpleNamespace(tell=AsyncMock())
     handoff, _ = a_handoff(host, RunningSequence(a_state(deadline_s=60.0)), None, calls)
     places, full = handoff._placement, ReplicaSnapshot(info, 1.0, num_running=4)
     places._view = ClusterView(1.0, [full, replace(full, info=replace(info, name="d1"))])

@@ -51,6 +51,12 @@ def cluster_of(*held: list[Held], front_share: float = FRONT) -> ClusterForecast
     )
 
 
+def planned(cluster: ClusterForecast, last: DepthPools | None, at_s: float) -> DepthPools:
+    found = plan_pools(cluster, SETTINGS, last, at_s)
+    assert found is not None
+    return found
+
+
 def pools(*shallow: str) -> DepthPools:
     return DepthPools(frozenset(shallow), 0.6, 0.1, 1.0, 0.9, 0.0, frozenset("ab"))
 
@@ -197,31 +203,23 @@ def test_replicas_are_not_split_while_memory_is_short() -> None:
 def test_a_split_is_neither_made_nor_kept_that_the_next_sequences_do_not_need() -> None:
     unlike = cluster_of(*mixed())
     alike = cluster_of(*[rows(name, [FRONT + 0.001] * 6) for name in "ab"])
-    found = plan_pools(unlike, SETTINGS, None, 0.0)
-    assert found is not None
+    found = planned(unlike, None, 0.0)
     assert found.gain > 0.03
     assert not found.is_on, "for any few sequences some cut looks good"
-    never_made = plan_pools(alike, SETTINGS, found, 60.0)
-    assert never_made is not None
+    never_made = planned(alike, found, 60.0)
     assert not never_made.is_on
     assert never_made.gain < 0.0
-    made = plan_pools(unlike, SETTINGS, found, 60.0)
-    assert made is not None
+    made = planned(unlike, found, 60.0)
     assert made.is_on
-    over = plan_pools(alike, SETTINGS, made, 120.0)
-    assert over is not None
-    assert not over.is_on
+    assert not planned(alike, made, 120.0).is_on
 
 
 def test_a_split_keeps_its_share_of_the_replicas_as_one_comes() -> None:
-    found = plan_pools(cluster_of(*mixed()), SETTINGS, None, 0.0)
-    assert found is not None
+    found = planned(cluster_of(*mixed()), None, 0.0)
     more = unpacked(
         [snapshot(n, h, front_share=FRONT) for n, h in zip("abcd", mixed() * 2, strict=True)]
     )
-    made = plan_pools(more, SETTINGS, found, 1.0)
-    assert made is not None
-    assert (found.found[0], len(made.shallow)) == (1, 2)
+    assert (found.found[0], len(planned(more, found, 1.0).shallow)) == (1, 2)
 
 
 def test_few_sequences_are_not_split() -> None:
