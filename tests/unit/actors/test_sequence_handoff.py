@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
