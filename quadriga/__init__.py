@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quadriga.checkpoint.exits import ExitParams
     from quadriga.core.grammar import Grammar
-    from quadriga.core.output import RequestOutput
     from quadriga.core.request import SamplingParams
+    from quadriga.core.request_output import RequestOutput
     from quadriga.llm import LLM
 
 _HOMES = {
     "LLM": "quadriga.llm",
     "Grammar": "quadriga.core.grammar",
-    "RequestOutput": "quadriga.core.output",
+    "RequestOutput": "quadriga.core.request_output",
     "SamplingParams": "quadriga.core.request",
     "ExitParams": "quadriga.checkpoint.exits",
 }

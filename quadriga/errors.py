@@ -36,8 +36,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-UNREACHABLE = "unreachable"
-
 
 class QuadrigaError(Exception):
     """Base of every deliberate error.
@@ -247,14 +245,14 @@ class ReplicaError(QuadrigaError):
 
 
 class ReplicaDied(ReplicaError):
-    """The replica's process is gone or, with the code `UNREACHABLE`, cannot be reached now."""
+    """The replica's process is gone or, with the code "unreachable", cannot be reached now."""
 
     default_code = "replica_died"
 
 
 def is_known_death(error: BaseException) -> bool:
     """Whether a process is gone, and not merely out of reach."""
-    return isinstance(error, ReplicaDied) and error.code != UNREACHABLE
+    return isinstance(error, ReplicaDied) and error.code != "unreachable"
 
 
 class MigrationFailed(ReplicaError):

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from quadriga.checkpoint.exits import ExitCounters, ExitParams
 from quadriga.clock import SystemClock
 from quadriga.config.pacing import find_profile
-from quadriga.core.output import EngineOutput, RequestOutput
+from quadriga.core.output import EngineOutput
 from quadriga.core.replica import Role
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState
+from quadriga.core.request_output import RequestOutput
 from quadriga.engine import load_runner
 from quadriga.errors import ConfigError
 from quadriga.input_processor import InputProcessor, Prompt

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING
 
 from loadgen.options import whole
 from loadgen.report.experiment import print_line, show
-from quadriga.core.output import RequestOutput
 from quadriga.core.request import SamplingParams
+from quadriga.core.request_output import RequestOutput
 from quadriga.errors import ConfigError
 from quadriga.interfaces import SharingRunner
 from quadriga.scheduling.prefixes.cache import MAX_BLANK, PrefixCache

@@ -10,22 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from quadriga import errors
 from quadriga.config.ingress import IngressConfig
-from quadriga.errors import (
-    BodyTooLarge,
-    DeadlineExceeded,
-    Forbidden,
-    HeadersTooLarge,
-    InvalidRequest,
-    InvariantViolation,
-    Overloaded,
-    QuadrigaError,
-    RequestTimeout,
-    TakenOver,
-    Unauthenticated,
-    Unavailable,
-    UnknownModel,
-)
 from quadriga.observability.metrics import CONTENT_TYPE
 from serve_app.embeddings.answers import EmbeddingsAnswer
 from serve_app.embeddings.body import EmbeddingsBody
@@ -56,12 +42,12 @@ from serve_app.openai.validation import largest_n
 from serve_app.responses.answers import ResponsesAnswer
 from serve_app.responses.body import ResponsesBody
 
-Errors = tuple[type[QuadrigaError], ...]
+Errors = tuple[type[errors.QuadrigaError], ...]
 
-_ALWAYS: Errors = (InvalidRequest, HeadersTooLarge, InvariantViolation)
-_KEYED: Errors = (*_ALWAYS, Unauthenticated, Overloaded)
-_POSTED: Errors = (*_KEYED, UnknownModel, RequestTimeout, BodyTooLarge)
-_GENERATED: Errors = (*_POSTED, Unavailable, DeadlineExceeded, TakenOver)
+_ALWAYS: Errors = (errors.InvalidRequest, errors.HeadersTooLarge, errors.InvariantViolation)
+_KEYED: Errors = (*_ALWAYS, errors.Unauthenticated, errors.Overloaded)
+_POSTED: Errors = (*_KEYED, errors.UnknownModel, errors.RequestTimeout, errors.BodyTooLarge)
+_GENERATED: Errors = (*_POSTED, errors.Unavailable, errors.DeadlineExceeded, errors.TakenOver)
 HEADER_TEXTS = {
     "retry-after": "Seconds after which a retry may succeed.",
     "retry-after-ms": "The same in milliseconds.",
@@ -100,7 +86,7 @@ class Operation:
         return examples.REQUESTS.get(self.path, {})
 
 
-_READY = (*_ALWAYS, Unavailable)
+_READY = (*_ALWAYS, errors.Unavailable)
 _PING = "As /health, with an empty answer; SageMaker's name for it."
 _METRICS = (
     "Prometheus text: the whole cluster, each series labelled `replica`. With keys on, for keys "
@@ -128,12 +114,16 @@ OPERATIONS = (
     Operation("post", "/ping", _OPS, _PING, "text/plain", _READY),
     Operation("get", "/version", _OPS, "Which version runs.", Version, _ALWAYS),
     Operation("get", "/load", _OPS, "How much there is to do now.", LoadAnswer, _KEYED),
-    Operation("get", "/metrics", _OPS, _METRICS, CONTENT_TYPE, (*_KEYED, Forbidden, Unavailable)),
     Operation(
-        "get", "/metrics/endpoint", _OPS, _ENDPOINT_METRICS, CONTENT_TYPE, (*_KEYED, Unavailable)),
+        "get", "/metrics", _OPS, _METRICS, CONTENT_TYPE,
+        (*_KEYED, errors.Forbidden, errors.Unavailable)),
+    Operation(
+        "get", "/metrics/endpoint", _OPS, _ENDPOINT_METRICS, CONTENT_TYPE,
+        (*_KEYED, errors.Unavailable)),
     Operation("get", "/v1/models", "models", "The models served.", ModelList, _KEYED),
     Operation(
-        "get", "/v1/models/{model}", "models", "One model.", ModelCard, (*_KEYED, UnknownModel)),
+        "get", "/v1/models/{model}", "models", "One model.", ModelCard,
+        (*_KEYED, errors.UnknownModel)),
     Operation(
         "post", "/v1/completions", _GENERATION, "Continue a prompt.", CompletionAnswer,
         _GENERATED, CompletionBody, CompletionChunk),
@@ -167,7 +157,7 @@ def openapi_document(limits: IngressConfig, *, needs_key: bool = False) -> dict[
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
         rendered = _operation(operation, schemas)
-        if Unauthenticated not in operation.errors:
+        if errors.Unauthenticated not in operation.errors:
             rendered["security"] = []
         paths.setdefault(operation.path, {})[operation.method] = rendered
     _schema(ErrorBody, schemas, mode="serialization")
@@ -295,7 +285,7 @@ def _responses(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _error_response(error: type[QuadrigaError]) -> dict[str, Any]:
+def _error_response(error: type[errors.QuadrigaError]) -> dict[str, Any]:
     sample = error(examples.ERRORS[error], retry_after_s=1.0)
     names = {name.decode() for name, _ in error_headers(sample)}
     content = {

@@ -19,7 +19,7 @@ from quadriga.core.output import POLL_SLACK_S, PollReply
 from quadriga.core.replica import PARTS, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL, ResumableSequence, SequenceState
 from quadriga.core.routing import Admission, AdmitRequest, AutoReport, ClusterView
-from quadriga.errors import UNREACHABLE, QuadrigaError, ReplicaDied, ReplicaError, Unavailable
+from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError, Unavailable, is_known_death
 from quadriga.policies.liveness import HeartbeatMonitor, Liveness, event_loop_stall_s
 from serve_app.ops.tasks import Tasks
 from serve_app.request.sequence_request import SequenceRequest
@@ -390,7 +390,5 @@ async def unowned(cluster: ClusterClient, sequences: Sequence[SequenceRequest]) 
 async def _held(cluster: ClusterClient, replica: str, sequence_ids: list[str]) -> Sequence[str]:
     try:
         return await cluster.holding(replica, sequence_ids)
-    except ReplicaDied as exc:
-        return sequence_ids if exc.code == UNREACHABLE else ()
-    except QuadrigaError:
-        return sequence_ids
+    except QuadrigaError as exc:
+        return () if is_known_death(exc) else sequence_ids

@@ -10,8 +10,8 @@ background, and is left out. What remains and occurs in at least two of the thre
 executed by the request: those functions, and the files they are in. Code that runs when a module
 is imported is no part of it.
 
-The rule of the classes: eight long streams run at once. An object counts that is alive at two
-moments a while apart during them; a class counts when, over all processes, at least eight more of
+The rule of the classes: sixteen long streams run at once. An object counts that is alive at two
+moments a while apart during them; a class counts when, over all processes, at least sixteen more of
 its objects do than were alive before, and most of these are gone after the streams ended. Classes
 of which there are more and more while nothing runs, as of points in a history, are left out.
 """
@@ -52,7 +52,7 @@ SETTLE_S = 2.0
 """From the end of a request until nothing works for it any more."""
 NUM_REQUESTS = 3
 NUM_SEEN = 2
-NUM_STREAMS = 8
+NUM_STREAMS = 16
 NUM_TOKENS = 24
 LONG_TOKENS = 1900
 BEGUN_BYTES = 2_000

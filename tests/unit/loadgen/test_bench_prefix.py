@@ -11,8 +11,8 @@ import pytest
 from loadgen.__main__ import main
 from loadgen.bench import prefix
 from loadgen.bench.prefix import Round, is_same
-from quadriga.core.output import RequestOutput
 from quadriga.core.request import TokenLogprob
+from quadriga.core.request_output import RequestOutput
 
 
 def test_answers_are_compared_to_the_bit() -> None:
