@@ -103,7 +103,7 @@ async def test_another_ingress_goes_on_with_a_request_whose_model_was_chosen(cho
     body |= {"stream_options": {"include_usage": True}}
     headers = {"idempotency-key": "of-two", "x-resume-index": "2"}
     async with OwnIngress(choosing) as first, OwnIngress(choosing, "another-ingress") as second:
-        await first.until(choosing, lambda now: now["target"] is not None)
+        await first.until(choosing, lambda now: is_chosen(now) and choosing.status()["is_ready"])
         path = "/v1/completions"
         replicas = await asyncio.to_thread(choosing.replicas, "decode")
         with held(replicas):
