@@ -66,7 +66,7 @@ def _arm(replica: Any, point: str, signal_number: int) -> None:
     if point == "offer":
         before(replica.sender, "reserve")
     elif point == "send":
-        before(Copy, "send")
+        before(Copy, "_send")
     elif point == "committing":
         before(Migration, "_commit")
     elif point == "acknowledged":
