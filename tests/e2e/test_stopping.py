@@ -28,6 +28,8 @@ PACED = ("decode.pace=steady-15ms", "lifecycle.drain_timeout_s=200")
 NUM_TOKENS = 600
 """At 15 ms each: long enough for new requests to be refused meanwhile, on any machine."""
 NEVER_TOKENS = 1900
+GONE_S = 120.0
+"""Ray's own agents of a node look once a minute for the raylet, where that was killed."""
 BODY = {"model": "quadriga-s", "prompt": "Count from 1 to 40.\n", "ignore_eos": True}
 DELETE = """
 import sys, ray
@@ -128,7 +130,7 @@ def assert_errors(streams: Streams) -> None:
 
 
 def assert_all_gone(service: ServeCommand) -> None:
-    service.until(lambda: not service.left(), 60.0)
+    service.until(lambda: not service.left(), GONE_S)
 
 
 @pytest.mark.parametrize(
