@@ -7,7 +7,8 @@ long as answers have been lately. Where that was wrong, rescheduling moves it.
 Source: ARES §3 ("according to its input length, predicted output length, and the current load");
 the rule is ours: putting load x(t) on replica t raises the variance at each point by
 `(2/n) · x · (L_t − L̄)` and a term that is the same for all, so the least weighted `Σ x · L_t` is
-the best.
+the best. Here a point stands for the tokens up to the next one: a newcomer meets what is there now,
+and a short one nothing else.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def best_replica(
         return int(np.argmax(np.where(able, room, -np.inf)))
     if pools is not None and pools.is_on:
         fits = preferred(pools, cluster, fits, settings, leaves_early=request.leaves_early)
-    cost = cluster.load_s @ (settings.weights * x)
+    cost = (cluster.load_s * x)[:, :-1] @ settings.weights[1:]
     return int(np.argmin(np.where(fits, cost, np.inf)))
 
 

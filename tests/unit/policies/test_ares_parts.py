@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,8 @@ from quadriga.policies.ares.recording import (
 )
 from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import AresSettings, TransferCosts, horizon_s
+from quadriga.policies.inflight_tracker import InflightTracker, SentRequest
+from quadriga.policies.least_work import expected_length
 from tests.unit.policies.ares_twin import CLASS, Held, random_cluster, snapshot, unpacked
 
 COSTS = TransferCosts(57_344, 25e9 / 8)
@@ -133,9 +136,24 @@ def test_placement_prefers_whoever_will_be_free() -> None:
     b = snapshot("b", [held(f"b{i}", 2500.0, 20_000.0) for i in range(4)], capacity=500_000)
     placement = AresPlacement()
     assert placement.choose(request(100, sure(10_000.0)), [a, b]) == "a"
-    assert placement.choose(request(100, None), [a, b]) == "a", "as long as answers usually are"
+    unknown = replace(request(100, None), max_total_tokens=10_000)
+    assert placement.choose(unknown, [a, b]) == "a", "as long as answers usually are"
     placement.load_only = True
     assert placement.choose(request(100, sure(10_000.0)), [a, b]) == "b"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 10, 19, 20, 300])
+def test_newcomers_are_spread_however_short_they_are(max_tokens: int) -> None:
+    """They have ended before the first point ahead; what is there now counts for them."""
+    tracker, placement, chosen = InflightTracker(), AresPlacement(), Counter[str | None]()
+    snapshots = [snapshot(name, [], slots=32, capacity=10**6) for name in "abc"]
+    for number in range(30):
+        seen = [tracker.adjust(s, now_s=0.0) for s in snapshots]
+        asked = PlaceRequest(f"s{number}", CLASS, 100, 100 + max_tokens)
+        chosen[name := placement.choose(asked, seen)] += 1
+        promised = Promised(asked.sequence_id, 100, expected_length(asked, seen))
+        tracker.sent(str(name), asked.sequence_id, SentRequest(0.0, 0, 100, promised, 100))
+    assert chosen == {"a": 10, "b": 10, "c": 10}
 
 
 def test_placement_looks_at_the_memory_peak() -> None:
@@ -180,7 +198,7 @@ def test_placement_is_the_one_that_raises_the_variance_least() -> None:
         for i in range(len(cluster)):
             load = cluster.load_s.copy()
             load[i] += x
-            after.append(float(load.var(axis=0) @ settings.weights))
+            after.append(float(load.var(axis=0)[:-1] @ settings.weights[1:]))
         chosen = AresPlacement(settings).choose(wanted, snapshots)
         assert chosen is not None
         assert after[cluster.names.index(chosen)] == pytest.approx(min(after), rel=1e-9)
