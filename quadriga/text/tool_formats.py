@@ -52,7 +52,12 @@ class ToolFormat:
         return tuple(m.strip() for m in (self.opening, self.closing, *inner) if m.strip())
 
     def grammar(
-        self, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool, ids: Mapping[str, int]
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        is_parallel: bool,
+        ids: Mapping[str, int],
+        instead: Mapping[str, Any] | None = None,
     ) -> Grammar:
         """The form of an answer that is nothing but calls of these functions.
 
@@ -60,6 +65,8 @@ class ToolFormat:
             tools: `name` and `parameters` (a JSON schema) of each.
             is_parallel: There may be several calls.
             ids: Marks that are special tokens, with their ids.
+            instead: A schema: an answer without calls is JSON that it allows. Not where `opening`
+                is empty: a brace would begin either.
 
         Raises: InvalidRequest: The format cannot hold parameters of such a schema.
         """
@@ -69,7 +76,11 @@ class ToolFormat:
         if more and not self.is_list:
             between = _mark(self.separator, ids)
             start += f" ({between} {opening} {self._calls(0, ids)}){{0,{more}}}"
-        return Grammar("lark", "\n".join([f"start: {start}", *self._rules(tools, ids)]))
+        rules = self._rules(tools, ids)
+        if instead is not None:
+            start += " | instead"
+            rules.append(f"instead: {_json(instead)}")
+        return Grammar("lark", "\n".join([f"start: {start}", *rules]))
 
     def free_grammar(
         self, tools: Sequence[Mapping[str, Any]], ids: Mapping[str, int]
