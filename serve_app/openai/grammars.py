@@ -45,7 +45,7 @@ def read_grammar(body: GenerationFields, tools: ChatTools) -> tuple[Grammar, str
 def _beside_tools(found: list[tuple[Grammar, str]], tools: ChatTools) -> list[tuple[Grammar, str]]:
     """The form of an answer that may call; that of `response_format` holds where it does not.
 
-    Raises: InvalidRequest: The form is another one, or cannot be told from calls.
+    Raises: InvalidRequest: The form is another one.
     """
     if not found:
         return [] if tools.grammar is None else [(tools.grammar, "tools")]

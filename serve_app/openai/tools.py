@@ -27,8 +27,7 @@ class ChatTools:
         told: What the chat template is told, in OpenAI's form.
         calling: How the answer is read; None where no tool may be called.
         grammar: The form of an answer that must call, or that may call strict tools; else None.
-        or_json: The form of an answer that calls, or, where it need not, is JSON of a schema; None
-            where calls begin like any JSON.
+        or_json: The form of an answer that calls, or, where it need not, is JSON of a schema.
     """
 
     told: tuple[dict[str, Any], ...] = ()
@@ -79,7 +78,7 @@ def read_tools(body: ChatBody, model: ServedModel) -> ChatTools:
         return calls(instead=None if forced else schema)
 
     calling = ToolCalling(form, parameters, marks, most)
-    return ChatTools(told, calling, grammar, or_json if forced or form.opening else None)
+    return ChatTools(told, calling, grammar, or_json)
 
 
 def _check(tools: list[ToolBody]) -> None:

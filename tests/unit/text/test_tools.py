@@ -230,7 +230,7 @@ TOOLS = [
 ]
 
 
-OBJECT = {"type": "object", "properties": {"a": True}, "additionalProperties": False}
+OBJECT = {"type": "object", "properties": {"a": True, "name": {}}, "additionalProperties": False}
 
 
 def allows(grammar: Grammar, token_ids: list[int]) -> bool:
@@ -263,7 +263,7 @@ def test_an_answer_that_must_call_can_only_be_calls(form: ToolFormat, is_paralle
     jsonschema.validate(json.loads(good[1]), WEATHER)
 
 
-@pytest.mark.parametrize("form", [HERMES, LISTED, MISTRAL, MISTRAL_ARGS, QWEN_TAGS])
+@pytest.mark.parametrize("form", [*FORMS, MISTRAL_ARGS, QWEN_TAGS])
 def test_an_answer_that_may_be_json_instead_is_either(form: ToolFormat) -> None:
     calls = form.grammar(TOOLS, is_parallel=True, ids={})
     both = form.grammar(TOOLS, is_parallel=True, ids={}, instead={"required": ["a"]} | OBJECT)
@@ -279,8 +279,13 @@ def test_an_answer_that_may_be_json_instead_is_either(form: ToolFormat) -> None:
     }[form.style]
     assert is_allowed(calls, call)
     assert is_allowed(both, call)
-    assert is_allowed(both, '{"a": [1]}')
-    assert not is_allowed(calls, '{"a": [1]}')
+    answer = '{"a": [1], "name": "get_w"}'
+    assert is_allowed(both, answer)
+    assert not is_allowed(calls, answer)
+    assert read(form, [answer]) == (answer, [])
+    if form.style == "object":
+        assert is_allowed(both, written(form, [("get_weather", '{"city": "Rome", "unit": "C"}')]))
+        assert not is_allowed(both, written(form, [("get_weather", '{"city": "Rome"}')]))
     for text in ("{}", "words", f'{{"a": 1}}{call}', f'{call}{{"a": 1}}'):
         assert not is_allowed(both, text)
 
