@@ -52,7 +52,12 @@ class ToolFormat:
         return tuple(m.strip() for m in (self.opening, self.closing, *inner) if m.strip())
 
     def grammar(
-        self, tools: Sequence[Mapping[str, Any]], *, is_parallel: bool, ids: Mapping[str, int]
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        is_parallel: bool,
+        ids: Mapping[str, int],
+        instead: Mapping[str, Any] | None = None,
     ) -> Grammar:
         """The form of an answer that is nothing but calls of these functions.
 
@@ -60,6 +65,7 @@ class ToolFormat:
             tools: `name` and `parameters` (a JSON schema) of each.
             is_parallel: There may be several calls.
             ids: Marks that are special tokens, with their ids.
+            instead: A schema: an answer without calls is JSON that it allows.
 
         Raises: InvalidRequest: The format cannot hold parameters of such a schema.
         """
@@ -69,7 +75,11 @@ class ToolFormat:
         if more and not self.is_list:
             between = _mark(self.separator, ids)
             start += f" ({between} {opening} {self._calls(0, ids)}){{0,{more}}}"
-        return Grammar("lark", "\n".join([f"start: {start}", *self._rules(tools, ids)]))
+        rules = self._rules(tools, ids, beside_json=instead is not None and not self.opening)
+        if instead is not None:
+            start += " | instead"
+            rules.append(f"instead: {_json(instead)}")
+        return Grammar("lark", "\n".join([f"start: {start}", *rules]))
 
     def free_grammar(
         self, tools: Sequence[Mapping[str, Any]], ids: Mapping[str, int]
@@ -101,13 +111,30 @@ class ToolFormat:
         others = f' (", " call){{0,{more}}}' if more else ""
         return f'"[" call{others} "]" {closing}'
 
-    def _rules(self, tools: Sequence[Mapping[str, Any]], ids: Mapping[str, int]) -> list[str]:
-        """What a call is, in Lark."""
+    def _rules(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        ids: Mapping[str, int],
+        *,
+        beside_json: bool = False,
+    ) -> list[str]:
+        """What a call is, in Lark.
+
+        Args:
+            beside_json: Other JSON may stand in its place. Then a call is JSON as well, piece by
+                piece: the parser has begun a longer piece before it knows that it is another one.
+        """
         rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
         for i, tool in enumerate(tools):
             name, schema = tool["name"], tool["parameters"]
             if self.style == "tags":
                 rules += _tag_rules(i, name, schema)
+                continue
+            if beside_json:
+                call: dict[str, Any] = {"name": {"const": name}, self.arguments: schema}
+                shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+                made = {"properties": call, "required": [*call], "additionalProperties": False}
+                rules.append(f"call_{i}: {_json({'type': 'object'} | shared | made)}")
                 continue
             if self.style == "named":
                 rules.append(f"call_{i}: {quoted(name)} {_mark(ARGS, ids)} arguments_{i}")

@@ -11,7 +11,7 @@ from quadriga.core.request import Pooling, SamplingParams
 from quadriga.errors import InvalidRequest
 from serve_app.openai.bodies import ignored_fields
 from serve_app.openai.models import ModelDirectory
-from serve_app.openai.schema import PROMPT_FORMS, PROMPT_SCHEMA, RequestFields
+from serve_app.openai.schema import INT32_MAX, PROMPT_FORMS, PROMPT_SCHEMA, RequestFields
 from serve_app.openai.unsupported import EMBEDDINGS
 from serve_app.openai.validation import check_context, read_deadline_s, read_prompts
 from serve_app.request.request import Request, in_time
@@ -27,6 +27,9 @@ class EmbeddingsBody(RequestFields):
     input: Any = Field(description=PROMPT_FORMS, json_schema_extra=PROMPT_SCHEMA)
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="Numbers, the default, or base64 of little-endian float32."
+    )
+    dimensions: int | None = Field(
+        None, ge=1, le=INT32_MAX, description="Only the number that the model's vectors have."
     )
     pooling: Pooling | None = Field(
         None, description="Mean of the tokens' last hidden states, the default, or the last one."
@@ -59,6 +62,13 @@ async def embedding_request(
             f"model: embeddings need all {checkpoint.num_layers} layers of {model.id}, which is "
             f"served with {model.depth}; name another model",
             param="model",
+        )
+    if body.dimensions not in (None, checkpoint.hidden_size):
+        raise InvalidRequest(
+            f"dimensions: vectors of {model.id} have {checkpoint.hidden_size}; shortened, which "
+            "they were not trained for, they would lose their meaning; leave it out",
+            param="dimensions",
+            code="unsupported_parameter",
         )
     async with in_time(read_deadline_s(body, limits)):
         prompts, texts = await read_prompts(body.input, model, limits, models, field="input")

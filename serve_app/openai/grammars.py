@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from quadriga.core.grammar import Grammar
@@ -20,16 +21,6 @@ def read_grammar(body: GenerationFields, tools: ChatTools) -> tuple[Grammar, str
     Raises: InvalidRequest.
     """
     found = [*_response_format(body), *_guided(body), *_structured_outputs(body)]
-    if found and tools.calling is not None:
-        raise InvalidRequest(
-            f"{found[0][1]}: not together with tools that may be called; leave one of them out, or "
-            "set tool_choice to none",
-            param=found[0][1],
-        )
-    if tools.grammar is not None:
-        found = [(tools.grammar, "tools")]
-    if not found:
-        return None
     if len(found) > 1:
         names = " and ".join(field for _, field in found)
         raise InvalidRequest(
@@ -37,6 +28,10 @@ def read_grammar(body: GenerationFields, tools: ChatTools) -> tuple[Grammar, str
             "out",
             param=found[1][1],
         )
+    if tools.calling is not None:
+        found = _beside_tools(found, tools)
+    if not found:
+        return None
     for name in NOT_TOGETHER:
         if getattr(body, name):
             raise InvalidRequest(
@@ -45,6 +40,23 @@ def read_grammar(body: GenerationFields, tools: ChatTools) -> tuple[Grammar, str
                 param=name,
             )
     return found[0]
+
+
+def _beside_tools(found: list[tuple[Grammar, str]], tools: ChatTools) -> list[tuple[Grammar, str]]:
+    """The form of an answer that may call; that of `response_format` holds where it does not.
+
+    Raises: InvalidRequest: The form is another one.
+    """
+    if not found:
+        return [] if tools.grammar is None else [(tools.grammar, "tools")]
+    form, field = found[0]
+    if tools.or_json is None or not field.startswith("response_format"):
+        raise InvalidRequest(
+            f"{field}: not together with tools that may be called; leave one of them out, or set "
+            "tool_choice to none",
+            param=field,
+        )
+    return [(tools.or_json(json.loads(form.text)), field)]
 
 
 def _response_format(body: GenerationFields) -> list[tuple[Grammar, str]]:

@@ -154,6 +154,9 @@ class GenerationFields(RequestFields):
         description="Most tokens of the answer; completions: 16 by default, 0 only with `echo`; "
         "chats: what is left of the context. With the prompt it must fit the context.",
     )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=MAX_TOKENS_LIMIT, description="`max_tokens` by its newer name; wins over it."
+    )
     min_tokens: int | None = Field(
         None,
         ge=0,
@@ -388,9 +391,6 @@ class ChatBody(GenerationFields):
     )
     parallel_tool_calls: bool | None = Field(
         None, description="False: an answer has one call at most; later ones are left out."
-    )
-    max_completion_tokens: int | None = Field(
-        None, ge=1, le=MAX_TOKENS_LIMIT, description="`max_tokens` by its newer name; wins over it."
     )
     logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens.")
     top_logprobs: int | None = Field(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from quadriga.core.grammar import MAX_GRAMMAR_BYTES, Grammar
@@ -25,11 +27,13 @@ class ChatTools:
         told: What the chat template is told, in OpenAI's form.
         calling: How the answer is read; None where no tool may be called.
         grammar: The form of an answer that must call, or that may call strict tools; else None.
+        or_json: The form of an answer that calls, or, where it need not, is JSON of a schema.
     """
 
     told: tuple[dict[str, Any], ...] = ()
     calling: ToolCalling | None = None
     grammar: Grammar | None = None
+    or_json: Callable[[Mapping[str, Any]], Grammar] | None = None
 
 
 NO_TOOLS = ChatTools()
@@ -57,28 +61,24 @@ def read_tools(body: ChatBody, model: ServedModel) -> ChatTools:
     ids = model.tokenizer.special_ids(form.marks)
     marks = {token_id: text for text, token_id in ids.items()}
     parameters = {t.function.name: t.function.parameters or NO_PARAMETERS for t in tools}
+    wanted = [
+        {"name": name, "parameters": parameters[name] if forced or strict else ANY_PARAMETERS}
+        for name, strict in ((t.function.name, t.function.strict) for t in forced or tools)
+    ]
+    most = 1 if body.parallel_tool_calls is False else math.inf
+    is_parallel = most > 1 and not isinstance(choice, NamedToolChoice)
+    calls = partial(form.grammar, wanted, is_parallel=is_parallel, ids=ids)
     grammar = None
     if forced:
-        is_named = isinstance(choice, NamedToolChoice)
-        wanted = [
-            {"name": t.function.name, "parameters": t.function.parameters or NO_PARAMETERS}
-            for t in forced
-        ]
-        is_parallel = not is_named and body.parallel_tool_calls is not False
-        grammar = form.grammar(wanted, is_parallel=is_parallel, ids=ids)
+        grammar = calls()
     elif any(tool.function.strict for tool in tools):
-        free = [
-            {
-                "name": t.function.name,
-                "parameters": (t.function.parameters or NO_PARAMETERS)
-                if t.function.strict
-                else ANY_PARAMETERS,
-            }
-            for t in tools
-        ]
-        grammar = form.free_grammar(free, ids)
-    most = 1 if body.parallel_tool_calls is False else math.inf
-    return ChatTools(told, ToolCalling(form, parameters, marks, most), grammar)
+        grammar = form.free_grammar(wanted, ids)
+
+    def or_json(schema: Mapping[str, Any]) -> Grammar:
+        return calls(instead=None if forced else schema)
+
+    calling = ToolCalling(form, parameters, marks, most)
+    return ChatTools(told, calling, grammar, or_json)
 
 
 def _check(tools: list[ToolBody]) -> None:

@@ -1,10 +1,10 @@
 """Fields of other servers' APIs that would change an answer and have no effect here.
 
-A request that names one of them is refused with 400, unless its value asks for nothing: null, or
-what that API does by default. This table is the only list of them: request validation, the OpenAPI
-document and docs/clients.md all follow it. Fields that change nothing about an answer (`metadata`,
-`store`, `service_tier`, …) are not here: they are accepted and named in the header
-`x-quadriga-ignored`.
+A request that names one of them is refused with 400, unless its value asks for nothing: null, what
+that API does by default, or what matters only for a prompt that does not fit, which is refused.
+This table is the only list of them: request validation, the OpenAPI document and docs/clients.md
+all follow it. Fields that change nothing about an answer (`metadata`, `store`, `service_tier`, …)
+are not here: they are accepted and named in the header `x-quadriga-ignored`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ OUTPUT = (
 """What of the tokens is shown."""
 
 INPUT = (
-    _Field("truncate_prompt_tokens"),
+    _Field("truncate_prompt_tokens", (-1,)),
     _Field("prompt_embeds"),
     _Field("lora_path", ("",)),
     _Field("lora_request"),
@@ -170,7 +170,6 @@ COMPLETIONS = _table(
     (
         _Field("suffix", ("",)),
         _Field("add_special_tokens", (True,)),
-        _Field("max_completion_tokens", instead="max_tokens"),
     ),
 )
 """Of POST /v1/completions."""
@@ -225,13 +224,13 @@ RESPONSES = _table(
         _Field("conversation", instead="input, with the whole conversation"),
         _Field("prompt"),
         _Field("background", (False,)),
-        _Field("include", ([],)),
+        _Field("include", ([], ["reasoning.encrypted_content"])),
         _Field("reasoning", ({},)),
-        _Field("truncation", ("disabled",)),
+        _Field("truncation", ("disabled", "auto")),
         _Field("max_tool_calls"),
         _Field("top_logprobs", (0,)),
         _Field("verbosity", ("medium",)),
-        _Field("stream_options"),
+        _Field("stream_options", ({}, {"include_obfuscation": False})),
         _Field("context_management"),
         _Field("max_tokens", instead="max_output_tokens"),
         _Field("max_completion_tokens", instead="max_output_tokens"),
@@ -246,8 +245,7 @@ RESPONSES = _table(
 
 EMBEDDINGS = _table(
     (
-        _Field("dimensions"),
-        _Field("truncate_prompt_tokens"),
+        _Field("truncate_prompt_tokens", (-1,)),
         _Field("truncate", (False,)),
         _Field("input_type"),
         _Field("prompt_name"),

@@ -76,7 +76,7 @@ async def completion_request(
     async with in_time(read_deadline_s(body, limits)):
         prompts, texts = await read_prompts(body.prompt, model, limits, models, n=n, echo=echo)
     longest = max(len(prompt_ids) for prompt_ids in prompts)
-    wanted = body.max_tokens
+    field, wanted = _asked_length(body)
     if wanted is None:
         wanted = max(1, min(DEFAULT_COMPLETION_TOKENS, model.max_model_len - longest))
     if wanted == 0 and not echo:
@@ -90,7 +90,7 @@ async def completion_request(
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_logprobs if echo else None,
     )
-    check_context(longest, wanted, model, "prompt", "max_tokens")
+    check_context(longest, wanted, model, "prompt", field)
     sampling = await _with_grammar(sampling, body, model, models, limits, caller)
     request = _request(
         body, model, limits, request_id, now_unix_s, prompts, texts, n, sampling, echo
@@ -129,9 +129,7 @@ async def chat_request(
     if not token_ids:
         raise InvalidRequest("messages: the conversation is empty", param="messages")
     _check_vocabulary(token_ids, model, "messages")
-    field, wanted = "max_completion_tokens", body.max_completion_tokens
-    if wanted is None:
-        field, wanted = "max_tokens", body.max_tokens
+    field, wanted = _asked_length(body)
     if wanted == 0:
         raise InvalidRequest(f"{field}: must be at least 1", param=field)
     if wanted is None:
@@ -169,6 +167,13 @@ async def _with_grammar(
     async with in_time(read_deadline_s(body, limits)):
         await models.check_grammar(model, grammar, field, caller)
     return replace(sampling, grammar=grammar)
+
+
+def _asked_length(body: GenerationFields) -> tuple[str, int | None]:
+    """The most tokens that the answer may have, and the field that says it."""
+    if body.max_completion_tokens is not None:
+        return "max_completion_tokens", body.max_completion_tokens
+    return "max_tokens", body.max_tokens
 
 
 def _choices(n: int | None, limits: IngressConfig) -> int:

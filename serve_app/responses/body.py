@@ -175,7 +175,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
     for i, item in enumerate(body.input):
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         if kind == "message":
             content = _content(item.get("content"), f"input.{i}.content")
             messages.append({"role": item.get("role"), "content": content})
@@ -201,7 +201,8 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         else:
             raise InvalidRequest(
                 f"input.{i}.type: {shown(kind)} is not supported (message, function_call and "
-                "function_call_output are)",
+                "function_call_output are: nothing is stored here; clients that refer to items "
+                "send them whole with store: false)",
                 param=f"input.{i}.type",
             )
         if messages[-1]["role"] not in ("system", "developer", "user", "assistant", "tool"):

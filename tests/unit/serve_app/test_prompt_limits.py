@@ -27,6 +27,15 @@ async def test_a_conversation_that_is_too_long_names_its_messages(
     assert "shorten" in error["message"]
 
 
+async def test_a_completions_length_has_both_names(stand: Stand) -> None:
+    """guidellm sends the two together."""
+    for more in ({"max_tokens": 3}, {"max_tokens": None}, {"max_tokens": 7}):
+        reply = await stand.complete(max_completion_tokens=3, **more)
+        assert reply.json()["usage"]["completion_tokens"] == 3
+    reply = await stand.complete(max_completion_tokens=LIMIT)
+    assert reply.json()["error"]["param"] == "max_completion_tokens"
+
+
 @pytest.mark.parametrize("length", [LIMIT - 1, LIMIT, LIMIT + 1])
 async def test_prompts_at_the_limit(stand: Stand, length: int) -> None:
     ids = [7] * length

@@ -149,6 +149,18 @@ async def test_fields_that_change_nothing_are_named(stand: Stand) -> None:
     assert reply.json()["store"] is False
 
 
+async def test_what_clients_say_by_themselves(stand: Stand) -> None:
+    said = {"include": ["reasoning.encrypted_content"], "truncation": "auto", "reasoning": None}
+    said |= {"stream_options": {"include_obfuscation": False}}
+    items = [{"type": None, "role": "user", "content": "a", "id": None}]
+    reply = await stand.http.post(PATH, json={"input": items} | said)
+    assert reply.status_code == 200, reply.text
+    reference = {"type": "item_reference", "id": "msg_1"}
+    reply = await stand.http.post(PATH, json={"input": [*items, reference]})
+    assert reply.status_code == 400
+    assert "store: false" in reply.json()["error"]["message"]
+
+
 async def test_the_conversation_is_the_chats(stand: Stand) -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}]},

@@ -130,6 +130,36 @@ async def test_strict_tools_are_kept_to_where_the_model_is_free(stand: Stand) ->
     assert stand.cluster.submitted[-1].sampling.grammar is None
 
 
+FORM = {"type": "json_schema", "json_schema": {"name": "b", "schema": {"required": ["b"]}}}
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/responses"])
+async def test_a_form_beside_tools_is_that_of_an_answer_which_calls_none(
+    make_stand: MakeStand, path: str
+) -> None:
+    """OpenAI's Agents SDK sends both with every call of an agent that has an `output_type`."""
+    stand = await make_stand(says='{"b": 1}')
+    body: dict[str, Any] = {"messages": [USER], "tools": [ADD], "response_format": FORM}
+    if path != PATH:
+        form = {"type": "json_schema"} | FORM["json_schema"]
+        flat = ADD["function"] | {"type": "function"}
+        body = {"input": "1 + 1?", "tools": [flat], "text": {"format": form}}
+    reply = await stand.http.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    grammar = stand.cluster.submitted[-1].sampling.grammar
+    assert grammar is not None
+    assert grammar.text.splitlines()[0].endswith(" | instead")
+    assert '"required": ["b"]' in grammar.text
+    assert '"integer"' not in grammar.text, "arguments are free, but of strict functions"
+    if path == PATH:
+        choice = reply.json()["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ('{"b": 1}', "stop")
+    assert (await stand.http.post(path, json=body | {"tool_choice": "required"})).status_code == 200
+    grammar = stand.cluster.submitted[-1].sampling.grammar
+    assert grammar is not None
+    assert "instead" not in grammar.text
+
+
 async def test_the_model_is_told_of_tools_and_of_the_conversation(stand: Stand) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages: Any = [
@@ -169,7 +199,8 @@ def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
             "tool_choice.function.name",
         ),
         ({"tools": [tool(parameters={"type": 7})], "tool_choice": "required"}, "tools"),
-        ({"tools": [tool()], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [tool()], "guided_regex": "a"}, "guided_regex"),
+        ({"tools": [tool()], "guided_regex": "a", "response_format": FORM}, "guided_regex"),
         ({"tools": [tool()], "tool_choice": "required", "min_tokens": 3}, "min_tokens"),
         ({"functions": [{"name": "a"}]}, "functions"),
     ],

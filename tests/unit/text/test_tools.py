@@ -230,6 +230,9 @@ TOOLS = [
 ]
 
 
+OBJECT = {"type": "object", "properties": {"a": True, "name": {}}, "additionalProperties": False}
+
+
 def allows(grammar: Grammar, token_ids: list[int]) -> bool:
     matcher = grammars_of(CHECKPOINT).matcher(grammar)
     for i, token_id in enumerate([*token_ids, CHECKPOINT.eos_token_ids[0]]):
@@ -258,6 +261,33 @@ def test_an_answer_that_must_call_can_only_be_calls(form: ToolFormat, is_paralle
     assert not is_allowed(("get_weather", '{"city": "Rome", "unit": "K"}'))
     assert not allows(grammar, TEXT.encode("words", add_special_tokens=False))
     jsonschema.validate(json.loads(good[1]), WEATHER)
+
+
+@pytest.mark.parametrize("form", [*FORMS, MISTRAL_ARGS, QWEN_TAGS])
+def test_an_answer_that_may_be_json_instead_is_either(form: ToolFormat) -> None:
+    calls = form.grammar(TOOLS, is_parallel=True, ids={})
+    both = form.grammar(TOOLS, is_parallel=True, ids={}, instead={"required": ["a"]} | OBJECT)
+    grammars_of(CHECKPOINT).prepare(both)
+
+    def is_allowed(grammar: Grammar, text: str) -> bool:
+        return allows(grammar, TEXT.encode(text, add_special_tokens=False))
+
+    call = {
+        "named": f"{form.opening}add[ARGS]{{}}",
+        "tags": f"{form.opening}<function=add>\n</function>{form.closing}",
+        "object": written(form, [TWO]),
+    }[form.style]
+    assert is_allowed(calls, call)
+    assert is_allowed(both, call)
+    answer = '{"a": [1], "name": "get_w"}'
+    assert is_allowed(both, answer)
+    assert not is_allowed(calls, answer)
+    assert read(form, [answer]) == (answer, [])
+    if form.style == "object":
+        assert is_allowed(both, written(form, [("get_weather", '{"city": "Rome", "unit": "C"}')]))
+        assert not is_allowed(both, written(form, [("get_weather", '{"city": "Rome"}')]))
+    for text in ("{}", "words", f'{{"a": 1}}{call}', f'{call}{{"a": 1}}'):
+        assert not is_allowed(both, text)
 
 
 @pytest.mark.parametrize("form", [HERMES, LISTED, MISTRAL])
