@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -167,16 +168,21 @@ class TextTokenizer:
             return None
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt text of a conversation, ready for the assistant's next turn.
 
         Args:
             messages: In OpenAI's form; those of tools and with calls as well.
             tools: In OpenAI's form.
+            variables: Others that the template reads, such as `enable_thinking`.
 
         Raises:
-            InvalidRequest: The model has no chat template, or the template refuses the messages.
+            InvalidRequest: The model has no chat template, or the template refuses the messages; a
+                variable is not the client's to set, as the template itself.
         """
         from jinja2.exceptions import TemplateError
 
@@ -186,7 +192,14 @@ class TextTokenizer:
                 "ids (/v1/completions)",
                 param="messages",
             )
-        form = self.tool_format
+        form, variables = self.tool_format, variables or {}
+        own = {"messages", *signature(self._fast.apply_chat_template).parameters}
+        for name in own & variables.keys():
+            raise InvalidRequest(
+                f"chat_template_kwargs.{name}: may not be set; name variables of the template, "
+                "such as enable_thinking",
+                param=f"chat_template_kwargs.{name}",
+            )
         try:
             text = self._fast.apply_chat_template(
                 form.messages(messages, tools) if form else [dict(m) for m in messages],
@@ -194,6 +207,7 @@ class TextTokenizer:
                 tools=[dict(t) for t in tools] or None if not form or form.in_template else None,
                 tokenize=False,
                 add_generation_prompt=True,
+                **variables,
             )
         except (TemplateError, ValueError, TypeError, KeyError, RecursionError) as exc:
             raise InvalidRequest(

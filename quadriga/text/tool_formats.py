@@ -184,9 +184,8 @@ class ToolFormat:
         if calls:
             written = json.dumps([{"name": c["name"], "arguments": c["arguments"]} for c in calls])
             content = f"{content}{self.opening}{written}{self.closing}"
-        return {"role": message["role"], "content": content} | (
-            {"name": message["name"]} if "name" in message else {}
-        )
+        others = {k: v for k, v in message.items() if k not in ("tool_calls", "tool_call_id")}
+        return others | {"content": content}
 
 
 ARGS = "[ARGS]"

@@ -144,7 +144,8 @@ class HttpServer:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
         if body.messages is not None:
-            field, text = "messages", model.tokenizer.render_chat(plain_messages(body.messages))
+            field, variables = "messages", body.chat_template_kwargs
+            text = model.tokenizer.render_chat(plain_messages(body.messages), variables=variables)
             special = bool(body.add_special_tokens)
         else:
             field, text = "prompt", body.prompt or ""

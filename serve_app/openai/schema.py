@@ -34,6 +34,7 @@ MAX_STOPS_READ = 1024
 """Longer lists of stop strings are refused unread; the deployment's own limit is lower."""
 MAX_CHOICES_READ = 4096
 MAX_TOOLS = 128
+MAX_TEMPLATE_VARIABLES = 32
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 _DEFAULT = "default: that of the model's generation_config.json, unless set otherwise."
@@ -294,7 +295,7 @@ class ToolCallBody(RequestBody):
     """A call in an assistant's message."""
 
     id: str = Field(max_length=512, description="By which the tool's message names it.")
-    type: Literal["function"] = Field("function", description="Always `function`.")
+    type: Literal["function"] | None = Field(None, description="Always `function`.")
     function: FunctionCallBody = Field(description="What was called.")
 
 
@@ -351,6 +352,7 @@ class ChatMessage(RequestBody):
     tool_call_id: str | None = Field(
         None, max_length=512, description="Of a tool's message: the call that it answers."
     )
+    reasoning_content: str | None = Field(None, description="Passed on to the chat template.")
     refusal: str | None = Field(None, description="Accepted; changes nothing.")
 
 
@@ -375,6 +377,10 @@ Messages = Annotated[
 ]
 
 
+TemplateVariables = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)]
+TEMPLATE_VARIABLES = "Variables of the chat template, such as `enable_thinking`; it ignores others."
+
+
 class ChatBody(GenerationFields):
     """POST /v1/chat/completions."""
 
@@ -392,6 +398,7 @@ class ChatBody(GenerationFields):
     parallel_tool_calls: bool | None = Field(
         None, description="False: an answer has one call at most; later ones are left out."
     )
+    chat_template_kwargs: TemplateVariables | None = Field(None, description=TEMPLATE_VARIABLES)
     logprobs: bool | None = Field(None, description="Log-probabilities of the answer's tokens.")
     top_logprobs: int | None = Field(
         None, ge=0, le=INT32_MAX, description="Alternatives per token; needs `logprobs: true`."
@@ -410,6 +417,7 @@ class TokenizeBody(RequestBody):
         "`messages`.",
     )
     messages: Messages | None = Field(None, description="A conversation, put in the chat template.")
+    chat_template_kwargs: TemplateVariables | None = Field(None, description=TEMPLATE_VARIABLES)
     add_special_tokens: bool | None = Field(
         None, description="By default with `prompt`, not with `messages`."
     )

@@ -178,7 +178,6 @@ TEMPLATE = (
     _Field("add_generation_prompt", (True,)),
     _Field("continue_final_message", (False,)),
     _Field("chat_template"),
-    _Field("chat_template_kwargs", ({},)),
     _Field("documents", ([],)),
 )
 """How messages become a prompt."""
@@ -198,7 +197,7 @@ CHAT = _table(
         _Field("reasoning", ({},)),
         _Field("reasoning_effort"),
         _Field("thinking"),
-        _Field("enable_thinking"),
+        _Field("enable_thinking", instead="chat_template_kwargs"),
         _Field("verbosity", ("medium",)),
         _Field("safe_prompt", (False,)),
         _Field("add_special_tokens", (False,)),

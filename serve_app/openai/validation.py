@@ -123,7 +123,9 @@ async def chat_request(
         num_logprobs = _logprobs(body.top_logprobs or 0, limits, "top_logprobs")
     n = _choices(body.n, limits)
     tools = read_tools(body, model)
-    text = model.tokenizer.render_chat(plain_messages(body.messages), tools.told)
+    text = model.tokenizer.render_chat(
+        plain_messages(body.messages), tools.told, body.chat_template_kwargs
+    )
     async with in_time(read_deadline_s(body, limits)):
         token_ids = await models.tokenize(model, text, False, field="messages")
     if not token_ids:
@@ -309,8 +311,6 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
             content = "".join(texts)
         role = "system" if message.role == "developer" else message.role
         entry: dict[str, Any] = {"role": role, "content": content or ""}
-        if message.name is not None:
-            entry["name"] = message.name
         if message.tool_calls:
             if role != "assistant":
                 raise InvalidRequest(
@@ -318,8 +318,9 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
                     param=f"messages.{i}.tool_calls",
                 )
             entry["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
-        if message.tool_call_id is not None:
-            entry["tool_call_id"] = message.tool_call_id
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(message, name)) is not None:
+                entry[name] = value
         plain.append(entry)
     return plain
 

@@ -63,6 +63,16 @@ async def test_a_huge_text_is_refused_at_once(stand: Stand, text: str, route: st
     assert "shorten" in error["message"]
 
 
+@pytest.mark.parametrize("route", [CHAT, "/tokenize"])
+async def test_variables_reach_the_chat_template_by_their_names(stand: Stand, route: str) -> None:
+    body = {"model": "quadriga-s", "messages": [{"role": "user", "content": "hi"}]}
+    refused = body | {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}
+    error = (await stand.http.post(route, json=refused)).json()["error"]
+    assert error["param"] == "chat_template_kwargs.chat_template"
+    ignored = body | {"chat_template_kwargs": {"enable_thinking": False}}
+    assert (await stand.http.post(route, json=ignored)).status_code == 200
+
+
 WORDS = st.sampled_from(["seven", " sort", " 12", "ä", " ", "😀", "zz", "\n", " copy:"])
 
 

@@ -165,6 +165,24 @@ def test_a_conversation_without_tools_is_as_the_template_alone_writes_it(name: s
     assert text.render_chat(talk) == text.render_chat(talk, []) == alone
 
 
+def test_a_client_sets_variables_of_the_template_and_nothing_else() -> None:
+    """The template itself among them: who writes it runs a program here."""
+    text = tokenizer(
+        "{% for m in messages %}<{{ m.reasoning_content }}>{{ m.content }}{% endfor %}"
+        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    )
+    message = {"role": "assistant", "content": "x", "reasoning_content": "why"}
+    body = ChatBody.model_validate({"messages": [message]})
+    talk = plain_messages(body.messages)
+    off = {"enable_thinking": False, "unknown": [1]}
+    assert text.render_chat(talk, (), off) == "<why>x<think></think>"
+    assert text.render_chat(talk) == "<why>x"
+    for name in ("chat_template", "messages", "tokenize", "tools", "add_generation_prompt"):
+        with pytest.raises(InvalidRequest) as caught:
+            text.render_chat(talk, (), {name: "{{ 1 }}"})
+        assert caught.value.param == f"chat_template_kwargs.{name}"
+
+
 def test_results_stand_in_one_turn_where_a_template_wants_turns_to_alternate() -> None:
     alternates = (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
