@@ -27,7 +27,7 @@ WIDE_COLUMNS = 110
 """From this width on all that is known of a replica or a move is shown."""
 BAR_CELLS, NARROW_BAR_CELLS = 14, 6
 BLOCKS = " ▁▂▃▄▅▆▇█"
-SOON_S, VERY_SOON_S = 60.0, 15.0
+SOON_S, VERY_SOON_S, OLD_S = 60.0, 15.0, 5.0
 OUTCOME_STYLES = {"moved": "green", "finished": "dim", "refused": "yellow", "failed": "red"}
 
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     def look() -> RenderableType:
         view = fetch(client, args.url, "/cluster")
         past.append(view)
-        while len(past) > 1 and view["at_unix_s"] - past[0]["at_unix_s"] > EXITS_SPAN_S:
+        while len(past) > 1 and abs(view["at_unix_s"] - past[0]["at_unix_s"]) > EXITS_SPAN_S:
             past.popleft()
         before = past[0] if len(past) > 1 else None
         return frame(view, moves=args.moves, width=console.width, before=before)
@@ -114,7 +114,18 @@ def _head(view: dict[str, Any]) -> Text:
             text.append("  predictions do not hold: by the present load", style="yellow")
     for depth_class, why in sorted(view.get("last_tick", {}).get("why", {}).items()):
         text.append(f"\n{depth_class}: {why}")
+    for line in _troubles(view):
+        text.append(f"\n{line}", style="red")
     return text
+
+
+def _troubles(view: dict[str, Any]) -> list[str]:
+    """What makes the rest untrue or old, as the live page says it."""
+    lines = [f"{name} does not answer: {why}" for name, why in view.get("missing", {}).items()]
+    if error := view.get("fleet", {}).get("error"):
+        lines.append(f"the configuration cannot be brought about: {error}")
+    silent = [r for r in view.get("replicas", []) if r["age_s"] > OLD_S]
+    return lines + [f"{_short(r['name'])} is silent for {r['age_s']:.0f} s" for r in silent]
 
 
 def _decode_table(depth_class: str, replicas: Sequence[dict[str, Any]], *, is_wide: bool) -> Table:

@@ -272,9 +272,8 @@ class DecodeReplica(Replica[DecodeEngine]):
         forecasting.is_wanted = self.report_options.forecast
         forecasting.depth_pool = self.report_options.depth_pool
         snapshot.forecast = forecasting.forecast()
-        if snapshot.forecast is not None:
-            capacity = self.info_record.kv_capacity_tokens
-            self.metrics.forecast(snapshot.forecast, capacity, forecasting)
+        capacity = self.info_record.kv_capacity_tokens
+        self.metrics.forecast(snapshot.forecast, capacity, forecasting)
         return snapshot
 
     def _take_outcomes(self) -> list[LengthOutcome]:

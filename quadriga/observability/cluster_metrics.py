@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from quadriga.observability.metric_table import counter, gauge, histogram
@@ -250,7 +251,7 @@ FORECAST = (
     gauge(
         "quadriga_seconds_to_out_of_memory",
         "Until the forecast exceeds the KV memory; +Inf where it does not.",
-        "seconds_to_full",
+        lambda figures: math.inf if figures is None else figures.seconds_to_full,
     ),
     counter(
         "quadriga_length_predictions_total",
@@ -276,7 +277,7 @@ FORECAST = (
         ("part",),
     ),
 )
-"""Of a replica's `ForecastFigures`."""
+"""Of a replica's `ForecastFigures`; of None once it does not forecast any more."""
 
 MIGRATIONS = (
     counter(

@@ -72,12 +72,11 @@ class MetricTable:
     def update(self, source: Any) -> None:
         """Bring every row that reads from `source` up to date.
 
-        A gauge's labels that are not read any more go to 0. A total that fell has begun anew.
+        A gauge that is not read any more, or some of whose labels are not, goes to 0 there. A
+        total that fell has begun anew.
         """
         for row in self._rows:
-            values = row.values(source)
-            if values is None:
-                continue
+            values = row.values(source) or {}
             last = self._last.get(row.name, {})
             for labels, value in values.items():
                 metric = self.metric(row.name, *labels)

@@ -37,6 +37,8 @@ LATENCY_BUCKETS_S = (
     30.0,
     60.0,
     300.0,
+    600.0,
+    3600.0,
 )
 FINE_LATENCY_BUCKETS_S = (
     *(
@@ -53,7 +55,7 @@ FINE_LATENCY_BUCKETS_S = (
     300.0,
 )
 """Ten a decade: a percentile of what clients feel is known to a tenth."""
-SIZE_BUCKETS_BYTES = tuple(float(4**k) for k in range(5, 15))
+SIZE_BUCKETS_BYTES = tuple(float(4**k) for k in range(5, 18))
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 GAUGE_MAX_AGE_S = 10.0
 MAX_SOURCES = 256
@@ -222,14 +224,11 @@ class MetricsHub:
         return merge(present)
 
     def values(self, name: str) -> dict[str, dict[Labels, float]]:
-        """Return the series of one sample name, by source and labels."""
-        found: dict[str, dict[Labels, float]] = {}
-        for source, kept in self._sources.items():
-            for family in kept.families.values():
-                for (sample, labels), value in family.samples.items():
-                    if sample == name:
-                        found.setdefault(source, {})[labels] = value
-        return found
+        """Return the series of one counter or gauge, by source and labels."""
+        return {
+            source: {labels: value for (_, labels), value in family.samples.items()}
+            for source, family in self.family(name).items()
+        }
 
     def family(self, name: str) -> dict[str, Family]:
         """Return one metric of every source that counts it."""

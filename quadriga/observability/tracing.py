@@ -114,7 +114,7 @@ def begin(
     """
     if _State.tracer is None:
         return None
-    span = _open(name, parent, unix_s, attributes or {})
+    span = _open(name, parent, unix_s, attributes or {}, kind="SERVER")
     if not span.is_recording():
         return None
     context = span.get_span_context()
@@ -137,8 +137,11 @@ def record(
     _close(span, ended_unix_s, attributes, error)
 
 
-def _open(name: str, parent: str | None, unix_s: float, attributes: Attributes) -> Any:
+def _open(
+    name: str, parent: str | None, unix_s: float, attributes: Attributes, kind: str = "INTERNAL"
+) -> Any:
     from opentelemetry.context import Context
+    from opentelemetry.trace import SpanKind
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     context = Context()
@@ -146,7 +149,7 @@ def _open(name: str, parent: str | None, unix_s: float, attributes: Attributes) 
         carrier = {"traceparent": parent}
         context = TraceContextTextMapPropagator().extract(carrier, context)
     return _State.tracer.start_span(
-        name, context=context, start_time=_ns(unix_s), attributes=dict(attributes)
+        name, context, SpanKind[kind], start_time=_ns(unix_s), attributes=dict(attributes)
     )
 
 

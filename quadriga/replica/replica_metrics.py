@@ -116,8 +116,14 @@ class ReplicaMetrics:
         if report.weight_bytes:
             table.metric("quadriga_weight_bytes").set(report.weight_bytes)
 
-    def forecast(self, forecast: LoadForecast, capacity_tokens: int, source: Forecasting) -> None:
-        """Export the last forecast, and what it took."""
+    def forecast(
+        self, forecast: LoadForecast | None, capacity_tokens: int, source: Forecasting
+    ) -> None:
+        """Export the last forecast, and what it took; None: there is none any more."""
+        if forecast is None:
+            if "forecast" in self._others:
+                self._table("forecast").update(None)
+            return
         load = forecast.base_s + np.frombuffer(forecast.load_s, dtype="<f4").astype(np.float64)
         tokens = np.frombuffer(forecast.tokens, dtype="<f4")
         ahead = {f"{forecast.grid_s[point]:.3g}": point for point in AHEAD_POINTS}

@@ -344,7 +344,7 @@ class LocalService:
 
     def _await_ready(self) -> None:
         deadline_s = time.monotonic() + self.config.lifecycle.replica_start_timeout_s
-        num_ready = 0
+        num_ready, failure = 0, ""
         while True:
             try:
                 status = self.status()
@@ -353,6 +353,9 @@ class LocalService:
             if status["num_ready"] != num_ready:
                 num_ready = status["num_ready"]
                 self._progress(f"{num_ready} of {status['num_desired']} replicas are ready")
+            if (last := status.get("last_failure") or failure) != failure:
+                failure = last
+                self._progress(f"a replica was lost and is started again: {failure}")
             if status.get("is_ready") and self._is_healthy():
                 return
             if time.monotonic() > deadline_s:

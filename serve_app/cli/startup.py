@@ -80,11 +80,12 @@ def describe(
       -d '{json.dumps(samples.http.body(models[0]))}'""",
     ]
     if grpc_address is not None:
+        tls = ", tls=True" if http_url.startswith("https:") else ""
         lines += [
             "",
             f"  gRPC  {grpc_address}   {key_hint}",
             f"""    from quadriga.client import Client
-    with Client("{grpc_address}", api_key=KEY) as client:
+    with Client("{grpc_address}", api_key=KEY{tls}) as client:
         for piece in client.stream({json.dumps(samples.grpc.prompt)}):
             print(piece.text, end="")""",
         ]

@@ -35,10 +35,9 @@ MAX_QUERY_FIELDS = 32
 PLAIN_ITEMS = 16_384
 """Numbers or texts that are written at once: some milliseconds."""
 CLIENT_GONE = Cancelled.http_status
-UNCOUNTED = frozenset(
-    f"GET /{name}" for name in ("health", "ping", "live", "metrics", "metrics/endpoint")
-)
-"""Probes and scrapes: among them the failures of requests would be too few to be seen."""
+UNCOUNTED = frozenset({"/health", "/ping", "/live", "/metrics", "/metrics/endpoint"})
+"""Probes and scrapes, by any method: among them the failures of requests would be too few to be
+seen."""
 
 
 class Call:
@@ -200,7 +199,7 @@ class Endpoint:
             await send_error(send, error)  # nobody reads it where the client itself is gone
         finally:  # without a status where the call itself was cancelled
             code = call.failed_status or call.status or CLIENT_GONE
-            if call.route not in UNCOUNTED:
+            if call.path not in UNCOUNTED:
                 self._metrics.requests.labels(self._door, str(code)).inc()
 
     def _check_page(self, call: Call) -> None:

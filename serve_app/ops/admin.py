@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 from collections.abc import Iterator
@@ -133,9 +134,16 @@ async def serve_admin(engine_client: EngineClient) -> None:
     config = engine_client.config.admin
     if config.port is None:
         return
+    told = ""
     while True:
-        opened = _open(config.host, config.port)
-        if opened is None:
+        try:
+            opened = _open(config.host, config.port)
+        except OSError as exc:
+            if exc.errno != errno.EADDRINUSE and str(exc) != told:
+                told = str(exc)
+                logger.error(
+                    "admin port: %s:%d cannot be opened: %s", config.host, config.port, exc
+                )
             await asyncio.sleep(RETRY_S)
             continue
         logger.info("admin port: %s:%d", config.host, config.port)
@@ -157,18 +165,12 @@ async def serve_admin(engine_client: EngineClient) -> None:
             opened.close()
 
 
-def _open(host: str, port: int) -> socket.socket | None:
-    """The listening socket, or None while another process has the port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    opened = socket.socket(family, socket.SOCK_STREAM)
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        opened.bind((host.strip("[]"), port))
-        opened.listen()  # only one of those that could bind can listen
-    except OSError:
-        opened.close()
-        return None
-    return opened
+def _open(host: str, port: int) -> socket.socket:
+    """The listening socket. Raises: OSError: EADDRINUSE while another process has the port."""
+    if ":" not in host:
+        return socket.create_server((host, port))
+    address = (host.strip("[]"), port)
+    return socket.create_server(address, family=socket.AF_INET6, dualstack_ipv6=True)
 
 
 class _Server(uvicorn.Server):

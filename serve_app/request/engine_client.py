@@ -118,6 +118,8 @@ class EngineClient:
         self.tasks.repeat(self._send_heartbeats, beat_s)
         self.tasks.repeat(self._push_metrics, METRICS_INTERVAL_S)
         HTTP_SERVER.is_pushed = True
+        for model in {*self.models.ids()} - {*self.models.adapters}:
+            self.metrics.of(model)  # at 0: rates, and the live page, do not see a series begin at 1
         self.tasks.repeat(self.rate_limiter.reload, KEY_FILE_INTERVAL_S)
         if self._reports is not None:
             self.tasks.repeat(self._reports.send, REPORT_INTERVAL_S)

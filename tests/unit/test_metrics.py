@@ -6,11 +6,14 @@ from collections.abc import Callable
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quadriga.config.loader import load_config
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import ClusterView
 from quadriga.observability.metrics import (
     GAUGE_MAX_AGE_S,
+    LATENCY_BUCKETS_S,
     MAX_SOURCES,
+    SIZE_BUCKETS_BYTES,
     MetricsHub,
     Registry,
     collect_families,
@@ -39,6 +42,11 @@ def test_sources_stand_side_by_side() -> None:
     assert text.count("# TYPE t_total counter") == 1
     assert 't_total{kind="x\\"\\\\",replica="a"} 2' in text
     assert 't_total{kind="x\\"\\\\",replica="b"} 3' in text
+
+
+def test_histograms_hold_the_longest_request_and_the_kv_of_a_long_prompt() -> None:
+    assert LATENCY_BUCKETS_S[-1] >= load_config({}).ingress.max_deadline_s
+    assert SIZE_BUCKETS_BYTES[-1] >= 131_072 * 131_072, "128 k tokens of a model of 8 billion"
 
 
 def test_a_late_push_never_overwrites_a_newer_one() -> None:

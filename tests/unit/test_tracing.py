@@ -13,7 +13,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import StatusCode
+from opentelemetry.trace import SpanKind, StatusCode
 
 from quadriga.clock import SystemClock
 from quadriga.core.output import EngineOutput
@@ -104,6 +104,7 @@ async def test_a_request_is_a_tree_below_its_clients_span(
     root = spans.pop("request")
     assert root.parent is not None
     assert f"{root.parent.span_id:016x}" == CLIENT.split("-")[2]
+    assert root.kind is SpanKind.SERVER, "what service graphs look for"
     said = attributes(root)
     assert (said["quadriga.result"], said["quadriga.model"]) == ("stop", "quadriga-s")
     assert not any(value == "hi" for value in said.values())

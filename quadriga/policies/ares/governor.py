@@ -145,6 +145,7 @@ class Governor:
         self.settings = settings_of(config)
         if not self.is_on:  # no tick will find that it is over
             self.overload, self.num_held, self.pools = {}, {}, {}
+            self.last = TickSummary()
 
     @property
     def is_on(self) -> bool:

@@ -58,7 +58,7 @@ const Draw = (() => {
 
   /** A chart's figure, made once: its title, the values beside their marks, and its place. */
   function figure(chart) {
-    const marks = chart.lines.map((line, k) => node("span", null, { class: `mark mark${k}` }, [node("b", line.name), " ", node("output", "–")]));
+    const marks = chart.lines.map((line, k) => node("span", null, { class: `mark mark${k}` }, [node("b", line.name), " ", node("output", "–", { "aria-live": "off" })]));
     const caption = node("figcaption", null, {}, [node("h3", chart.title), node("p", null, {}, marks)]);
     return node("figure", null, { class: "chart" }, [caption, node("div", null, { class: "plot" })]);
   }

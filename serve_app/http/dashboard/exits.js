@@ -4,8 +4,8 @@
 const Exits = (() => {
   /**
    * Tokens by layers run, by depth class: what happened between two views, or since the start
-   * where there is no earlier one. A counter that fell belongs to a new process. An exit that no
-   * token left at says why.
+   * where there is no earlier one. A counter that fell belongs to a new process; of a replica that
+   * the earlier view lacks nobody knows how many are new. An exit that no token left at says why.
    */
   function byClass(view, before) {
     const replicaOf = new Map((view.replicas ?? []).map((r) => [r.name, r]));
@@ -13,7 +13,7 @@ const Exits = (() => {
     for (const [name, now] of Object.entries(view.exits ?? {})) {
       const where = replicaOf.get(name)?.depth_class;
       if (where === undefined) continue;
-      const then = before?.exits?.[name];
+      const then = before && (before.exits?.[name] ?? now);
       const grown = (value, old) => Math.max(0, old === undefined || value < old ? value : value - old);
       if (!found.has(where)) found.set(where, {
         tokens: new Map(), uses: [], breaches: 0, lowered: 0, early: 0, stays: 0, drafted: 0, accepted: 0,

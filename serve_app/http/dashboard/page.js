@@ -29,7 +29,7 @@
       return node("tr", null, {}, [
         node("th", View.short(r.name), { title: r.name, scope: "row" }),
         cell("phase", [r.phase]),
-        cell("", [r.error ?? "it has not reported yet"], { colspan: hasForecast ? 7 : 4, class: "wrap" }),
+        cell("", [r.text], { colspan: hasForecast ? 7 : 4, class: "wrap" }),
       ]);
     }
     const capacity = Math.max(1, r.kv_capacity_tokens);
@@ -185,7 +185,7 @@
 
   function show(view) {
     past.push(view);
-    while (past.length > 1 && view.at_unix_s - past[0].at_unix_s > SPAN_S) past.shift();
+    while (past.length > 1 && Math.abs(view.at_unix_s - past[0].at_unix_s) > SPAN_S) past.shift();
     at("summary").replaceChildren(...facts(View.summary(view)));
     const troubles = View.troubles(view).map((line) => node("li", line));
     if (at("troubles").textContent !== troubles.map((line) => line.textContent).join("")) {

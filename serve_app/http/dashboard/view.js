@@ -60,7 +60,7 @@ const View = (() => {
 
   /** Whether somebody should look at a replica; in large clusters only these are listed. */
   function isNotable(replica) {
-    if (replica.is_silent || replica.phase !== "ready" || age(replica) !== null) return true;
+    if (replica.is_silent || !["ready", "–"].includes(replica.phase) || age(replica) !== null) return true;
     return replica.num_paused > 0 || ["warn", "bad"].includes(urgency(replica).level);
   }
 
@@ -110,11 +110,12 @@ const View = (() => {
     for (const replica of view.replicas ?? []) {
       const known = phases.get(replica.name);
       phases.delete(replica.name);
-      const phase = replica.is_draining ? "draining" : (known?.phase ?? "not in the fleet");
+      const phase = replica.is_draining ? "draining" : (known?.phase ?? (view.fleet ? "not in the fleet" : "–"));
       put(replica.depth_class, { ...replica, phase, is_silent: false });
     }
     for (const member of phases.values()) {
-      put(member.depth_class ?? "not loaded yet", { ...member, is_silent: true });
+      const text = member.error ?? (view.mode ? "it has not reported yet" : "its load is not known: the scheduler does not answer");
+      put(member.depth_class ?? "not loaded yet", { ...member, text, is_silent: true });
     }
     const numbered = (name) => name.replace(/\d+/g, (digits) => digits.padStart(8, "0"));
     const order = (r) => `${decodes(r) ? 0 : 1} ${numbered(r.name)}`;
@@ -155,13 +156,18 @@ const View = (() => {
       const known = "no request in the last ten minutes; they appear with the first tokens.";
       say("Charts", view.load_history ? known : "the controller, which keeps them, does not answer.");
     }
-    if (!hasExits) say("Exits", "no decode replica has told of its exits yet.");
+    if (!hasExits) {
+      const known = "no decode replica has told of its exits yet.";
+      say("Exits", view.exits && view.mode ? known : "the controller or the scheduler does not answer.");
+    }
     const decode = (view.replicas ?? []).filter(decodes);
     const perClass = new Map();
     for (const r of decode) perClass.set(r.depth_class, (perClass.get(r.depth_class) ?? 0) + 1);
     const hasCompany = [...perClass.values()].some((n) => n > 1);
-    const isOff = view.mode === "off" || view.mode === undefined;
-    if (!(view.recent ?? []).length) {
+    const isOff = view.mode === "off";
+    if (view.mode === undefined) {
+      say("Moves", "the scheduler, which orders them, does not answer.");
+    } else if (!(view.recent ?? []).length) {
       if (isOff) {
         const what = hasForecast(view) ? "no moves yet" : "no moves yet, no forecasts";
         say("Moves", `${what}: rescheduling is off, turn it on with`, "scheduler.ares.mode=ares");
@@ -173,7 +179,9 @@ const View = (() => {
     } else if (isOff && !hasForecast(view)) {
       say("Forecasts", "none: rescheduling is off, turn it on with", "scheduler.ares.mode=ares");
     }
-    if (!view.helios) {
+    if (view.helios === undefined) {
+      say("Choice of model and depth", "the controller, which chooses, does not answer.");
+    } else if (view.helios === null) {
       say("Choice of model and depth", "HELIOS is off: every model is served as configured. Turn it on with", "helios.enabled=true");
     }
     return lines;
@@ -245,7 +253,7 @@ const View = (() => {
   function summary(view) {
     const replicas = view.replicas ?? [];
     const decode = replicas.filter(decodes);
-    const sum = (of, list) => list.reduce((all, r) => all + of(r), 0);
+    const sum = (of, list) => (view.mode ? list.reduce((all, r) => all + of(r), 0) : null);
     const fleet = view.fleet;
     const moving = (view.under_way ?? []).length;
     return [
@@ -262,11 +270,14 @@ const View = (() => {
   /** Lines of trouble that no table shows. */
   function troubles(view) {
     const lines = Object.entries(view.missing ?? {}).map(([name, text]) => `${name} does not answer: ${text}`);
-    if (view.fleet?.error) lines.push(`the configuration cannot be brought about: ${view.fleet.error}`);
+    const fleet = view.fleet;
+    if (fleet?.error) lines.push(`the configuration cannot be brought about: ${fleet.error}`);
+    if (fleet?.last_failure && fleet.num_ready < fleet.num_desired) lines.push(`the last replica lost: ${fleet.last_failure}`);
+    // Without the seconds, which the table has: these lines are read aloud whenever they change.
     const old = (view.replicas ?? []).filter((r) => age(r) !== null);
     if (old.length > 3) lines.push(`${old.length} replicas have not reported for more than ${OLD_S} s`);
-    else for (const r of old) lines.push(`${short(r.name)} has not reported for ${seconds(r.age_s)}`);
-    for (const replica of view.fleet?.replicas ?? []) {
+    else for (const r of old) lines.push(`${short(r.name)} has not reported for more than ${OLD_S} s`);
+    for (const replica of fleet?.replicas ?? []) {
       if (replica.error) lines.push(`${short(replica.name)}: ${replica.error}`);
     }
     for (const [model, length] of Object.entries(view.lengths ?? {})) {

@@ -129,13 +129,15 @@ async def test_a_recording_that_cannot_be_written_stops_nothing(tmp_path: Path) 
 
 async def test_modes_change_while_it_runs() -> None:
     made = make(None)
+    made.governor.tick(uneven(num_idle=1), now_s=0.0, now_unix_s=0.0)
+    assert made.status()["last_tick"]["why"]
     assert made.reported(uneven()[0], []) == ReportOptions(forecast=True)
     made.configure(load_config({"scheduler": {"ares": {"mode": "off"}, "placement": "ares"}}))
     assert made.reported(uneven()[0], []) == ReportOptions(forecast=True)
     off = {"ares": {"mode": "off"}, "placement": "least_work"}
     made.configure(load_config({"scheduler": off}))
     assert made.reported(uneven()[0], []) == ReportOptions()
-    assert not made.governor.is_on
+    assert not made.governor.is_on and not made.status()["last_tick"]["why"]
     # How many replicas are wanted is counted from forecasts, whether anything is moved or not.
     scaled = {"enabled": True, "scaling": {"enabled": True}}
     made.configure(load_config({"scheduler": off, "helios": scaled}))

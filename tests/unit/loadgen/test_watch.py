@@ -102,6 +102,27 @@ def test_an_empty_cluster_is_shown_too() -> None:
     assert "no decode replica" in shown({"at_unix_s": 1.0, "replicas": []})
 
 
+def test_what_makes_the_figures_untrue_is_told() -> None:
+    text = shown({"at_unix_s": 1.0, "replicas": [], "missing": {"q:scheduler": "it died"}})
+    assert "q:scheduler does not answer: it died" in text
+    old = [r | {"age_s": 30.0 * (k == 0)} for k, r in enumerate(view()["replicas"])]
+    text = shown(view() | {"replicas": old, "fleet": {"error": "no GPU"}})
+    assert text.count("is silent for 30 s") == 1
+    assert "the configuration cannot be brought about: no GPU" in text
+
+
+def test_a_clock_that_is_set_back_leaves_no_earlier_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [view() | {"at_unix_s": 9000.0}, view(), KeyboardInterrupt]
+    monkeypatch.setattr(watch, "fetch", Mock(side_effect=looks))
+    frame = Mock(return_value="")
+    monkeypatch.setattr(watch, "frame", frame)
+    parser = argparse.ArgumentParser()
+    watch.add_arguments(parser)
+    with pytest.raises(KeyboardInterrupt):
+        watch.run(parser.parse_args(["--interval-s", "0.001"]))
+    assert [call.kwargs["before"] for call in frame.call_args_list] == [None, None]
+
+
 def with_exits(*counted: tuple[str, str, dict[str, float], dict[str, str]]) -> dict[str, Any]:
     """A view of decode replicas: (name, depth class, tokens by layers run, uses) each."""
     template = next(r for r in view()["replicas"] if r["role"] == "decode")

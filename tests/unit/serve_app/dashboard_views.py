@@ -190,6 +190,7 @@ def busy_view(*, with_helios: bool = False) -> dict[str, Any]:
         "fleet": {"num_ready": 4, "num_desired": 5, "error": None, "replicas": fleet},
         "exits": counted(),
         "load_history": ten_minutes(now),
+        "helios": None,
     }
     if with_helios:
         view["helios"] = {

@@ -102,6 +102,20 @@ async def test_one_of_several_has_the_port_and_another_takes_over(make_stand: Ma
             await http.get(f"http://127.0.0.1:{port}/live")
 
 
+async def test_a_port_that_cannot_be_opened_is_told_once(
+    make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ApiKeys((KEYS.all[0],), is_http_open=False)
+    stand = await make_stand(config={"admin.host": "192.0.2.1", "admin.port": 8001}, keys=keys)
+    monkeypatch.setattr("serve_app.ops.admin.RETRY_S", 0.0)
+    task = asyncio.ensure_future(serve_admin(stand.engine))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    assert caplog.text.count("admin port: 192.0.2.1:8001 cannot be opened: ") == 1
+
+
 @pytest.mark.parametrize(
     ("host", "keys", "is_fine"),
     [

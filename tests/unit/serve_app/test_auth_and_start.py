@@ -225,6 +225,9 @@ def test_the_banner_names_what_runs_and_how_to_try_it() -> None:
     text = describe(status, http_url="http://h:1", grpc_address="h:2", key_hint="key: in f")
     for part in ("prefill", "quadriga-s@8", "curl -sN http://h:1/v1/chat/", "h:2", "key: in f"):
         assert part in text
+    assert 'Client("h:2", api_key=KEY) as' in text
+    text = describe(status, http_url="https://h:1", grpc_address="h:2")
+    assert 'Client("h:2", api_key=KEY, tls=True) as' in text
 
 
 @pytest.mark.parametrize("given", ["key-0", "key-31", "key-63", "wrong", "k", "key-0" * 1000, "é"])

@@ -110,6 +110,24 @@ async def test_a_part_whose_actor_is_away_is_named(monkeypatch: pytest.MonkeyPat
     assert run("troubles", view) == ["q:scheduler does not answer: q:scheduler died"]
 
 
+def test_a_part_whose_actor_is_away_is_not_shown_as_off_or_idle() -> None:
+    controllers = ("fleet", "exits", "load_history", "helios")
+    alone = {k: busy_view()[k] for k in ("at_unix_s", *controllers)} | {"replicas": []}
+    figures = dict(run("summary", alone))
+    assert figures.pop("replicas ready") == "4 of 5" and set(figures.values()) == {"–"}
+    said = quiet(alone, exits=False)
+    assert said["Moves"] == "the scheduler, which orders them, does not answer."
+    assert "does not answer" in said["Exits"] and "HELIOS is off" in str(said)
+    [*_, last] = run("classes", alone)
+    assert {r["text"].partition(":")[0] for r in last["replicas"]} == {"its load is not known"}
+    other = {k: v for k, v in crowded_view().items() if k not in controllers}
+    said = quiet(other, exits=False)
+    assert said["Choice of model and depth"] == "the controller, which chooses, does not answer."
+    assert "does not answer" in said["Exits"]
+    [group] = run("listed", other, [], "")["groups"]
+    assert [r["name"].split(":")[2] for r in group["shown"]] == ["7", "11"], "not all 200"
+
+
 def test_the_answer_is_small_and_plain() -> None:
     text = json.dumps(busy_view(with_helios=True), allow_nan=False)
     assert len(text) < 25_000
@@ -165,11 +183,16 @@ def test_of_few_replicas_all_are_listed() -> None:
 def test_old_figures_are_marked() -> None:
     assert run("age", {"age_s": 4.0}) is None
     assert run("age", {"age_s": 9.0})["text"] == "silent for 9.0 s"
-    assert run("troubles", crowded_view()) == ["decode 7 has not reported for 9.0 s"]
+    assert run("troubles", crowded_view()) == ["decode 7 has not reported for more than 5 s"]
     view = crowded_view()
     for replica in view["replicas"]:
         replica["age_s"] = 30.0
     assert run("troubles", view) == ["200 replicas have not reported for more than 5 s"]
+    view = busy_view()
+    view["fleet"]["last_failure"] = "q:decode:3:w: the engine failed"
+    assert run("troubles", view) == ["the last replica lost: q:decode:3:w: the engine failed"]
+    view["fleet"]["num_ready"] = 5
+    assert run("troubles", view) == []
 
 
 @pytest.mark.parametrize(
@@ -194,6 +217,8 @@ def test_exits_are_those_between_two_views() -> None:
     assert {b["layer"]: b["share"] for b in small["bars"]} == {2: 0, 4: 0.75, 6: 0, 8: 0.25}
     assert (small["mean_depth"], small["breach_share"]) == (5.0, 0.1)
     assert (large["total"], large["mean_depth"]) == (5.0, 2.0)
+    for lacking in ({"exits": {}}, {}):  # nobody knows how many of its tokens are new
+        assert [c["total"] for c in run("Exits.byClass", now, lacking)] == [0, 0]
 
 
 def test_exits_show_what_was_lowered_and_how_well_depths_were_forecast() -> None:
@@ -354,6 +379,7 @@ def quiet(view: dict[str, Any], charts: bool = True, exits: bool = True) -> dict
 def test_an_empty_panel_shows_why_in_a_line() -> None:
     replicas = [r | {"forecast": []} for r in busy_view()["replicas"]]
     default = {"at_unix_s": 0.0, "mode": "off", "replicas": replicas, "recent": [], "helios": None}
+    default |= {"exits": {}}
     found = quiet(default | {"load_history": {}}, charts=False, exits=False)
     assert found == {
         "Charts": "no request in the last ten minutes; they appear with the first tokens.",
@@ -373,7 +399,7 @@ def test_an_empty_panel_shows_why_in_a_line() -> None:
 
 
 def test_the_settings_it_names_are_settings() -> None:
-    for line in run("quiet", IDLE, True, True):
+    for line in run("quiet", IDLE | {"mode": "off", "helios": None}, True, True):
         name, value = line["setting"].split("=")
         assert load_config({name: {"true": True}.get(value, value)})
 

@@ -211,7 +211,7 @@ async def test_two_hundred_replicas_can_be_looked_at(show: Show) -> None:
 
 
 async def test_an_idle_service_is_shown_as_idle(show: Show) -> None:
-    shown = await show({"at_unix_s": 0.0, "replicas": [], "missing": {}})
+    shown = await show({"at_unix_s": 0.0, "mode": "off", "replicas": [], "missing": {}})
     await expect(shown.page.locator("#replicas")).to_contain_text("No replica has reported yet")
     await expect(shown.page.locator("#quiet")).to_contain_text("rescheduling is off")
     for panel in ("charts", "exits", "decisions", "moves", "helios"):
@@ -231,6 +231,7 @@ async def test_ten_minutes_are_drawn_with_their_gaps(show: Show) -> None:
     label = await charts.nth(2).locator("svg").get_attribute("aria-label")
     assert label is not None
     assert label.startswith("Time to first token of the last ten minutes. P50: ")
+    assert await page.locator("output:not([aria-live=off])").count() == 0, "nobody reads them out"
     widths = [await charts.nth(k).evaluate("e => e.clientWidth") for k in range(4)]
     inner = [await charts.nth(k).locator("svg").evaluate("e => e.clientWidth") for k in range(4)]
     assert all(abs(a - b) <= 1 for a, b in zip(widths, inner, strict=True))

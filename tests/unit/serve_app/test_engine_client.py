@@ -19,7 +19,8 @@ from quadriga.errors import (
     Unavailable,
     UnknownModel,
 )
-from quadriga.observability.metrics import parse_exposition
+from quadriga.observability.load_history import LoadHistory
+from quadriga.observability.metrics import MetricsHub, parse_exposition
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.request import request_manager
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
@@ -280,6 +281,22 @@ async def test_recoveries_are_on_the_page_before_the_first(stand: Stand) -> None
     series = parse_exposition((await stand.http.get("/metrics")).text)
     for result in ("adopted", "failed", "recovered"):
         assert series[f'quadriga_recoveries_total{{result="{result}",replica="ingress-0"}}'] == 0
+
+
+async def test_the_first_answer_of_a_service_is_in_its_history(stand: Stand) -> None:
+    hub, history = MetricsHub(), LoadHistory()
+    for at_s in (5.0, 10.0):
+        hub.push("ingress-0", stand.engine.metrics.registry.snapshot(), now_s=at_s)
+        history.sample(hub, now_s=at_s, now_unix_s=at_s)
+        await stand.complete()
+    shown = history.columns(now_unix_s=10.0)
+    assert shown["tokens_per_s"][-1] > 0 and shown["ttft_p50_s"][-1] is not None
+
+
+async def test_probes_by_whichever_method_are_no_requests(stand: Stand) -> None:
+    for method, path in (("GET", "/health"), ("HEAD", "/health"), ("POST", "/ping")):
+        assert (await stand.http.request(method, path)).is_success
+    assert "quadriga_requests_total{" not in (await stand.http.get("/metrics")).text
 
 
 async def test_metrics_count_what_the_client_saw(stand: Stand) -> None:

@@ -100,6 +100,21 @@ def test_a_controller_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> N
         LocalService(config, ApiKeys(), Addresses())._await_ready()
 
 
+def test_a_replica_that_is_lost_during_the_start_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    service = LocalService(load_config({}), ApiKeys(), Addresses(), progress=said.append)
+    lost = {"num_ready": 0, "num_desired": 1, "last_failure": "d0: no weights", "replicas": []}
+    ready = lost | {"num_ready": 1, "is_ready": True}
+    monkeypatch.setattr(service, "status", MagicMock(side_effect=[lost, lost, ready]))
+    monkeypatch.setattr(service, "_is_healthy", lambda: True)
+    monkeypatch.setattr("serve_app.cli.launch.POLL_INTERVAL_S", 0.0)
+    service._await_ready()
+    lines = ["a replica was lost and is started again: d0: no weights", "1 of 1 replicas are ready"]
+    assert said == lines
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_the_start_ends_it_quietly(
     number: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
