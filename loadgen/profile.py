@@ -25,7 +25,7 @@ from loadgen.model_costs.exits import ExitRecord
 from loadgen.model_costs.subprocesses import END_TIMEOUT_S, python_process, read_line
 from loadgen.options import number, whole
 from loadgen.report import provenance
-from loadgen.report.experiment import show
+from loadgen.report.experiment import say, show
 from loadgen.report.figures import shown
 from loadgen.report.output import file_to_write
 from loadgen.report.progress import Steps
@@ -93,6 +93,11 @@ def run(args: argparse.Namespace) -> int:
         examples = QUICK_EXAMPLES if args.quick else EXAMPLES
     total = sum(len(depths) for *_, depths in jobs) * (1 + len(batches) + examples)
     total += examples * sum(bool(m.exits.layers) and m.num_layers in d for _, m, d in jobs)
+    measured = Measurement(
+        datetime.now(UTC).isoformat(timespec="seconds"), _machine(), provenance.commit()
+    )
+    partial = args.output.with_suffix(".partial.yaml")
+    say(f"until all is measured, what is stands in {partial}")
     with Steps(console, "profile", total, is_shown=not args.no_progress) as steps:
         for name, model, depths in jobs:
             with tempfile.TemporaryDirectory(prefix="quadriga-profile-") as folder:
@@ -111,11 +116,10 @@ def run(args: argparse.Namespace) -> int:
                 for depth in depths:
                     steps.describe(f"{model.id}@{depth}")
                     records.append(_measure(replace(base, depth=depth), steps))
-            profiled.append((name, replace(model, depths=_joined(records))))
-    measured = Measurement(
-        datetime.now(UTC).isoformat(timespec="seconds"), _machine(), provenance.commit()
-    )
-    write_catalogue(args.output, profiled, measured)
+                    found = name, replace(model, depths=_joined(records))
+                    write_catalogue(partial, [*profiled, found], measured)
+            profiled.append(found)
+    partial.replace(args.output)
     read_catalogue(str(args.output))  # what is written can be read
     _print(profiled)
     line = {
@@ -140,12 +144,17 @@ Result = tuple[DepthRecord, dict[int, ExitRecord]]
 
 def _models(args: argparse.Namespace) -> list[tuple[str, CatalogueModel]]:
     """(name as the catalogue shall say it, model). Raises: ConfigError."""
+    if args.models and args.catalogue is not None:
+        raise ConfigError("--catalogue: says which models, and so does MODEL; leave one out")
     if not args.models:
         catalogue = read_catalogue(args.catalogue)
         found = [(m.id if args.catalogue is None else m.source, m) for m in catalogue.models]
     else:
         found = [(model.source, model) for model in map(inspect, args.models)]
         require_one_tokenizer([m for _, m in found], named_in="MODEL")
+        ids = [m.id for _, m in found]
+        if twice := [one for one in ids if ids.count(one) > 1]:
+            raise ConfigError(f"MODEL: two models are called {twice[0]!r}; rename one folder")
     return found
 
 

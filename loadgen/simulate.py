@@ -144,13 +144,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     cluster.add_argument(
         "--front",
-        type=number(0, 1),
+        type=number_from(0.01, 0.99),
         metavar="SHARE",
         help="tokens may leave early, after this share of the layers",
     )
     cluster.add_argument(
         "--stays",
-        type=number(0, 1),
+        type=number_from(0.003, 0.997),
         help="of the tokens that reach that exit, those that go on; with --front; default: "
         f"{DEFAULT_STAYS:g}",
     )

@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
         "prefix",
         headline={
             f"ttft_ratio_shared_{args.tokens}": round(
-                median(r.hit_s for r in rounds) / median(r.cold_s for r in rounds), 4
+                median(r.hit_s / r.cold_s for r in rounds), 4
             ),
             "overhead_no_hits": round(median(r.overhead for r in rounds), 5),
             "identical": is_identical,

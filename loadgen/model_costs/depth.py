@@ -92,11 +92,13 @@ def measure(
         The record, and for the full depth {depth: what it says of it}.
     """
     from quadriga.engine import load_runner
+    from quadriga.engine.compiled import find_kernels
 
     checkpoint = read_checkpoint(job.model)
     import torch  # here, so that its own size is not counted as the model's
 
     torch.set_num_threads(job.threads)
+    find_kernels(spec_of(checkpoint, job))  # or the first to be loaded here would take minutes
     before_bytes = resident_bytes()
     started_s = time.perf_counter()
     runner = load_runner(spec_of(checkpoint, job))

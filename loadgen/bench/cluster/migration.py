@@ -61,9 +61,10 @@ class Flow:
     is_over: bool = False
 
     def gaps_s(self, begin_s: float, end_s: float) -> list[float]:
-        """Of tokens that arrived in a time, but the second, which waits for the hand-off."""
+        """Between tokens, in a time at least in part; but not before the second, which waits for
+        the hand-off."""
         at = self.arrivals_s[1:]
-        return [b - a for a, b in itertools.pairwise(at) if begin_s <= b <= end_s]
+        return [b - a for a, b in itertools.pairwise(at) if begin_s <= b and a <= end_s]
 
 
 Move = tuple[Flow, float, float, MigrationReport]
@@ -125,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", default="quadriga-s", help="bundled id, folder, GGUF file, or hub id"
     )
     parser.add_argument("--sequences", type=whole(2), default=12, help="streams at once")
-    parser.add_argument("--moves", type=whole(1), default=60, help="at each pace")
+    parser.add_argument("--moves", type=whole(1), help="at each pace; default: 60, or 20 if quick")
     parser.add_argument("--prompt", type=whole(1), default=60, help="tokens of a prompt")
     parser.add_argument(
         "--output", type=whole(STILL_TO_COME + 4), default=400, help="tokens of a stream"
@@ -134,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport", choices=("gloo", "object_store"), default="gloo", help="how KV travels"
     )
     parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
-    parser.add_argument("--quick", action="store_true", help="20 moves")
+    parser.add_argument("--quick", action="store_true", help="fewer moves")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -147,8 +148,7 @@ def run(args: argparse.Namespace) -> int:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
     }
-    if args.quick:
-        args.moves = min(args.moves, 20)
+    args.moves = args.moves or (20 if args.quick else 60)
     ray.init(
         num_cpus=4, object_store_memory=128 << 20, include_dashboard=False, log_to_driver=False
     )

@@ -25,6 +25,7 @@ from loadgen.bench.engines.workloads import Workload, WorkloadRequest
 from loadgen.checker import Outcome
 from loadgen.checker.judge import Judgement
 from loadgen.event_loop import run_event_loop
+from loadgen.load.scenario import cached_apart
 from loadgen.load.workload import RequestSpec
 from loadgen.options import api_key, number, whole
 from loadgen.report.experiment import say
@@ -217,6 +218,7 @@ async def _send(
         )
         for index, request in enumerate(workload.requests)
     ]
+    specs = cached_apart(specs)  # the engine keeps no prompts of an earlier round either
     judgement, live = Judgement(Target(model, None)), Live()
     options = LoadOptions(concurrency=workload.concurrency)
     if transport == "http":

@@ -39,8 +39,15 @@ class Rounds:
 
 
 def overhead_us(rounds: Rounds, engine: Rounds) -> float:
-    """Microseconds per token that the service adds to the engine's own."""
-    return 1e6 / rounds.median - 1e6 / engine.median
+    """Microseconds per token that the service adds to the engine's own: the rounds' median."""
+    pairs = zip(rounds.tokens_per_s, engine.tokens_per_s, strict=True)
+    return statistics.median(1e6 / a - 1e6 / b for a, b in pairs)
+
+
+def share_of(rounds: Rounds, engine: Rounds) -> float:
+    """Of the engine's speed: the median of the rounds' ratios."""
+    pairs = zip(rounds.tokens_per_s, engine.tokens_per_s, strict=True)
+    return statistics.median(a / b for a, b in pairs)
 
 
 def print_table(measured: list[Rounds], args: argparse.Namespace) -> None:
@@ -55,7 +62,7 @@ def print_table(measured: list[Rounds], args: argparse.Namespace) -> None:
         {
             "": lambda r: r.name,
             "tokens/s": lambda r: f"{r.median:,.0f}",
-            "of engine": over_engine(lambda r: f"{r.median / engine.median:.2f}"),
+            "of engine": over_engine(lambda r: f"{share_of(r, engine):.2f}"),
             "added µs": over_engine(lambda r: f"{overhead_us(r, engine):,.0f}"),
             "TTFT ms": lambda r: f"{statistics.median(r.ttft_p50_s) * 1e3:,.0f}",
             "per write": over_engine(lambda r: f"{statistics.median(r.tokens_per_write):.2f}"),
@@ -86,7 +93,7 @@ def print_final_line(
     for rounds in measured:
         row: dict[str, Any] = {"median_tokens_per_s": rounds.median, **asdict(rounds)}
         if rounds is not engine:
-            row["ratio"] = rounds.median / engine.median
+            row["ratio"] = share_of(rounds, engine)
             row["overhead_us_per_token"] = overhead_us(rounds, engine)
         results.append(row)
     names = ("rounds", "requests", "concurrency", "prompt_tokens", "output_tokens", "threads")

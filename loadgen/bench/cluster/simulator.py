@@ -243,7 +243,7 @@ def _report(
     )
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "simulator.json").write_text(
-        json.dumps(raw(costs, outcomes)) + "\n", encoding="utf-8"
+        json.dumps(raw(costs, outcomes), allow_nan=False) + "\n", encoding="utf-8"
     )
     write_plot(args.out / "simulator.png", outcomes)
     is_within = all(value <= args.tolerance for value in worst.values())

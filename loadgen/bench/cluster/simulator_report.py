@@ -18,11 +18,10 @@ from loadgen.bench.cluster.simulator_fit import (
     by_load_ms2,
     fitted_over_real,
     load_of,
-    moves_of,
     ttfts_of,
 )
-from loadgen.report.experiment import drawn, table_of
-from loadgen.report.figures import shown
+from loadgen.report.experiment import ALL_DIGITS, drawn, table_of
+from loadgen.report.figures import for_json, shown
 from loadgen.report.metrics import tpot_s
 from loadgen.simulation.loads import SimLoad
 from quadriga.config.pacing import PaceProfile
@@ -70,7 +69,7 @@ def real_outcome(played: Played, step: PaceProfile) -> LoadOutcome:
         tpot_s=np.array([np.nan if (v := tpot_s(r)) is None else v for r in records]),
         load_variance_ms2=_mean(by_load_ms2(played.views, step)),
         reported_variance_ms2=_mean(step_variances(played.views)),
-        num_moves=len(moves_of(played.views)),
+        num_moves=played.views[-1]["outcomes"].get("moved", 0),
         fitted_step=fitted_over_real(played, step),
     )
 
@@ -174,10 +173,10 @@ def raw(
                 "output_tokens": o.output_tokens.tolist(),
                 "ttft_s": _column(o.ttft_s),
                 "tpot_s": _column(o.tpot_s),
-                "load_variance_ms2": o.load_variance_ms2,
-                "reported_variance_ms2": o.reported_variance_ms2,
+                "load_variance_ms2": for_json(o.load_variance_ms2, ALL_DIGITS),
+                "reported_variance_ms2": for_json(o.reported_variance_ms2, ALL_DIGITS),
                 "moves": o.num_moves,
-                "fitted_step": o.fitted_step,
+                "fitted_step": for_json(o.fitted_step, ALL_DIGITS),
             }
             for policy, pair in outcomes.items()
             for is_real, runs in zip((True, False), pair, strict=True)

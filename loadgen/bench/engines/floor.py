@@ -40,11 +40,13 @@ class ModelCosts:
 
     Attributes:
         weights: Values read by every step: layers and head.
+        head: Those of the head, by which only output tokens are multiplied.
         kv_values: K and V values of one position, all layers.
         attention_flops: Operations of one token against one position, all layers.
     """
 
     weights: int
+    head: int
     kv_values: int
     attention_flops: int
 
@@ -74,8 +76,10 @@ def model_costs(checkpoint: Path) -> ModelCosts:
     c = read_model_config(checkpoint)
     mlp = c.hidden_size * c.ffn_size * (3 if c.gated else 2)
     attention = c.hidden_size * (2 * c.q_size + 2 * c.kv_size)
+    head = c.vocab_size * c.embed_size
     return ModelCosts(
-        weights=c.num_layers * (attention + mlp) + c.vocab_size * c.embed_size,
+        weights=c.num_layers * (attention + mlp) + head,
+        head=head,
         kv_values=c.num_layers * 2 * c.kv_size,
         attention_flops=c.num_layers * 4 * c.q_size,
     )
@@ -93,7 +97,8 @@ def floor_s(workload: Workload, costs: ModelCosts, rates: MachineRates) -> float
     context = sum(_context_sum(len(r.prompt), r.max_tokens) for r in workload.requests)
     num_bytes = 4 * (costs.weights * steps + costs.kv_values * context)
     prompt_context = sum(len(r.prompt) ** 2 // 2 for r in workload.requests)
-    flops = 2 * costs.weights * (prompt + output)
+    computed = prompt + output - len(workload.requests)  # nobody goes on from the last tokens
+    flops = 2 * ((costs.weights - costs.head) * computed + costs.head * output)
     flops += costs.attention_flops * (context + prompt_context)
     return max(num_bytes / rates.bytes_per_s, flops / rates.flops_per_s)
 

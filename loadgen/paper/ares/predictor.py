@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", default="quadriga-l", help="bundled or packaged name, or checkpoint folder"
     )
-    parser.add_argument("--requests", type=whole(1), default=300, help="per task")
+    parser.add_argument("--requests", type=whole(1), help="per task; default: 300, with --quick 40")
     parser.add_argument(
         "--prompts", metavar="FILE", help="of quadriga.tune, instead of the tasks' prompts"
     )
@@ -65,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a quadriga.tune with these --prompts: answers and states are taken from there",
     )
     parser.add_argument(
-        "--encoder-s", type=number(0), default=240.0, help="processor seconds to train one size"
+        "--encoder-s",
+        type=number(0),
+        help="processor seconds to train one size; default: 240, with --quick 45",
     )
     parser.add_argument("--seed", type=whole(0), default=0, help="the first, of everything random")
     parser.add_argument(
@@ -88,8 +90,8 @@ def _run(args: argparse.Namespace, work: Path) -> int:
     """With a folder for the states."""
     torch.set_num_threads(args.threads)
     checkpoint = read_checkpoint(args.checkpoint)
-    requests = min(args.requests, 40) if args.quick else args.requests
-    budget_s = min(args.encoder_s, 45.0) if args.quick else args.encoder_s
+    requests = args.requests or (40 if args.quick else 300)
+    budget_s = args.encoder_s or (45.0 if args.quick else 240.0)
     sizes = QUICK_SWEEP if args.quick else SWEEP
     console = Console()
     source = args.prompts or f"{TASKS_NAME}{requests}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, product
 
 import numpy as np
@@ -96,6 +96,7 @@ class DrexRow:
         slots: More than `batch` where no exits got them for equal bytes.
         wanted_slots: Of no exits: that equal bytes would pay for, though rows or prompts lack.
         ceiling: Of the throughput, over no exits.
+        rounds: Each figure that a ratio is taken of, by round.
     """
 
     setting: DrexSetting
@@ -112,6 +113,7 @@ class DrexRow:
     ceiling: float | None = None
     decisions: Decisions | None = None
     wanted_slots: int = 0
+    rounds: dict[str, list[float]] = field(default_factory=dict)
 
 
 class DrexBench:
@@ -291,21 +293,27 @@ class DrexBench:
     ) -> DrexRow:
         first = outcomes[0]
         gaps = [o.gaps_s for o in outcomes]
+        rounds = {
+            "tokens_per_s": [o.tokens_per_s for o in outcomes],
+            "gap_p99_s": [float(np.percentile(g, 99)) for g in gaps],
+            "request_s": [statistics.fmean(o.request_s) for o in outcomes],
+        }
         right = self._suite.right(first.outputs)
         return DrexRow(
             setting=DrexSetting(
                 self._native.spec.checkpoint.id, self._batch, threshold, policy, device
             ),
             slots=slots,
-            tokens_per_s=statistics.median(o.tokens_per_s for o in outcomes),
+            tokens_per_s=statistics.median(rounds["tokens_per_s"]),
             gap_mean_s=statistics.median(statistics.fmean(g) for g in gaps),
-            gap_p99_s=statistics.median(float(np.percentile(g, 99)) for g in gaps),
-            request_s=statistics.median(statistics.fmean(o.request_s) for o in outcomes),
+            gap_p99_s=statistics.median(rounds["gap_p99_s"]),
+            request_s=statistics.median(rounds["request_s"]),
             exact_match=sum(right) / len(right),
             early_share=first.early_share(self._native.num_layers),
             involuntary_exits=max(o.counters.involuntary_exits for o in outcomes),
             involuntary_stays=first.counters.involuntary_stays,
             peak_bytes=max(o.peak_bytes for o in outcomes),
+            rounds=rounds,
         )
 
     def _ceiling(self, costs: SegmentCosts, at_exit: Mapping[int, int]) -> float:

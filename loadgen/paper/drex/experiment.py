@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="task prompts in a run; default: 6 a slot, at least 128",
     )
-    parser.add_argument("--rounds", type=whole(1), default=3, help="of each setting")
+    parser.add_argument("--rounds", type=whole(1), help="default: 3, with --quick 1")
     parser.add_argument("--threads", type=whole(1), default=1, help="CPU threads of the engine")
     parser.add_argument("--max-tokens", type=whole(2), default=400, help="of an answer")
     parser.add_argument(
@@ -130,7 +130,8 @@ def run(args: argparse.Namespace) -> int:
                 clock=SystemClock() if args.clock == "wall" else ProcessorClock(),
                 say=say,
             )
-            rows += bench.measure(policies, thresholds, args.rounds)
+            rounds = args.rounds or (1 if args.quick else 3)
+            rows += bench.measure(policies, thresholds, rounds)
             if not args.quick or batch == max(args.batch):
                 rows += bench.measure_modelled(policies, own)
     measured = {row.setting.model for row in rows}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -44,7 +45,7 @@ def print_table(rows: Sequence[DrexRow]) -> None:
 
     def ratio(row: DrexRow) -> float | None:
         base = _other(rows, row, NO_EXITS)
-        return row.tokens_per_s / base.tokens_per_s if base else None
+        return _over(row, base) if base else None
 
     def of_ceiling(row: DrexRow) -> str | None:
         over = ratio(row)
@@ -85,7 +86,7 @@ def headline(rows: Sequence[DrexRow]) -> dict[str, Any]:
     """Return the figures that the experiment stands for, all of them on the real machine."""
     drex = [r for r in rows if (r.setting.device, r.setting.policy) == (CPU, "drex")]
     pairs = [(r, base) for r in drex if (base := _other(rows, r, NO_EXITS)) is not None]
-    ratios = [r.tokens_per_s / base.tokens_per_s for r, base in pairs]
+    ratios = [_over(r, base) for r, base in pairs]
     return {
         "vs_best_grouped": least(_vs_best_grouped(rows, r, base) for r, base in pairs),
         "share_of_ceiling": least(
@@ -95,8 +96,8 @@ def headline(rows: Sequence[DrexRow]) -> dict[str, Any]:
         ),
         "vs_no_exit_equal_memory": most(ratios),
         "worst_vs_no_exit": least(ratios),
-        "p99_itl_ratio": most(r.gap_p99_s / base.gap_p99_s for r, base in pairs),
-        "mean_request_time_ratio": most(r.request_s / base.request_s for r, base in pairs),
+        "p99_itl_ratio": most(_over(r, base, "gap_p99_s") for r, base in pairs),
+        "mean_request_time_ratio": most(_over(r, base, "request_s") for r, base in pairs),
         "involuntary_exits": max((r.involuntary_exits for r in drex), default=None),
         "decisions_right": least(r.decisions.share_right for r in drex if r.decisions),
         "early_token_share": least(r.early_share for r in drex),
@@ -133,8 +134,14 @@ def _vs_best_grouped(rows: Sequence[DrexRow], row: DrexRow, base: DrexRow) -> fl
     """DREX over the fastest grouped policy whose answers are those of the full model."""
     others = [o for policy in _GROUPED if (o := _other(rows, row, policy)) is not None]
     same = [o for o in others if o.exact_match >= base.exact_match - _SAME_ANSWERS]
-    best = max((o.tokens_per_s for o in same), default=None)
-    return None if best is None else row.tokens_per_s / best
+    best = max(same, key=lambda o: o.tokens_per_s, default=None)
+    return None if best is None else _over(row, best)
+
+
+def _over(row: DrexRow, other: DrexRow, figure: str = "tokens_per_s") -> float:
+    """The median of the ratios of rounds; of rows without rounds, as old files have, of medians."""
+    ours, theirs = (r.rounds.get(figure) or [getattr(r, figure)] for r in (row, other))
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def _other(rows: Sequence[DrexRow], row: DrexRow, policy: str) -> DrexRow | None:

@@ -10,6 +10,9 @@ from loadgen.load.task_suite import TaskPrompt
 from quadriga.catalogue.records import EnergySource
 from quadriga.core.replica import DepthClass
 
+SCORED_EVERY = 4
+"""One request in so many is scored, as in the service."""
+
 
 @dataclass(slots=True)
 class ServedRequest:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadgen.paper.helios.record import Shadow, StreamRun
+from loadgen.paper.helios.record import SCORED_EVERY, Shadow, StreamRun
 from loadgen.report.experiment import drawn, least, rounded, show, stacked_bars
 
 LOSSLESS = "-lossless"
@@ -124,7 +124,8 @@ def summarise(
     total = max(1, decoded.total())
     early = sum(n for (model, layers), n in decoded.items() if layers < num_layers[model])
     breaches = sum(run.breaches for run in runs)
-    requests = [q for run in runs for q in run.requests]
+    # Profiles are scored as well, and HELIOS alone has them: perplexity is of the same for all.
+    requests = [q for run in runs for q in run.requests if q.index % SCORED_EVERY == 0]
     scored = sum(q.num_scored for q in requests)
     rounds = {name: list(map(figure, runs)) for name, figure in MEDIANS.items()}
     medians: dict[str, Any] = {name: statistics.median(rounds[name]) for name in rounds}

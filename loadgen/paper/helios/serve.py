@@ -14,15 +14,13 @@ from collections.abc import Callable, Sequence
 from loadgen.load.task_suite import TaskSuite
 from loadgen.paper.clocks import TurnClock
 from loadgen.paper.helios.control import LocalController
-from loadgen.paper.helios.record import HeldMemory, ServedRequest, StreamRun
+from loadgen.paper.helios.record import SCORED_EVERY, HeldMemory, ServedRequest, StreamRun
 from loadgen.paper.helios.replica import LocalReplica, ReplicaLimits, TimedModel
 from quadriga.catalogue.energy import EnergyMeter
 from quadriga.core.replica import DepthClass
 from quadriga.errors import InvariantViolation
 from quadriga.policies.helios import Helios
 
-SCORED_EVERY = 4
-"""One request in so many is scored, as in the service."""
 TURN_S = 0.25
 COUNTED = ("switches", "resizes", "trips", "profiles")
 _LOOK_EVERY = 16  # steps between two looks at the memory held

@@ -118,13 +118,13 @@ def test_percentiles_of_first_tokens_lie_between_the_values_around_them() -> Non
 
 
 def test_floor_counts_bytes_and_operations() -> None:
-    costs = ModelCosts(weights=1000, kv_values=10, attention_flops=40)
+    costs = ModelCosts(weights=1000, head=100, kv_values=10, attention_flops=40)
     workload = Workload("w", 2, [WorkloadRequest([1] * 4, 3), WorkloadRequest([1] * 4, 3)])
     context = 2 * (5 + 6)
     by_bytes = floor_s(workload, costs, MachineRates(bytes_per_s=1.0, flops_per_s=1e30))
     assert by_bytes == 4 * (1000 * 3 + 10 * context)
     by_flops = floor_s(workload, costs, MachineRates(bytes_per_s=1e30, flops_per_s=1.0))
-    assert by_flops == 2 * 1000 * 14 + 40 * (context + 16)
+    assert by_flops == 2 * (900 * 12 + 100 * 6) + 40 * (context + 16), "a head for each output"
 
 
 @pytest.fixture

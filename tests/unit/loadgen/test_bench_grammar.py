@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from loadgen.__main__ import main
+from loadgen.bench import grammar
 from loadgen.bench.grammar import is_valid
 from loadgen.bench.random_schemas import random_schema
 from quadriga.checkpoint.folder import read_checkpoint
@@ -43,6 +46,18 @@ def test_random_schemas_are_schemas_that_compile() -> None:
 def test_the_judge(text: str, is_right: bool) -> None:
     schema = {"properties": {"a": {"type": "number", "exclusiveMinimum": 39}}, "required": ["a"]}
     assert is_valid(text, schema) is is_right
+
+
+def test_a_step_is_no_part_of_the_prompts_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_s = [0.0]  # ten for the prompts, one for a token, two more where it has a form
+
+    def generate(_: Any, asked: list[Any], **__: Any) -> list[Any]:
+        at_s[0] += 10 + asked[0].max_tokens * (1 if asked[0].grammar is None else 3)
+        return [Mock(ttft_s=0.0, token_ids=[0] * asked[0].max_tokens)]
+
+    monkeypatch.setattr(grammar.time, "process_time", lambda: at_s[0])
+    costs = grammar.token_costs(Mock(generate=generate), 1, 5, 1)
+    assert {(c.plain_cpu_s, c.form_cpu_s) for c in costs} == {(1.0, 3.0)}
 
 
 def test_the_command_ends_in_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

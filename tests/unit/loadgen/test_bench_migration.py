@@ -13,13 +13,21 @@ from loadgen.__main__ import main
 from loadgen.bench.cluster import migration
 
 
-def test_a_move_that_failed_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gap_that_outlasts_its_move_is_felt() -> None:
+    flow = migration.Flow(Mock(), "a", arrivals_s=[0.0, 5.0, 5.1, 5.2, 6.2, 6.3])
+    assert flow.gaps_s(5.15, 5.5) == pytest.approx([0.1, 1.0])
+
+
+def test_a_move_that_failed_is_exit_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     felt = migration.Felt(1, 1.0, 1.0, 1.0)
     done = migration.PaceOutcome("", 1.0, 9, 1, felt, felt, felt, 1.0, 1.0, 1.0)
     monkeypatch.setattr(migration._Bench, "run", AsyncMock(return_value=done))
     monkeypatch.setattr(migration, "os", Mock(environ={}))
     monkeypatch.setitem(sys.modules, "ray", Mock())
-    assert main(["bench", "migration"]) == 1
+    assert main(["bench", "migration", "--quick", "--moves", "30"]) == 1
+    assert '"moves": 30' in capsys.readouterr().out.splitlines()[-1], "as many as were asked for"
 
 
 @pytest.mark.parametrize(("lasts_s", "message"), [(9.0, "no stream was moved"), (0.0, "its end")])

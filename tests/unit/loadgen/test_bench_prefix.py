@@ -30,7 +30,8 @@ def test_the_command_ends_in_its_line(
 
     def measured(*args: Any) -> Round:
         found.append(measure(*args))
-        return replace(found[-1], is_identical=len(found) > 1)
+        times = {"cold_s": (1.0, 1.0, 8.0)[len(found) - 1], "hit_s": 1.0}
+        return replace(found[-1], is_identical=len(found) > 1, **times)
 
     monkeypatch.setattr(prefix, "measure", measured)
     words = ["bench", "prefix", "--model", "quadriga-s", "--tokens", "200", "--rounds", "2"]
@@ -38,6 +39,6 @@ def test_the_command_ends_in_its_line(
     line = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert line["experiment"] == "prefix" and line["headline"]["identical"] is False
     assert all(one.is_identical for one in found)
-    assert line["headline"]["ttft_ratio_shared_200"] > 0
+    assert line["headline"]["ttft_ratio_shared_200"] == pytest.approx((1 + 1 / 8) / 2, abs=1e-3)
     assert line["headline"]["overhead_no_hits"] > 0
     assert line["computed_tokens_of_choices"] == 200 + 3 * 8

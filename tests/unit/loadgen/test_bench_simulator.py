@@ -149,7 +149,8 @@ def _view(replicas: list[Counting], at_s: float, moves: list[dict[str, Any]]) ->
             }
         )
     shown.append({"name": "p", "role": "prefill"})
-    return {"replicas": shown, "recent": moves, "bandwidth_bytes_per_s": 1e9, "outcomes": {}}
+    told = {"bandwidth_bytes_per_s": 1e9, "outcomes": {"moved": len(moves)}}
+    return told | {"replicas": shown, "recent": moves[-2:]}  # the scheduler shows the newest
 
 
 def _page(
@@ -303,6 +304,14 @@ def test_the_command_passes_a_cluster_it_describes_and_no_other(
     assert sum(r["is_real"] for r in kept["runs"]) == 4
     assert len(kept["runs"]) == 4 * (1 + simulator.NUM_DRAWS)
     assert (tmp_path / "simulator.png").stat().st_size > 10_000
+
+
+def test_what_there_is_none_of_is_null_and_moves_are_all_that_were_made() -> None:
+    outcome = simulator_report.real_outcome(played := cluster(4.0, 0, policy="oracle"), CPU.step)
+    assert outcome.num_moves == played.views[-1]["outcomes"]["moved"] > 2
+    none = replace(outcome, load_variance_ms2=float("nan"), fitted_step=float("nan"))
+    raw = simulator_report.raw(DELAYS, {"off": ([none], [])})  # type: ignore[arg-type]
+    assert json.loads(json.dumps(raw, allow_nan=False))["runs"][0]["fitted_step"] is None
 
 
 def test_the_worst_deviation_looks_at_what_must_agree_only() -> None:

@@ -10,13 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
+from loadgen.bench.cluster import serve
 from loadgen.bench.cluster.process_cpu import service_cpu_s
 from loadgen.bench.cluster.serve import add_arguments, make_workload
-from loadgen.bench.cluster.serve_report import Rounds, overhead_us
-from loadgen.bench.cluster.service import started_service
+from loadgen.bench.cluster.serve_report import Rounds, overhead_us, share_of
+from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
 from loadgen.bench.depth_forecast import share_early
 from loadgen.model_costs.engine import sequence
 from loadgen.model_costs.subprocesses import python_process, read_line
@@ -64,8 +66,22 @@ def test_workload_beyond_the_context_is_refused() -> None:
 
 
 def test_overhead_is_the_time_added_per_token() -> None:
-    engine, service = Rounds("engine", [1000.0, 2000.0, 9000.0]), Rounds("http", [1600.0])
-    assert overhead_us(service, engine) == pytest.approx(125.0)
+    engine = Rounds("engine", [1000.0, 2000.0, 9000.0])
+    service = Rounds("http", [500.0, 1600.0, 1800.0])
+    assert overhead_us(service, engine) == pytest.approx(1e6 / 1800 - 1e6 / 9000)
+    assert share_of(service, engine) == 0.5, "of the medians it is .8"
+
+
+async def test_the_service_keeps_no_prompts_of_earlier_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = AsyncMock()
+    monkeypatch.setattr(serve, "run_load", load)
+    workload = make_workload(parse("--prompt-tokens", "20", "--output-tokens", "5"), CHECKPOINT)
+    for _ in range(2):
+        await serve._send("http", ServiceUnderLoad("http://a:1", "", None), "tiny", workload)
+    one, other = ([s.extra["cache_salt"] for s in call.args[0]] for call in load.await_args_list)
+    assert len({*one, *other}) == 2
 
 
 def test_tokens_that_all_leave_at_one_exit_left_early() -> None:

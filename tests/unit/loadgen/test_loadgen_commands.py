@@ -230,6 +230,21 @@ def test_answers_are_compared_with_an_earlier_run(
     assert "sent another load" in capsys.readouterr().err
 
 
+def test_a_run_finds_nothing_cached_that_an_earlier_one_sent(tmp_path: Path) -> None:
+    async def sent(*words: str) -> list[str | None]:
+        async with FakeServer() as server:
+            common = ["run", "--url", server.url, "--tasks", "3", "--max-tokens", "3", "--no-plots"]
+            common += ["--output", str(tmp_path), "--no-verify-text", *words]
+            assert await asyncio.to_thread(main, common) == 0
+            return [body.get("cache_salt") for body in server.bodies if "max_tokens" in body]
+
+    (warm, *first), (_, *second) = (asyncio.run(sent("--warmup", "1")) for _ in range(2))
+    assert len(first) == 3 and len({*first, *second, warm}) == 3 and None not in first
+    assert asyncio.run(sent("--warmup", "0")) == [None] * 3
+    extra = ("--warmup", "1", "--extra", '{"cache_salt": "mine"}')
+    assert asyncio.run(sent(*extra))[1:] == ["mine"] * 3
+
+
 def test_fit_prompts_cuts_to_the_context(service: Service, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "x" * 5000}))

@@ -59,6 +59,7 @@ def test_every_number_has_bounds(name: tuple[str, ...]) -> None:
         ("run --sessions 3 --think-s -1", "must be a number in 0.."),
         ("run --sessions 3 --think-s nan", "must be a number in 0.."),
         ("run --sessions 3 --tasks 3", "not allowed with"),
+        ("simulate --lengths alpaca --front .5 --stays .001", "--stays: '.001' must be a number"),
     ],
 )
 def test_what_an_option_cannot_be_is_named(
@@ -134,6 +135,8 @@ def test_what_a_service_is_started_with() -> None:
         ("ramp --tasks 3 --rate 1-9 --arrivals gamma", "none of poisson, constant, gamma:CV"),
         ("ramp --tasks 3 --rate 1-9 --arrivals gamma:-1", "must be above 0"),
         ("ramp --tasks 3 --concurrency 1.5-3", "must be whole numbers"),
+        ("profile quadriga-s quadriga-s", "MODEL: two models are called 'quadriga-s'"),
+        ("profile quadriga-s --catalogue x.yaml", "--catalogue: says which models"),
         ("plan nobody", "no published model"),
         ("plan llama-2-7b --context 5000", "4096 positions"),
         ("plan llama-2-7b --depth 33", "1..32"),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 
+from loadgen.__main__ import main
+from loadgen.paper.ares import predictor
 from loadgen.paper.ares.length_contest import Contest, LengthPredictor, averaged
 from loadgen.paper.ares.length_encoder import EncoderSize
 from loadgen.paper.ares.predictor import by_scenario, gained
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.errors import ConfigError
 from quadriga.scheduling.forecasts import believed
 from quadriga.tune.lengths import MEDIAN, QUANTILES, LengthData
 
@@ -115,3 +120,9 @@ def test_errors_by_scenario_are_of_the_whole_length_and_of_what_remains() -> Non
     assert code["remaining"] == {"ours": 0.0, "theirs": 2.0}
     share = float(late[found.requests != 1].float().mean())
     assert math["remaining"]["ours"] == pytest.approx(10.0 * share, abs=0.01)
+
+
+def test_what_is_given_is_asked_though_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictor, "read_prompts", read := Mock(side_effect=ConfigError("seen")))
+    assert main(["paper", "ares-predictor", "--quick", "--requests", "50"]) == 2
+    read.assert_called_once_with(f"{predictor.TASKS_NAME}50")

@@ -109,11 +109,22 @@ def test_no_exits_at_equal_bytes_are_run_in_every_round_and_lacking_slots_are_sa
     assert "9 of 16" in capsys.readouterr().out
 
 
+def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
+    rows = [
+        measured("off", 2.0, rounds={"tokens_per_s": [1.0, 2.0, 9.0]}),
+        measured("lazy", 3.0, rounds={"tokens_per_s": [2.0, 3.0, 4.0]}),
+        measured("drex", 8.0, rounds={"tokens_per_s": [4.0, 8.0, 9.0]}),
+    ]
+    found = headline(rows)
+    assert found["vs_no_exit_equal_memory"] == 4.0 and found["vs_best_grouped"] == 2.25
+    assert found["p99_itl_ratio"] == 1.0, "rows without rounds have medians"
+
+
 def test_a_batch_that_is_given_is_run_though_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = Mock(side_effect=ConfigError("seen"))
-    monkeypatch.setattr(DrexBench, "load", load)
+    bench = Mock(measure=Mock(side_effect=ConfigError("seen")))
+    monkeypatch.setattr(DrexBench, "load", load := Mock(return_value=bench))
     assert main(["paper", "drex", "--quick", "--batch", "3"]) == 2
-    assert load.call_args.args[1] == 3
+    assert load.call_args.args[1] == 3 and bench.measure.call_args.args[2] == 1, "one round"
 
 
 def test_where_no_decision_was_judged_none_is_said_to_be_right(

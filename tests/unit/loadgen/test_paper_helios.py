@@ -128,7 +128,7 @@ def test_full_depth_judges_early_tokens_apart() -> None:
 
 def run_of(seconds: float, **fields: Any) -> StreamRun:
     values: dict[str, Any] = {
-        "requests": [request(0, nll=0.4, num_scored=4), request(1)],
+        "requests": [request(0, nll=0.4, num_scored=4), request(1, nll=9.0, num_scored=4)],
         "right": [True, False],
         "joules": 6.0,
         "energy_source": "estimate",
@@ -161,7 +161,7 @@ def test_a_row_holds_medians_and_shares() -> None:
     assert row.tokens_per_s == pytest.approx(3.0) and row.rounds["tokens_per_s"] == [6.0, 2.0, 3.0]
     assert row.ttft_s == pytest.approx(0.5) and row.tpot_s == pytest.approx(0.5)
     assert row.exact_match == 0.5
-    assert row.perplexity == pytest.approx(math.exp(0.1))
+    assert row.perplexity == pytest.approx(math.exp(0.1)), "of every fourth, profile or not"
     assert row.exits == pytest.approx({"s@2": 0.5, "s@4": 0.25, "s@8": 0.25})
     assert row.held == pytest.approx({"s@4": 0.75, "s@8": 0.25})
     assert row.breach_share == pytest.approx(0.25)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from loadgen import profile
 from loadgen.__main__ import EXIT_USAGE, main
 from loadgen.load.task_suite import TaskSuite
+from loadgen.model_costs import depth
 from loadgen.model_costs.depth import DepthJob, generate, spec_of, unchanged_share
+from quadriga import engine
 from quadriga.catalogue.files import read_catalogue
+from quadriga.catalogue.records import DepthRecord
 from quadriga.checkpoint.folder import read_checkpoint
-from quadriga.engine import load_runner
+from quadriga.engine import compiled, load_runner
+from quadriga.errors import ConfigError
 from quadriga.llm import LLM
 
 
@@ -66,3 +72,25 @@ def test_bad_input_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 is none of quadriga-s's exits (2, 4, 8)" in capsys.readouterr().err
     assert main(["profile", "nobody"]) == EXIT_USAGE
     assert "nobody" in capsys.readouterr().err
+
+
+def test_depths_are_kept_though_a_later_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path := tmp_path / "catalogue.yaml").write_text("earlier")
+    found = [(DepthRecord(2, step_s=((1, 0.5),)), {}), ConfigError("the process ended")]
+    monkeypatch.setattr(profile, "_measure", Mock(side_effect=found))
+    assert main(["profile", "quadriga-s", "--output", str(path)]) == EXIT_USAGE
+    (model,) = read_catalogue(str(tmp_path / "catalogue.partial.yaml")).models
+    assert [(one.depth, one.step_s) for one in model.depths] == [(2, ((1, 0.5),))]
+    assert path.read_text() == "earlier"
+
+
+def test_kernels_are_compiled_before_the_clock_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(compiled, "find_kernels", lambda spec: order.append("kernels"))
+    monkeypatch.setattr(depth, "resident_bytes", lambda: order.append("load") or 0)
+    monkeypatch.setattr(engine, "load_runner", Mock(side_effect=ConfigError("seen")))
+    with pytest.raises(ConfigError, match="seen"):
+        depth.measure(DepthJob("quadriga-s", 2, (1,), 0, 1, 1, 1.0, 1, ""), lambda line: None)
+    assert order == ["kernels", "load"]
