@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from numbers import Integral
 from typing import Any
 
 from quadriga.checkpoint.exits import ExitParams, read_exit_params
@@ -114,12 +115,15 @@ class InputProcessor:
                 f"{field}: must be text, token ids or messages, got {prompt!r:.40}", param=field
             )
         ids = self._tokenizer.prompt_ids(prompt) if self._tokenizer else list[Any](prompt)
-        wrong = [t for t in ids if not isinstance(t, int) or not 0 <= t < checkpoint.vocab_size]
+        wrong = [
+            t for t in ids if not isinstance(t, Integral) or not 0 <= int(t) < checkpoint.vocab_size
+        ]
         if wrong or not ids:
             what = f"{wrong[0]!r:.40} is no token id" if wrong else "has no tokens"
             raise InvalidRequest(
                 f"{field}: {what}; ids are whole numbers below {checkpoint.vocab_size}", param=field
             )
+        ids = [int(t) for t in ids]  # of numpy too
         if sampling is None:
             sampling = SamplingParams(max(1, most - len(ids)), **asdict(checkpoint.sampling))
         sampling.check(checkpoint.vocab_size)
@@ -148,7 +152,7 @@ class InputProcessor:
 def _each(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     """The prompts, also where one alone was given; arrays as lists."""
     given = _plain(prompts)
-    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int | Mapping))
+    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], Integral | Mapping))
     return [given] if is_one else [_plain(prompt) for prompt in given]
 
 

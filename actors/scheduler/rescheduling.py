@@ -232,7 +232,7 @@ class Rescheduling:
         if ares.record_file is not None:
             from quadriga.policies.ares.recording import Recording
 
-            self._recording = Recording(Path(ares.record_file), ares.record_max_bytes)
+            self._recording = Recording(Path(ares.record_file).expanduser(), ares.record_max_bytes)
 
 
 def _decision(decision: MoveDecision) -> dict[str, Any]:

@@ -63,6 +63,11 @@ def read_adapters(folder: str | Path) -> tuple[Adapter, ...]:
             f"adapters: {root} is no folder; name one that holds a folder for each adapter",
             param="adapters",
         )
+    if (root / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"adapters: {root} is an adapter itself; name the folder that it is in",
+            param="adapters",
+        )
     paths = sorted(path for path in root.iterdir() if (path / CONFIG_FILE).is_file())
     if len(paths) > MAX_ADAPTERS:
         raise ConfigError(

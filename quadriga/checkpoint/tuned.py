@@ -39,15 +39,18 @@ def weights_hash(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def check_pair(tuned: Path, weights: Path, model: str) -> None:
+def check_pair(
+    tuned: Path, weights: Path, model: str, option: str = "exits.folder", remedy: str = ""
+) -> None:
     """Raises: ConfigError: The folder was not made for these weights, or says not for which."""
     said = _about(tuned)
     found = weights_hash(weights)
     if said.get("weights") != found:
+        remedy = remedy or f"run `python -m quadriga.tune` on {model}"
         raise ConfigError(
-            f"exits.folder: {tuned} was made for the weights {said.get('weights')} of "
-            f"{said.get('model')}, {model} has {found}; run `python -m quadriga.tune` on {model}",
-            param="exits.folder",
+            f"{option}: {tuned} was made for the weights {said.get('weights')} of "
+            f"{said.get('model')}, {model} has {found}; {remedy}",
+            param=option,
         )
 
 

@@ -141,23 +141,7 @@ def make_request(
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
     request = pb.GenerateRequest(request_id=request_id or uuid.uuid4().hex, model=model or "")
     _set_prompt(request, prompt)
-    for name, value in options.items():
-        if value is None:
-            continue
-        if name in ("stop", "stop_token_ids"):
-            values = [value] if isinstance(value, str) else value
-            getattr(request, name).extend(values)
-        elif name == "logit_bias":
-            request.logit_bias.update(options["logit_bias"])
-        elif name == "structured_outputs":
-            _set_form(request.structured_outputs, options["structured_outputs"])
-        elif name == "tools":
-            for tool in options["tools"]:
-                _add_tool(request, tool)
-        elif name == "tool_choice" and isinstance(value, Mapping):
-            request.tool_name = _tool_name(value)
-        else:
-            setattr(request, name, value)
+    _set_options(request, options)
     if not request.HasField("seed"):
         digest = hashlib.sha256(request.request_id.encode()).digest()
         request.seed = int.from_bytes(digest[:8], "big") >> 1
@@ -185,10 +169,37 @@ def make_embed_request(
             request.inputs.add(token_ids=pb.TokenIds(ids=ids))
         else:
             raise TypeError(f"inputs[{i}]: give text or a list of token ids, not {_kind(item)}")
-    for name, value in options.items():
-        if value is not None:
-            setattr(request, name, value)
+    _set_options(request, options)
     return request
+
+
+def _set_options(request: Any, options: Mapping[str, Any]) -> None:
+    """Raises: TypeError or ValueError, naming the option."""
+    for name, value in options.items():
+        try:
+            if value is not None:
+                _set_option(request, name, value)
+        except (AttributeError, TypeError, ValueError) as exc:
+            if str(exc).startswith(name):
+                raise
+            kind = ValueError if isinstance(exc, ValueError) else TypeError
+            raise kind(f"{name}: {value!r:.80} cannot be sent: {exc}") from exc
+
+
+def _set_option(request: Any, name: str, value: Any) -> None:
+    if name in ("stop", "stop_token_ids"):
+        getattr(request, name).extend([value] if isinstance(value, str) else value)
+    elif name == "logit_bias":
+        request.logit_bias.update(value)
+    elif name == "structured_outputs":
+        _set_form(request.structured_outputs, value)
+    elif name == "tools":
+        for tool in value:
+            _add_tool(request, tool)
+    elif name == "tool_choice" and isinstance(value, Mapping):
+        request.tool_name = _tool_name(value)
+    else:
+        setattr(request, name, value)
 
 
 def embeddings(reply: Any) -> Embeddings:
@@ -440,7 +451,7 @@ class StreamProgress:
                 end, at = _FINISH.get(delta.finish_reason), self.received[index]
                 pieces = [Piece(message.request_id, message.model, index, "", (), at, end)]
             pieces[-1] = replace(pieces[-1], usage=_usage(message.usage))
-        self.is_complete = len(self.finished) == self.num_choices
+        self.is_complete = len(self.finished) == self.num_choices and message.HasField("usage")
         return pieces
 
 

@@ -148,6 +148,8 @@ def _similar(place: tuple[int | str, ...]) -> str:
         models = [m for m in inner if isinstance(m, type) and issubclass(m, BaseModel)] or models
     known = sorted({field for model in models for field in model.model_fields})
     near = difflib.get_close_matches(name, known, n=2)
+    if not (near or parents):  # its section was left out
+        near = [key for key in setting_names() if key.rpartition(".")[2] == name]
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

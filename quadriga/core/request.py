@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
 from quadriga.core.forecast import LengthPrediction
@@ -99,6 +99,9 @@ class SamplingParams(CompactPickleMixin):
                 raise InvalidRequest(
                     f"{name}: {value!r:.80} must be {what}in {low}..{high}", param=name
                 )
+        for name in ("stop_token_ids", "logit_bias"):
+            if not isinstance(value := getattr(self, name), tuple | list):
+                raise InvalidRequest(f"{name}: {value!r:.80} must be a list", param=name)
         for token_id, bias in self.logit_bias:
             if not 0 <= token_id < vocab_size or not bias <= 1e6:  # -inf bans, NaN does not pass
                 raise InvalidRequest(
@@ -106,6 +109,8 @@ class SamplingParams(CompactPickleMixin):
                     "1e6",
                     param="logit_bias",
                 )
+        if self.pooling not in (None, *get_args(Pooling)):
+            raise InvalidRequest(f"pooling: {self.pooling!r:.80} is no pooling", param="pooling")
         if self.pooling is not None and (self.max_tokens or self.num_prompt_logprobs is not None):
             raise InvalidRequest(
                 f"pooling: {self.pooling!r} makes an embedding, which has no tokens; set "

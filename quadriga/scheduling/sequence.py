@@ -136,8 +136,9 @@ class RunningSequence:
     def set_end(self, *, eos_token_ids: tuple[int, ...], row_capacity_tokens: int) -> None:
         """Work out when it is over, which is asked after every token."""
         params = self.state.sampling
-        ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
-        self.end_tokens = frozenset(ends)
+        self.end_tokens = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            self.end_tokens |= frozenset(eos_token_ids)
         self.most_tokens = min(params.max_tokens, row_capacity_tokens - len(self.state.prompt_ids))
 
     def finish_reason(self) -> FinishReason | None:

@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     add("model", help="bundled or packaged name, checkpoint folder, GGUF file or hub id")
     add(
         "--out",
-        type=Path,
+        type=lambda text: Path(text).expanduser().absolute(),  # "own" is a word of exits.folder
         required=True,
         metavar="DIR",
         help="folder to write; serve it with exits.folder=DIR",

@@ -40,7 +40,7 @@ class TuneFolder:
         self._checkpoint = checkpoint
         path.mkdir(parents=True, exist_ok=True)
         if (path / TUNE_FILE).is_file():
-            check_pair(path, checkpoint.path, checkpoint.id)
+            check_pair(path, checkpoint.path, checkpoint.id, "--out", "name another folder")
         else:
             self.say({})
 

@@ -34,8 +34,7 @@ ROUNDS = 3
 
 def raw_thresholds(spec: ExitSpec, level: float) -> dict[int, float]:
     """So sure must a token be at each exit to leave at a threshold that a request names."""
-    never = {depth for depth, sure in spec.sure_from if sure >= NEVER}
-    return {k: NEVER if k in never else spec.raw(k, level) for k in spec.layers}
+    return {k: spec.raw(k, level) for k in spec.layers}
 
 
 def by_domain(

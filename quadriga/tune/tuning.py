@@ -250,7 +250,7 @@ class Tuning:
         """Part (c): what stands in for K and V of skipped layers."""
         self._exits_there("maps")
         spec = self.folder.exits
-        some = [a for a in answers if self._parts[a.id] == "train"][: self._options.map_answers]
+        some = self._mixed(answers, "train")[: self._options.map_answers]
         llm = self._load({"folder": str(self.folder.path)})
         with report.progress("answers for the maps", len(some)) as advance:
             maps, unexplained = fit_maps(native(llm), spec, some, advance)
@@ -335,7 +335,7 @@ class Tuning:
             domains = [self._domains[answers[owner].id] for owner in owners]
             self.figures["domains"] = by_domain(verdicts, spec, domains, options.held_back)
             self._verdicts = verdicts
-            tests = [a.prompt_ids for a in answers if self._parts[a.id] == "test"]
+            tests = [a.prompt_ids for a in self._mixed(answers, "test")]
             most = runner.row_capacity_tokens - SPEED_TOKENS  # may be less than their answers had
             tests = [ids for ids in tests if len(ids) <= most][: options.speed_prompts]
             self.figures["speed_prompts"] = len(tests)
@@ -349,6 +349,12 @@ class Tuning:
         self._keep_figures()
         page = report.write_report(self.folder.path, self.figures, self._verdicts)
         self._console.print(page, markup=False)
+
+    def _mixed(self, answers: Sequence[OwnAnswer], part: Part) -> list[OwnAnswer]:
+        """Those of one part, in random order: the first of a file may all be of one domain."""
+        there = [answer for answer in answers if self._parts[answer.id] == part]
+        order = np.random.default_rng(self._options.seed).permutation(len(there))
+        return [there[i] for i in order]
 
     def _tokens(
         self, store: StateStore, answers: Sequence[OwnAnswer], part: Part, most: int | None = None

@@ -261,7 +261,7 @@ class LocalService:
     def _start_serve(self) -> None:
         from ray import serve
 
-        from actors.rpc.lookup import begin_cluster
+        from actors.rpc.lookup import begin_cluster, ensure_cluster
         from serve_app.app import application
 
         grpc_options = None
@@ -279,6 +279,7 @@ class LocalService:
                 http_options=self.addresses.http_options(),
                 grpc_options=grpc_options,
             )
+            ensure_cluster(self.config)  # says what Serve would keep to itself
             serve.run(
                 application(self.config, self._keys, announces=False),
                 name=self.config.name,
@@ -287,6 +288,9 @@ class LocalService:
         except QuadrigaError:
             raise
         except Exception as exc:  # Serve has no common base for what fails here
+            from serve_app.openai.models import ModelDirectory
+
+            ModelDirectory.load(self.config)  # as above: an ingress reads tokenizers
             what = f"starting Ray Serve on {self.addresses.http_url}"
             waited_s = time.monotonic() - began_s
             remedy = f"the reason is in {self.log_folder()}"
@@ -344,7 +348,7 @@ class LocalService:
 
     def _await_ready(self) -> None:
         deadline_s = time.monotonic() + self.config.lifecycle.replica_start_timeout_s
-        num_ready, failure = 0, ""
+        num_ready, last = 0, ""
         while True:
             try:
                 status = self.status()
@@ -353,14 +357,15 @@ class LocalService:
             if status["num_ready"] != num_ready:
                 num_ready = status["num_ready"]
                 self._progress(f"{num_ready} of {status['num_desired']} replicas are ready")
-            if (last := status.get("last_failure") or failure) != failure:
-                failure = last
-                self._progress(f"a replica was lost and is started again: {failure}")
             if status.get("is_ready") and self._is_healthy():
                 return
+            failure = status.get("error") or status.get("last_failure")
+            if failure and failure != last:
+                last = failure
+                self._progress(failure)
             if time.monotonic() > deadline_s:
                 states = ", ".join(f"{r['name']} {r['phase']}" for r in status["replicas"])
-                why = status.get("error") or status.get("last_failure") or states
+                why = failure or states
                 raise Unavailable(
                     f"not ready within lifecycle.replica_start_timeout_s: "
                     f"{why or 'no replica was started'}"

@@ -59,6 +59,8 @@ _SCALARS = (
     "sla_tbt_ms",
     "quality_budget",
 )
+_OWN_NAMES = {"top_logprobs": "logprobs", "idempotency-key": "request_id", "input": "inputs"}
+"""Fields that HTTP calls otherwise, by its names."""
 _FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -311,6 +313,15 @@ def usage_message(request: Request) -> Any:
         for model, depth, tokens in sequence.spans:
             message.spans.add(model=model, depth=depth, tokens=tokens)
     return message
+
+
+def in_own_words(exc: QuadrigaError) -> QuadrigaError:
+    """An error of what both doors share, with gRPC's name of the field at fault."""
+    theirs, dot, place = (exc.param or "").partition(".")
+    if (name := _OWN_NAMES.get(theirs)) is None:
+        return exc
+    message, param = exc.message.replace(theirs, name, 1), f"{name}{dot}{place}"
+    return type(exc)(message, param=param, code=exc.code, retry_after_s=exc.retry_after_s)
 
 
 def error_message(exc: QuadrigaError) -> Any:

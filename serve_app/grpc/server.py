@@ -302,6 +302,7 @@ class GrpcServer:
         error = as_quadriga(exc)
         if error is not exc:
             logger.exception("unexpected failure in a gRPC call")
+        error = wire.in_own_words(error)
         self._engine_client.metrics.count_refusal(error)
         wire.set_error(context, error)
         return error

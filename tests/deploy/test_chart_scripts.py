@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 
@@ -89,6 +90,16 @@ def test_what_is_no_model_is_never_called_complete(
     tell(monkeypatch, {"repo": "org/else", "revision": "main", "path": str(tmp_path / "else")})
     assert script("download_models.py")() == 1
     assert not (tmp_path / "else" / fetched_models.FETCHED_FILE).exists()
+
+
+def test_a_full_disk_leaves_no_half_marker(
+    tmp_path: Path, hub: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell(monkeypatch, {"repo": "org/model", "revision": "main", "path": str(tmp_path / "model")})
+    monkeypatch.setattr("quadriga.files.os.fsync", Mock(side_effect=OSError(28, "no space")))
+    with pytest.raises(OSError, match="no space"):
+        script("download_models.py")()
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
 
 
 class Service(BaseHTTPRequestHandler):

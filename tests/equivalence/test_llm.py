@@ -277,6 +277,9 @@ def test_nothing_is_loaded_where_the_tokenizer_is_missing(
         ([[{"role": "user", "content": "a"}, "b"]], {}, r"prompts\.0: {'role.* is no token id"),
         ([5], {"sampling": replace(GREEDY, logit_bias=((614, 1.0),))}, "ids are below 614"),
         ([5], {"sampling": replace(GREEDY, logit_bias=((5, math.nan),))}, "nan for 5"),
+        ([5], {"sampling": replace(GREEDY, logit_bias={5: 1.0})}, "logit_bias: .* must be a list"),
+        ([5], {"sampling": replace(GREEDY, stop_token_ids=5)}, "stop_token_ids: 5 must be a list"),
+        ([5], {"sampling": SamplingParams(0, pooling="max")}, "pooling: 'max' is no pooling"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_input_is_named_before_anything_runs(
@@ -286,6 +289,17 @@ def test_bad_input_is_named_before_anything_runs(
         llm.generate(prompts, **options)
     assert refused.value.param
     assert isinstance(refused.value, ContextTooLong) == ("more than" in message)
+
+
+def test_lists_and_numbers_of_numpy_are_taken(llm: LLM) -> None:
+    (known,) = tokens_of(llm.generate([5, 6, 7], GREEDY))
+    ids: Any = list(np.array([5, 6, 7]))
+    assert tokens_of(llm.generate(ids, GREEDY)) == [known]
+    ends: Any = [known[2]]
+    asked = replace(GREEDY, ignore_eos=False, stop_token_ids=ends)
+    (output,) = llm.generate([ids], asked)
+    assert output.token_ids == known[: known.index(known[2]) + 1]
+    assert output.finish_reason is FinishReason.STOP
 
 
 @pytest.mark.parametrize(

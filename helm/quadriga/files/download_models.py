@@ -8,6 +8,7 @@ import sys
 from huggingface_hub import snapshot_download
 
 from quadriga.checkpoint.folder import HUB_IGNORED, HUB_PATTERNS
+from quadriga.files import write_atomically
 from serve_app.fetched_models import FETCHED_FILE
 
 
@@ -37,7 +38,7 @@ def main() -> int:
         if not (folder / "config.json").is_file():
             print(f"{folder}: {origin} holds no config.json, so it is no model")
             return 1
-        marker.write_text(origin, encoding="utf-8")
+        write_atomically(marker, origin.encode())
     return 0
 
 

@@ -56,7 +56,7 @@ class RankThreads:
     def _serve(self, spec: EngineSpec, rank: int, port: int) -> None:
         try:
             serve_rank(spec, rank, self.host, port)
-        except (RuntimeError, ConfigError) as exc:  # rank 0 says so to who asks it
+        except Exception as exc:  # rank 0 says so to who asks it
             logger.info("rank %d is over: %s", rank, exc)
 
     def lost(self, reason: str) -> None:
@@ -111,8 +111,8 @@ def serve_rank(spec: EngineSpec, rank: int, host: str, port: int) -> None:
         spec = replace(spec, checkpoint=on_this_node(spec.checkpoint, spec.cache_dir))
         config = read_model_config(spec.checkpoint.path)
         part = Part(spec, config, Shard(rank, spec.tensor_parallel))
-    except ConfigError as exc:
-        store.set(_loaded(rank), str(exc))
+    except Exception as exc:  # a border: rank 0 would wait for all of its time
+        store.set(_loaded(rank), str(exc) or repr(exc))
         raise
     store.set(_loaded(rank), "")
     store.wait([_loaded(0)], timedelta(seconds=LOAD_TIMEOUT_S))  # a meeting allows less

@@ -97,12 +97,15 @@ async def test_a_source_that_does_not_answer_costs_one_order(
     assert made.governor.moves.under_way == []
 
 
-async def test_decisions_are_recorded_up_to_a_size_and_decided_again(tmp_path: Path) -> None:
+async def test_decisions_are_recorded_up_to_a_size_and_decided_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def send(order: MigrationOrder) -> MigrationReport:
         return MigrationReport(order.sequence_id, "finished")
 
     file = tmp_path / "new" / "ticks.jsonl"
-    made = make(send, record_file=str(file))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = make(send, record_file="~/new/ticks.jsonl")
     for _ in range(3):
         made.tick()
         await asyncio.sleep(0)

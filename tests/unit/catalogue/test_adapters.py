@@ -133,6 +133,8 @@ def test_pickled_weights_and_missing_folders(folder: Path, tmp_path: Path) -> No
     file.rename(file.with_name("adapter_model.bin"))
     with pytest.raises(ConfigError, match="pickled weights are not loaded"):
         read_adapters(folder)
+    with pytest.raises(ConfigError, match="mine is an adapter itself; name the folder"):
+        read_adapters(folder / "mine")
     with pytest.raises(ConfigError, match="is no folder"):
         read_adapters(tmp_path / "nowhere")
 

@@ -373,6 +373,17 @@ async def test_what_no_metadata_can_hold_is_told_at_once(servicer: Servicer, tar
     assert not servicer.requests
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_tokens", 1.5), ("stop", 5), ("exit_policy", 3), ("tools", {"a": 1}), ("seed", 2**70)],
+)
+def test_an_option_of_another_type_is_named(name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}: .* cannot be sent"):
+        make_request("x", None, None, {name: value})  # type: ignore[misc]
+    with pytest.raises(TypeError, match=r"^pooling: 3 cannot be sent"):
+        make_embed_request("x", None, None, {"pooling": 3})  # type: ignore[typeddict-item]
+
+
 def test_one_text_is_no_list_of_choices() -> None:
     with pytest.raises(TypeError, match="give a list of texts"):
         make_request("x", None, None, {"structured_outputs": {"choice": "yes"}})
@@ -389,7 +400,9 @@ def test_usage_comes_though_the_last_choice_had_ended_before_a_break() -> None:
     ends = [pb.ChoiceDelta(index=i, finish_reason=pb.FINISH_REASON_STOP) for i in (0, 1)]
     progress.take(pb.GenerateResponse(choices=ends[1:]))
     usage = pb.Usage(completion_tokens=4)
-    (piece,) = progress.take(pb.GenerateResponse(choices=ends, usage=usage))
+    progress.take(pb.GenerateResponse(choices=ends[:1]))  # and here it broke again
+    assert not progress.is_complete
+    (piece,) = progress.take(pb.GenerateResponse(choices=ends[::-1], usage=usage))
     assert (piece.index, piece.usage and piece.usage.completion_tokens) == (0, 4)
     assert progress.is_complete
     # Another ingress begins a choice anew that had ended, and is done with it last.

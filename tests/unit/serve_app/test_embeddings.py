@@ -153,13 +153,13 @@ async def test_over_grpc(make_stand: MakeStand) -> None:
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        (pb.EmbedRequest(), "input"),
-        (pb.EmbedRequest(inputs=[pb.EmbedInput()]), "input.0"),
-        (pb.EmbedRequest(inputs=[pb.EmbedInput(text="a")] * 257), "input"),
+        (pb.EmbedRequest(), "inputs"),
+        (pb.EmbedRequest(inputs=[pb.EmbedInput()]), "inputs.0"),
+        (pb.EmbedRequest(inputs=[pb.EmbedInput(text="a")] * 257), "inputs"),
         (pb.EmbedRequest(inputs=[pb.EmbedInput(text="a")], pooling="max"), "pooling"),
         (
             pb.EmbedRequest(inputs=[pb.EmbedInput(token_ids=pb.TokenIds(ids=[7] * (LIMIT + 1)))]),
-            "input.0",
+            "inputs.0",
         ),
     ],
 )

@@ -128,6 +128,7 @@ async def test_resumption_and_cancel(make_stand: MakeStand) -> None:
     context = Context()
     await server.generate_once(wants(request_id="r1", max_tokens=7), context)
     assert context.trailing["quadriga-error-code"] == "idempotency_key_reused"
+    assert context.trailing["quadriga-error-param"] == "request_id"
     gate.clear()
     running = server.generate(wants(request_id="r2"), Context())
     await anext(running)
@@ -207,6 +208,16 @@ async def test_choices_are_counted_before_they_are_read(make_stand: MakeStand) -
     await server.generate_once(wants(structured_outputs=form), context)
     assert context.code is grpc.StatusCode.INVALID_ARGUMENT
     assert context.details.startswith(f"structured_outputs.choice: {MAX_CHOICES_READ + 1} items")
+
+
+async def test_errors_name_the_fields_of_the_protocol(make_stand: MakeStand) -> None:
+    server = GrpcServer((await make_stand(keys=KEYS)).engine)
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="a")])
+    request = pb.GenerateRequest(chat=chat, logprobs=99)
+    context = Context()
+    await server.generate_once(request.SerializeToString(), context)
+    assert context.trailing["quadriga-error-param"] == "logprobs"
+    assert context.details.startswith("logprobs: 99 is above")
 
 
 def test_every_field_of_the_message_is_read() -> None:

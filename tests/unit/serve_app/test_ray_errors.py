@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,12 +18,13 @@ from unittest.mock import MagicMock
 import pytest
 import ray
 
+from quadriga.checkpoint.folder import ASSETS
 from quadriga.config.loader import load_config
 from quadriga.errors import ConfigError, Unavailable
 from quadriga.ports import free_port
 from serve_app.__main__ import main
 from serve_app.auth.api_keys import ApiKeys
-from serve_app.cli import ray_errors
+from serve_app.cli import launch, ray_errors
 from serve_app.cli.launch import Addresses, LocalService
 from serve_app.cli.ray_errors import explain, explain_in_serve_cli
 from serve_app.cli.stdio_redirect import StdioRedirect
@@ -91,6 +93,40 @@ def test_serve_that_does_not_start(
     assert "the proxy did not come up; the reason is in " in line
 
 
+@pytest.mark.parametrize("lack", ["pools.0.depth: 99 is beyond", "has no tokenizer.json"])
+def test_what_serve_does_not_say_is_said(
+    lack: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of an ingress that fails, Serve tells that it does, and not why."""
+    shutil.copytree(ASSETS / "quadriga-s", tmp_path / "model")
+    is_found_later = "tokenizer" in lack
+    if is_found_later:
+        (tmp_path / "model" / "tokenizer.json").unlink()
+    refuse = MagicMock(side_effect=None if is_found_later else ConfigError(lack))
+    fail = MagicMock(side_effect=RuntimeError("Failed to update the deployments ['Ingress']"))
+    for name in ("ray.init", "ray.serve.start", "actors.rpc.lookup.begin_cluster"):
+        monkeypatch.setattr(name, MagicMock())
+    monkeypatch.setattr("actors.rpc.lookup.ensure_cluster", refuse)
+    monkeypatch.setattr(serve, "run", fail)
+    monkeypatch.setattr(launch.LocalService, "log_folder", lambda self: tmp_path)
+    assert start(f"model={tmp_path / 'model'}") == 2
+    assert lack in the_line(capfd)
+    assert fail.called == is_found_later
+
+
+def test_why_replicas_fail_is_said_while_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures, said = iter(["", "d-1: no room", "d-1: no room", "d-2: no room"]), list[str]()
+    state: dict[str, Any] = {"num_ready": 0, "replicas": [], "error": None}
+    monkeypatch.setattr(
+        launch.LocalService, "status", lambda _: state | {"last_failure": next(failures)}
+    )
+    monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.0)
+    service = LocalService(load_config({}), ApiKeys(), Addresses(), progress=said.append)
+    with pytest.raises(StopIteration):
+        service._await_ready()
+    assert said == ["d-1: no room", "d-2: no room"]
+
+
 def test_a_controller_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     late = MagicMock(side_effect=ray.exceptions.GetTimeoutError("no answer yet"))
     monkeypatch.setattr("actors.rpc.ray_rpc.get_actor", MagicMock())
@@ -98,21 +134,6 @@ def test_a_controller_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> N
     config = load_config({"lifecycle.replica_start_timeout_s": 0.1})
     with pytest.raises(Unavailable, match=r"replica_start_timeout_s: .*no answer yet"):
         LocalService(config, ApiKeys(), Addresses())._await_ready()
-
-
-def test_a_replica_that_is_lost_during_the_start_is_told_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said: list[str] = []
-    service = LocalService(load_config({}), ApiKeys(), Addresses(), progress=said.append)
-    lost = {"num_ready": 0, "num_desired": 1, "last_failure": "d0: no weights", "replicas": []}
-    ready = lost | {"num_ready": 1, "is_ready": True}
-    monkeypatch.setattr(service, "status", MagicMock(side_effect=[lost, lost, ready]))
-    monkeypatch.setattr(service, "_is_healthy", lambda: True)
-    monkeypatch.setattr("serve_app.cli.launch.POLL_INTERVAL_S", 0.0)
-    service._await_ready()
-    lines = ["a replica was lost and is started again: d0: no weights", "1 of 1 replicas are ready"]
-    assert said == lines
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -192,4 +192,7 @@ def test_a_calibrated_confidence_is_on_the_scale_of_thresholds() -> None:
     for level in (0.5, 0.9, 0.95):
         raw = raw_thresholds(spec, level)[2]
         assert spec.calibrated(2, [raw])[0] == pytest.approx(level)
+    never = [raw_thresholds(spec, level)[5] for level in (0.8, 0.9, 0.97)]
+    assert spec.calibrated(5, never)[0] == pytest.approx(0.8), "below .9 tokens leave there, too"
+    assert min(never[1:]) >= NEVER
     assert raw_thresholds(replace(spec, sure_from=()), 0.8) == dict.fromkeys((2, 5, 6), 0.8)

@@ -24,6 +24,7 @@ from quadriga.files import file_lock
 from quadriga.llm import LLM
 from quadriga.training.tokenizer import build_tokenizer
 from quadriga.tune import outcome, tuning
+from quadriga.tune.answers import OwnAnswer
 from quadriga.tune.cli import main
 from quadriga.tune.distillation import DistillOptions
 from quadriga.tune.exit_heads import TunedKind
@@ -200,7 +201,7 @@ def test_a_folder_of_other_weights_is_refused(llama: tuple[Path, Path], tmp_path
     assert weights_hash(other) != weights_hash(model)
     with pytest.raises(ConfigError, match="was made for the weights"):
         LLM(str(other), exits={"folder": str(out)})
-    with pytest.raises(ConfigError, match="was made for the weights"):
+    with pytest.raises(ConfigError, match=r"--out: .* was made for the weights .*; name "):
         tune(options(other, out), Console(quiet=True))
     config = load_config({"model": str(other), "exits.folder": str(out)})
     with pytest.raises(ConfigError, match="was made for the weights"):
@@ -328,3 +329,21 @@ def test_a_folder_is_tuned_into_by_one_run_at_a_time(tmp_path: Path) -> None:
 def test_a_layer_outside_the_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"outside 1\.\.7"):
         main(["quadriga-s", "--out", str(tmp_path), "--prompts", "tasks:1", "--layers", "9"])
+
+
+def test_some_answers_are_of_all_domains_though_the_file_is_sorted(tmp_path: Path) -> None:
+    prompts = sorted(read_prompts("tasks:40"), key=lambda prompt: prompt.domain)
+    lines = [json.dumps({"id": p.id, "domain": p.domain, "prompt": p.content}) for p in prompts]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    asked = options(save_model("llama", tmp_path / "model"), tmp_path / "out")
+    made = Tuning(replace(asked, prompts=str(tmp_path / "p.jsonl")), Console(quiet=True))
+    answers = [OwnAnswer(prompt.id, [1], [2], True) for prompt in made.prompts]
+    some = made._mixed(answers, "train")[:40]
+    assert len({answer.id.split("-")[0] for answer in some}) > 4
+
+
+def test_a_folder_below_home_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"outside 1\.\.7"):
+        main(["quadriga-s", "--out=~/tuned", "--prompts", "tasks:1", "--layers", "9"])
+    assert (tmp_path / "tuned" / "tune.json").is_file()
