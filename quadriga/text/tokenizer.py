@@ -20,8 +20,7 @@ from quadriga.text.detokenizer import (
 )
 from quadriga.text.tool_formats import ToolFormat, tool_format
 
-MAX_VOCAB = 1 << 22
-"""Tables of tokens are as long as their greatest id says."""
+MAX_VOCAB = 1 << 22  # tables of tokens are as long as the greatest id says
 PIECE_CHARS = 8192
 """Of a text whose tokens are only counted, so much is encoded at a time."""
 CUT_SHARE = 32

@@ -90,8 +90,7 @@ class Drafts:
         """
         if all(s.is_plain for s in samplers):
             chosen = [SampledToken(t, depth) for t in decoder.best(x, depth)]
-            of_rows = zip(samplers, spans, strict=True)
-            each = [sampler for sampler, (begin, stop) in of_rows for _ in range(begin, stop)]
+            each = [s for s, (b, e) in zip(samplers, spans, strict=True) for _ in range(b, e)]
             end_not_finite(chosen, each, decoder.config.vocab_size)
         else:
             ahead: list[Sampler] = []
