@@ -73,6 +73,9 @@ class RankActors:
             served: Any = actor.serve.remote(engine, rank, self.host, port, self.nice)
             served.future().add_done_callback(lambda done, name=name: self._over(name, done))
 
+    def join(self) -> None:
+        """See `RankStarter.join`: they are processes of their own."""
+
     def _over(self, name: str, done: Any) -> None:
         why = str(done.exception() or "it ended").splitlines()[0]
         self.lost(f"{name} is gone: {why}")

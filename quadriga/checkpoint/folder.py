@@ -26,7 +26,7 @@ GGUF_SUFFIX = ".gguf"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt"]
 HUB_IGNORED = ["consolidated*", "original/*", "onnx/*"]
 """The same weights once more, in forms that are not read."""
-TOKENIZER_HEAD_BYTES = 1 << 20
+TOKENIZER_HEAD_BYTES = 8 << 20
 """Of a `tokenizer.json`, whose vocabulary comes behind the added tokens."""
 
 

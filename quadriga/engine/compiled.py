@@ -82,7 +82,8 @@ class _Workers:
         self.pool = library.pool_new(threads)
         if not self.pool:
             raise BuildUnavailable(f"{threads} threads could not be started")
-        weakref.finalize(self, library.pool_free, self.pool)
+        # Not at exit: another thread may be inside of a kernel.
+        weakref.finalize(self, library.pool_free, self.pool).atexit = False
 
 
 class CompiledDecoder(AnyDecoder):

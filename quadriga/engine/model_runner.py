@@ -39,7 +39,14 @@ from quadriga.engine.memory import passes_of
 from quadriga.engine.models.decoder import AnyDecoder, Decoder
 from quadriga.engine.models.layers import TokenSpan, last_states
 from quadriga.engine.prompt_scores import PromptReads
-from quadriga.engine.sampler import RowSampler, Sampler, SamplerAhead, make_sampler, sample
+from quadriga.engine.sampler import (
+    RowSampler,
+    Sampler,
+    SamplerAhead,
+    end_not_finite,
+    make_sampler,
+    sample,
+)
 from quadriga.engine.suspended_row import HostTensor, RowRest, SuspendedRow
 from quadriga.engine.transfers import index_on, to_device
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
@@ -327,6 +334,7 @@ class NativeRunner:
                 tokens = [SampledToken(-1, depth) for _ in rows]  # while a device computes
                 for token, best in zip(tokens, self._decoder.best(x, depth), strict=True):
                     token.token_id = best
+                end_not_finite(tokens, samplers, self.model.config.vocab_size)
             else:
                 tokens = sample(self._decoder.logits(x, depth), samplers, depth)
         self.exited = ExitedTokens(depth, samplers, x)

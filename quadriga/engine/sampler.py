@@ -18,6 +18,7 @@ import torch
 
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.core.request import SampledToken, SamplingParams, SequenceState, TokenLogprob
+from quadriga.engine.models.decoder import best_of
 from quadriga.engine.random import LEAST_DIVISOR, uniforms
 from quadriga.engine.transfers import index_on, to_device
 from quadriga.errors import InvalidRequest
@@ -287,17 +288,24 @@ def _failed(num_tokens: int, failure: str) -> InvalidRequest:
     )
 
 
-def _not_finite(row: Sampler) -> InvalidRequest:
-    return InvalidRequest(
-        f"the model's numbers are not finite after {len(row.said)} tokens: no token can be drawn; "
-        "ask for less logit_bias, or serve the model in bfloat16 or float32",
-        code="numbers_not_finite",
-    )
+def end_not_finite(
+    tokens: Sequence[SampledToken], rows: Sequence[Sampler], vocab_size: int
+) -> None:
+    """Give an error to those that are no token, as `best_of` says, and an id in its place."""
+    for token, row in zip(tokens, rows, strict=True):
+        if token.token_id == vocab_size:
+            token.token_id = vocab_size - 1
+            token.error = token.error or InvalidRequest(
+                f"the model's numbers are not finite after {len(row.said)} tokens: there is no "
+                "next one; ask for less logit_bias, or serve the model in bfloat16 or float32",
+                code="numbers_not_finite",
+            )
 
 
 def choose(logits: torch.Tensor, rows: Sequence[Sampler], exit_layer: int) -> list[SampledToken]:
     """`sample` for logits that are already processed; keeps them."""
-    best = logits.argmax(dim=-1)
+    vocab_size = logits.shape[-1]
+    best = best_of(logits)
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
     if drawn and logits.device.type != "cpu":
         from quadriga.engine.cuda.sampling import draw_into
@@ -313,16 +321,11 @@ def choose(logits: torch.Tensor, rows: Sequence[Sampler], exit_layer: int) -> li
     for i, row in enumerate(rows):
         if row.matcher is not None:
             sampled[i].error = row.error
-    vocab_size = logits.shape[-1]
-    if drawn and max(chosen) == vocab_size:
-        for i in drawn:
-            if chosen[i] == vocab_size:
-                chosen[i] = sampled[i].token_id = vocab_size - 1
-                sampled[i].error = sampled[i].error or _not_finite(rows[i])
+    end_not_finite(sampled, rows, vocab_size)
     for num_top in {n for row in rows if (n := row.params.num_logprobs) is not None}:
         places = [i for i, row in enumerate(rows) if row.params.num_logprobs == num_top]
         asked = logits.index_select(0, index_on(logits.device, places))
-        reports = token_logprobs(asked, [chosen[i] for i in places], num_top)
+        reports = token_logprobs(asked, [sampled[i].token_id for i in places], num_top)
         for i, report in zip(places, reports, strict=True):
             sampled[i].logprob = report
     return sampled

@@ -21,6 +21,7 @@ from quadriga.text.detokenizer import (
 )
 from quadriga.text.tool_formats import ToolFormat, tool_format
 
+MAX_VOCAB = 1 << 22  # tables of tokens are as long as the greatest id says
 PIECE_CHARS = 8192
 """Of a text whose tokens are only counted, so much is encoded at a time."""
 CUT_SHARE = 32
@@ -45,7 +46,13 @@ class TextTokenizer:
         self._core.no_truncation()
         self._core.no_padding()
         vocab = self._core.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocab.values()) + 1
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        if not 0 < self.vocab_size <= MAX_VOCAB:
+            raise ConfigError(
+                f"model: the token ids of {model_id} go up to {self.vocab_size - 1}, of "
+                f"{MAX_VOCAB - 1} at most; its tokenizer is damaged, fetch it again",
+                param="model",
+            )
         tokens: list[str | None] = [None] * self.vocab_size
         for token, token_id in vocab.items():
             tokens[token_id] = token

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -301,6 +303,21 @@ def run_prompt(runner: NativeRunner, state: SequenceState) -> None:
     from tests.equivalence.models import whole_prompt
 
     runner.prefill([whole_prompt(0, state)])
+
+
+AT_EXIT = """
+import atexit, threading
+atexit.register(lambda: print([t.name for t in threading.enumerate() if "rank-" in t.name]))
+from quadriga import LLM
+llm = LLM("quadriga-s", **{"engine.tensor_parallel": 2, "engine.compile": "off"})
+"""
+
+
+def test_a_program_that_closes_nothing_ends_when_its_ranks_have() -> None:
+    """What gloo's threads do when Python is gone aborts the process."""
+    command = [sys.executable, "-c", AT_EXIT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_an_idle_engine_notices_a_silent_rank(

@@ -72,6 +72,17 @@ def test_the_end_token_of_the_generation_config_wins(tmp_path: Path) -> None:
     assert read(tmp_path, {}).eos_token_ids == (2,)
 
 
+def test_the_tokenizers_end_is_found_behind_thousands_of_added_tokens(tmp_path: Path) -> None:
+    """Gemma 3 has 6,415."""
+    keys = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    flags = dict.fromkeys(keys, False)
+    added = [{"id": i, "content": f"<unused{i}>", **flags} for i in range(6415)]
+    added[7]["content"] = "<end_of_turn>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}, indent=2))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end_of_turn>"}')
+    assert read(tmp_path, {}).eos_token_ids == (2, 7)
+
+
 @pytest.mark.parametrize("has_file", [True, False])
 @pytest.mark.parametrize("end", ["<|im_end|>", {"content": "<|im_end|>"}, "<unknown>", None])
 def test_the_tokenizers_end_ends_answers_too(tmp_path: Path, end: object, has_file: bool) -> None:

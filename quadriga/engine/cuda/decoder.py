@@ -305,16 +305,11 @@ class PagedDecoder:
 
     def best(self, x: torch.Tensor, depth: int) -> list[int]:
         """See `Decoder.best`; waits for the device."""
-        ids: list[int] = self._answers(x, depth)[1][:, 0].astype(np.int64).tolist()
+        ids: list[int] = self.candidates(x, depth).best.tolist()
         return ids
 
     def candidates(self, x: torch.Tensor, depth: int) -> Candidates:
         """See `Decoder.candidates`; waits for the device, once. Good until the next pass."""
-        logits, said = self._answers(x, depth)
-        return Candidates(logits, said[:, 0].astype(np.int64), said[:, 1:].copy())
-
-    def _answers(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, npt.NDArray[np.float32]]:
-        """The exit's logits, and what they say of themselves: see `operations.SAYS`."""
         looked = self._found(x, depth)
         if looked is None:
             logits = x.new_empty(len(x), self.config.vocab_size, dtype=torch.float32)
@@ -322,7 +317,9 @@ class PagedDecoder:
             self.look(x, depth, logits, said)
         else:
             logits, said = looked.logits[: len(x)], looked.said[: len(x)]
-        return logits, said.cpu().numpy()
+        says: npt.NDArray[np.float32] = said.cpu().numpy()
+        best = np.where(np.isfinite(says[:, 1]), says[:, 0], self.config.vocab_size)
+        return Candidates(logits, best.astype(np.int64), says[:, 1:].copy())
 
     def look(self, x: torch.Tensor, depth: int, logits: torch.Tensor, said: torch.Tensor) -> None:
         """The exit's logits, float32, and what they say of themselves; what graphs record."""

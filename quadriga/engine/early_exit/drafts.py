@@ -19,7 +19,7 @@ import torch
 from quadriga.core.request import SampledToken
 from quadriga.engine.early_exit.row_states import Ints
 from quadriga.engine.models.decoder import AnyDecoder
-from quadriga.engine.sampler import RowSampler, Sampler, SamplerAhead, sample
+from quadriga.engine.sampler import RowSampler, Sampler, SamplerAhead, end_not_finite, sample
 from quadriga.engine.transfers import to_device
 from quadriga.interfaces import MAX_DRAFTED
 
@@ -90,6 +90,8 @@ class Drafts:
         """
         if all(s.is_plain for s in samplers):
             chosen = [SampledToken(t, depth) for t in decoder.best(x, depth)]
+            each = [s for s, (b, e) in zip(samplers, spans, strict=True) for _ in range(b, e)]
+            end_not_finite(chosen, each, decoder.config.vocab_size)
         else:
             ahead: list[Sampler] = []
             for sampler, row, (begin, stop) in zip(samplers, rows, spans, strict=True):

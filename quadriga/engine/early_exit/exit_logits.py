@@ -10,7 +10,7 @@ import torch
 from quadriga.checkpoint.exits import Criterion
 from quadriga.core.request import SampledToken, SequenceState
 from quadriga.engine.models.decoder import AnyDecoder, Candidates, top_two
-from quadriga.engine.sampler import Sampler, choose, process
+from quadriga.engine.sampler import Sampler, choose, end_not_finite, process
 from quadriga.engine.transfers import index_on
 
 
@@ -71,10 +71,12 @@ class ExitLogits:
 
     def sample(self, places: Sequence[int]) -> list[SampledToken]:
         """The tokens of those who leave here."""
+        samplers = [self.samplers[i] for i in places]
         if self.is_plain:
             best = self.found.best.tolist()
-            return [SampledToken(best[i], self.depth) for i in places]
-        samplers = [self.samplers[i] for i in places]
+            tokens = [SampledToken(best[i], self.depth) for i in places]
+            end_not_finite(tokens, samplers, self.found.logits.shape[-1])
+            return tokens
         at_exit = index_on(self.hidden.device, places)
         return choose(self.found.logits.index_select(0, at_exit), samplers, self.depth)
 

@@ -23,7 +23,10 @@ static inline void relax() {
 
 class Pool {
  public:
-  explicit Pool(int threads) {
+  Pool() = default;
+
+  // Delegated: where one more cannot be started, the destructor ends those that were.
+  explicit Pool(int threads) : Pool() {
     for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
   }
 

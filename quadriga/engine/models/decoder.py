@@ -38,7 +38,7 @@ class Candidates:
 
     Attributes:
         logits: float32 [n, vocab].
-        best: int64 [n].
+        best: See `best_of`; int64 [n].
         probs: float32 [n, 2], the two largest probabilities.
     """
 
@@ -54,11 +54,22 @@ def top_two(logits: torch.Tensor) -> npt.NDArray[np.float32]:
     return probs
 
 
+def best_of(logits: torch.Tensor) -> torch.Tensor:
+    """Ids of the largest logits, the first of equals: [n, vocab] → int64 [n].
+
+    The size of the vocabulary, which is no id, where that is no finite number.
+    """
+    values, ids = logits.max(dim=-1)
+    return ids.masked_fill_(~values.isfinite(), logits.shape[-1])
+
+
 class AnyDecoder(Protocol):
     """What the runner needs of an implementation; `Decoder` says what each part does.
 
     A pass is planned by the implementation that runs it, and its layout is private to that one.
     """
+
+    config: ModelConfig
 
     @property
     def num_layers(self) -> int: ...
@@ -92,14 +103,14 @@ class AnyDecoder(Protocol):
     def logits(self, x: torch.Tensor, depth: int) -> torch.Tensor: ...
 
     def best(self, x: torch.Tensor, depth: int) -> list[int]:
-        """Ids of the largest logits: [n, hidden] → n ids; the first of equals."""
-        ids: list[int] = self.logits(x, depth).argmax(dim=-1).tolist()
+        """`best_of` the logits: [n, hidden] → n ids."""
+        ids: list[int] = best_of(self.logits(x, depth)).tolist()
         return ids
 
     def candidates(self, x: torch.Tensor, depth: int) -> Candidates:
         """Logits, their first maxima and the two largest probabilities of each row."""
         logits = self.logits(x, depth)
-        return Candidates(logits, logits.argmax(dim=-1).numpy(), top_two(logits))
+        return Candidates(logits, best_of(logits).numpy(), top_two(logits))
 
 
 class Decoder(AnyDecoder):

@@ -7,7 +7,8 @@ drafts are rank 0's alone, and the others see tokens' rows and positions, hidden
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,14 +33,18 @@ class ParallelDecoder(AnyDecoder):
     Args:
         config: The whole model's.
         part: Rank 0's.
+        end: Lets the other ranks end; called once, by `close`, without the decoder, or at exit.
     """
 
     reads_depths = False
 
-    def __init__(self, config: ModelConfig, part: Part, ranks: Ranks) -> None:
+    def __init__(
+        self, config: ModelConfig, part: Part, ranks: Ranks, end: Callable[[], None]
+    ) -> None:
         self.config = config
         self.ranks = ranks
         self._part = part
+        self._end = weakref.finalize(self, end)
 
     @property
     def weights(self) -> ModelWeights:
@@ -90,7 +95,7 @@ class ParallelDecoder(AnyDecoder):
 
     def close(self) -> None:
         """Let the other ranks end."""
-        self.ranks.close()
+        self._end()
 
 
 @dataclass(frozen=True, slots=True)

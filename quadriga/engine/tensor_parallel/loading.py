@@ -16,7 +16,7 @@ from quadriga.config.engine_spec import EngineSpec
 from quadriga.engine.loaded_model import EngineParts, skips_of
 from quadriga.engine.tensor_parallel.leader import ParallelCache, ParallelDecoder
 from quadriga.engine.tensor_parallel.part import Part
-from quadriga.engine.tensor_parallel.ranks import Ranks
+from quadriga.engine.tensor_parallel.ranks import PULSE_S, Ranks
 from quadriga.engine.weights.shards import Shard
 from quadriga.errors import ConfigError
 from quadriga.process_groups import host_store, join_store, route_to
@@ -40,18 +40,26 @@ class RankStarter(Protocol):
     def lost(self, reason: str) -> None:
         """The ranks are of no more use; called from any thread."""
 
+    def join(self) -> None:
+        """The ranks were told to end: wait for those that would not outlive this process."""
+
 
 class RankThreads:
     """`RankStarter` in this process: for offline generation, and for tests."""
 
     host = "127.0.0.1"
 
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
     def start(self, spec: EngineSpec, port: int) -> None:
         """See `RankStarter.start`."""
         for rank in range(1, spec.tensor_parallel):
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._serve, args=(spec, rank, port), name=f"rank-{rank}", daemon=True
-            ).start()
+            )
+            thread.start()
+            self._threads.append(thread)
 
     def _serve(self, spec: EngineSpec, rank: int, port: int) -> None:
         try:
@@ -61,6 +69,11 @@ class RankThreads:
 
     def lost(self, reason: str) -> None:
         """Whoever asks rank 0 next learns of it."""
+
+    def join(self) -> None:
+        """See `RankStarter.join`: a thread that gloo keeps at the exit would abort the process."""
+        for thread in self._threads:
+            thread.join(PULSE_S)
 
 
 def load_parallel(spec: EngineSpec, config: ModelConfig, starter: RankStarter) -> EngineParts:
@@ -92,7 +105,12 @@ def load_parallel(spec: EngineSpec, config: ModelConfig, starter: RankStarter) -
     ranks.lost = starter.lost
     cache = ParallelCache(config.num_kv_heads, part, ranks)
     skipped = skips_of(spec, config, cache, dtype)
-    return EngineParts(spec, ParallelDecoder(config, part, ranks), cache, skipped)
+
+    def end() -> None:
+        ranks.close()
+        starter.join()
+
+    return EngineParts(spec, ParallelDecoder(config, part, ranks, end), cache, skipped)
 
 
 def serve_rank(spec: EngineSpec, rank: int, host: str, port: int) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -197,11 +197,11 @@ class Ranks:
     def close(self) -> None:
         """Let the other ranks end; may be repeated."""
         with self._lock:
-            if self._reason is None:
-                with self.order(Op.END):
-                    pass
+            with suppress(RanksLost), self.order(Op.END):  # who is lost is over
+                pass
             self._reason = self._reason or "closed"
             self._is_over.set()
+            self._group = None  # its thread, which lets go of tensors, ends before Python does
 
     def _tell(
         self, op: Op, numbers: Sequence[int], tokens: Tokens | None, states: torch.Tensor | None

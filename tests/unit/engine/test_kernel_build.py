@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -172,6 +174,46 @@ def test_a_second_load_without_memory_leaves_the_engine_eager(
     load_runner(make_spec(checkpoint, compile="auto"))
     wait_built()
     assert "the engine stays eager: MemoryError()" in caplog.text
+
+
+TOO_MANY = """
+import resource, sys
+from pathlib import Path
+from quadriga.engine.kernels.library import KernelLibrary
+library = KernelLibrary(Path(sys.argv[1]))
+own_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (own_bytes + (200 << 20),) * 2)
+print(library.pool_new(2000))
+"""
+AT_EXIT = """
+from quadriga.engine.compiled import _Workers
+class Library:
+    def pool_new(self, threads):
+        return threads
+    def pool_free(self, pool):
+        print("freed", pool)
+let_go = _Workers(Library(), 1)
+del let_go
+kept = _Workers(Library(), 2)
+"""
+
+
+def said(code: str, *arguments: str) -> str:
+    """What a process of its own prints that ends well."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    return done.stdout
+
+
+@pytest.mark.skipif(not build.has_compiler(), reason="no C++ compiler")
+def test_threads_that_cannot_all_be_started_end_no_process() -> None:
+    """Memory for some of their stacks is there, as processes may be up to a limit."""
+    assert said(TOO_MANY, str(build_library(kernel_cache()))) == "None\n"
+
+
+def test_threads_go_with_the_last_decoder_but_not_at_exit() -> None:
+    """A thread that computes then, as a program's own may, would go on without them."""
+    assert said(AT_EXIT) == "freed 1\n"
 
 
 def test_compilation_in_the_background_stalls_nobody(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from quadriga.checkpoint.exits import ExitSpec
+from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SequenceState
 from quadriga.engine import load_runner
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError
 from quadriga.interfaces import PrefillChunk
 from tests.equivalence.models import build, make_spec, make_state, save, start_row, whole_prompt
+from tests.equivalence.paged import load_on_pages
 
 MODES = ["off", "wait"]
 
@@ -124,6 +129,32 @@ def test_half_precision_runs_eagerly(checkpoint: Path, dtype: str) -> None:
     step(runner, [0], [state])
     assert " torch " in runner.numerics
     assert len(state.output_ids) == 2
+
+
+@pytest.mark.parametrize("load", [load_runner, load_on_pages])
+def test_greedy_tokens_that_no_finite_number_chose_are_errors(
+    tmp_path: Path, load: Callable[[EngineSpec], NativeRunner]
+) -> None:
+    """Decoded, at an exit, or as the whole model's answer to drafts."""
+    path = save(build("llama"), tmp_path)
+    (path / "exits.json").write_text('{"kind": "shared", "layers": [1, 2]}')
+    runner = load(make_spec(path, exits=ExitSpec((1, 2))))
+    states = [make_state([4, 5, 6 + row]) for row in range(3)]
+    for row, state in enumerate(states):
+        start_row(runner, row, state)
+    for head in runner.weights.heads.values():
+        assert head.norm is not None and head.norm.weight is not None
+        head.norm.weight = torch.full_like(head.norm.weight, math.nan)
+    found = runner.decode([0])
+    runner.advance([1], 0, 1)
+    found += runner.emit([1])
+    runner.advance([2], 0, 1)
+    runner.draft([2])
+    found += runner.verify([2])[0]
+    assert [str(token.error)[:45] for token in found] == [
+        "the model's numbers are not finite after 1 to"
+    ] * 3
+    assert all(token.token_id < 130 for token in found)
 
 
 @torch.inference_mode()

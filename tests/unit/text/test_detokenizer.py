@@ -157,6 +157,18 @@ def test_a_tokenizer_that_the_library_cannot_read(tmp_path: Path, content: str) 
         load_tokenizer(tmp_path, "x")
 
 
+@pytest.mark.parametrize("vocab", [{}, {"a": 0, "b": 4_000_000_000}])
+def test_a_tokenizer_that_has_no_tokens_or_names_the_billionth(
+    tmp_path: Path, vocab: dict[str, int]
+) -> None:
+    """Tables of tokens are as long as ids say."""
+    content = json.loads(Tokenizer(models.BPE()).to_str())
+    content["model"]["vocab"] = vocab
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="its tokenizer is damaged"):
+        load_tokenizer(tmp_path, "x")
+
+
 def test_tokens_without_text_are_not_decoded_for_ever() -> None:
     """A model that goes on after its end token says it again and again."""
     decoded: list[int] = []

@@ -66,18 +66,19 @@ def test_a_device_draws_what_a_host_draws(
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_rows_that_are_not_finite_end_in_an_error_and_no_others(value: float) -> None:
     asked = [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1, "num_logprobs": 1}]
-    rows = [row([1], temperature=1.0, **a) for a in asked + asked]
+    asked.append({"temperature": 0.0, "num_logprobs": 0})
+    rows = [row([1], **({"temperature": 1.0} | a)) for a in asked + asked]
     logits = logits_for(len(rows), seed=1)
     wanted = choose(logits, rows, 1)
-    logits[:4] = value
+    logits[:5] = value
     found = [choose(logits, rows, 1)]
     with FakeGpu() as gpu:
         attached(rows, gpu)
         found.append(choose(to_device(logits.numpy(), gpu.device), rows, 1))
     for tokens in found:
-        assert all("are not finite" in str(token.error) for token in tokens[:4])
-        assert all(token.token_id < VOCAB for token in tokens[:4])
-        assert tokens[4:] == wanted[4:]
+        assert all("are not finite" in str(token.error) for token in tokens[:5])
+        assert all(token.token_id < VOCAB for token in tokens[:5])
+        assert tokens[5:] == wanted[5:]
 
 
 def test_the_tokens_of_an_answer_that_is_resumed_are_counted_at_once() -> None:
