@@ -45,7 +45,7 @@ class Board:
         is_draining: Replicas that take nothing new.
         num_held, num_running: Sequences that each replica has or expects; in its batch.
         num_paused: Sequences preempted and not back.
-        upper_tokens: What each replica takes an answer to be; see `policies.slot_reservation`.
+        upper_tokens, usual_tokens: Of the answers at each replica; see `policies.slot_reservation`.
         depth: Layers of each replica.
         is_strict: Requests that need the deepest.
         is_lock_step: A step of all takes as long as the slowest one's.
@@ -89,6 +89,7 @@ class Board:
         self.num_paused = np.zeros(n, dtype=np.int64)
         self.prompt_tokens = np.zeros(n)
         self.upper_tokens = np.ones(n, dtype=np.int64)
+        self.usual_tokens = np.ones(n, dtype=np.int64)
         self._spare_tokens, self._num_growing = np.zeros(n), np.zeros(n)
         self._now_s: float | None = None  # of `_new_steps`
         self._new_steps = np.zeros(n)
@@ -123,6 +124,7 @@ class Board:
         self._spare_tokens[index] = sum(spare)
         self._num_growing[index] = num - len(spare)
         self.upper_tokens[index] = replica.answers.upper_tokens
+        self.usual_tokens[index] = replica.answers.usual_tokens
         self.num_held[index] = replica.num_held
         self.num_paused[index] = replica.num_halted
 

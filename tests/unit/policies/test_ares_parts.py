@@ -39,6 +39,7 @@ from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import AresSettings, TransferCosts, horizon_s
 from quadriga.policies.inflight_tracker import InflightTracker, SentRequest
 from quadriga.policies.least_work import expected_length
+from quadriga.policies.slot_reservation import WINDOW, AnswerLengths
 from tests.unit.policies.ares_twin import CLASS, Held, random_cluster, snapshot, unpacked
 
 COSTS = TransferCosts(57_344, 25e9 / 8)
@@ -134,6 +135,7 @@ def test_placement_prefers_whoever_will_be_free() -> None:
     """Replica a holds more now, b will: present and forecast disagree."""
     a = snapshot("a", [held(f"a{i}", 3000.0, 30.0) for i in range(5)])
     b = snapshot("b", [held(f"b{i}", 2500.0, 20_000.0) for i in range(4)], capacity=500_000)
+    a.usual_tokens = b.usual_tokens = 256
     placement = AresPlacement()
     assert placement.choose(request(100, sure(10_000.0)), [a, b]) == "a"
     unknown = replace(request(100, None), max_total_tokens=10_000)
@@ -154,6 +156,20 @@ def test_newcomers_are_spread_however_short_they_are(max_tokens: int) -> None:
         promised = Promised(asked.sequence_id, 100, expected_length(asked, seen))
         tracker.sent(str(name), asked.sequence_id, SentRequest(0.0, 0, 100, promised, 100))
     assert chosen == {"a": 10, "b": 10, "c": 10}
+
+
+def test_a_newcomer_is_expected_to_become_as_long_as_most_do() -> None:
+    """Those that run are the long ones: one story says nothing of twenty short answers."""
+    lengths = AnswerLengths()
+    for _ in range(WINDOW):
+        lengths.ended(9)
+        lengths.ended(600)
+        lengths.ended(30)
+    story = snapshot("a", [held("a0", 500.0, 20_000.0)])
+    story.generated_tokens, story.usual_tokens = 490, lengths.usual_tokens
+    asked = replace(request(10, None), max_total_tokens=700)
+    assert expected_length(asked, [story]).mean == 30.0
+    assert expected_length(request(10, None), [story]).mean == 1.0, "its max_tokens"
 
 
 def test_placement_looks_at_the_memory_peak() -> None:
