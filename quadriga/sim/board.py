@@ -12,7 +12,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from quadriga.policies.ares.cluster import ClusterForecast, class_loads
+from quadriga.policies.ares.cluster import ClusterForecast, class_loads, with_deep_passes
 from quadriga.policies.ares.forecast import (
     FIXED,
     PAUSED,
@@ -219,13 +219,16 @@ class Board:
         running, context = load_sums(size, remaining, shares(rows) * layers[owner])
         held = memory_rows(size, remaining, tokens_ahead(grid_s, step_s)[owner])
         step, most = self.profile.step, layers.max()
-        costs = StepCosts(step.per_sequence_s / most, step.per_token_s / most)
+        measured = StepCosts(step.per_sequence_s / most, step.per_token_s / most)
         n = len(alive)
         sums = _summed(np.concatenate((running, context, held), axis=1), at, n)
         all_running, all_context, all_held = np.split(sums, 3, axis=1)
+        num_each, share_each = len(requests) / n, float(all_running[:, 0].mean())
+        costs = with_deep_passes(measured, step.base_s, self.front_share, num_each, share_each)
         return ClusterForecast(
             names=[self.names[i] for i in alive],
             costs=costs,
+            measured=measured,
             depth=self.depth[alive],
             load_s=class_loads(costs, all_running, all_context),
             grid_s=grid_s,

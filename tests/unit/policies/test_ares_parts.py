@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from quadriga.core.forecast import LengthPrediction
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import PlaceRequest
 from quadriga.errors import ConfigError
+from quadriga.policies.ares.cluster import with_deep_passes
 from quadriga.policies.ares.forecast import (
     NUM_COLUMNS,
     ROW_BYTES,
@@ -100,6 +103,38 @@ def test_a_sequence_whose_tokens_leave_early_weighs_less_in_load_and_as_much_in_
         cluster, request(100, sure(50.0)), sure(50.0), np.array([True, True]), AresSettings()
     )
     assert roomier == 1, "placement sees that it has less to do"
+
+
+@pytest.mark.parametrize("num_each", [1, 2, 5])
+@pytest.mark.parametrize("stays", [0.0, 0.1, 0.6, 1.0])
+def test_a_sequence_that_may_go_deep_weighs_what_it_adds_to_how_often_a_step_does(
+    stays: float, num_each: int
+) -> None:
+    def step_s(count: int) -> float:
+        return sum(
+            math.prod(stays if one else 1.0 - stays for one in goes)
+            * (0.06 if any(goes) else 0.015)
+            for goes in itertools.product((True, False), repeat=count)
+        )
+
+    share = 0.25 + 0.75 * stays
+    costs = with_deep_passes(StepCosts(2e-5, 1e-7), 0.06, 0.25, num_each, num_each * share)
+    added_s = share * (costs.per_sequence_s - 2e-5)
+    assert added_s == pytest.approx(step_s(num_each + 1) - step_s(num_each), abs=1e-12)
+    assert costs.per_token_s == 1e-7
+
+
+def test_with_exits_a_newcomer_goes_where_fewer_sequences_make_steps_go_deep() -> None:
+    """A step reads the deep layers where any token goes on; KV weighs little against them."""
+    for front_share, chosen in ((0.25, "b"), (1.0, "a")):
+        a, b = (
+            snapshot(name, [replace(h, share=0.3) for h in those], front_share=front_share)
+            for name, those in (
+                ("a", [held(f"a{i}", 300.0, 2000.0) for i in range(4)]),
+                ("b", [held("b0", 3000.0, 2000.0)]),
+            )
+        )
+        assert AresPlacement().choose(request(100, sure(1000.0)), [a, b]) == chosen
 
 
 def test_newcomers_are_taken_to_run_as_many_layers_as_those_there() -> None:

@@ -209,8 +209,8 @@ def test_near_saturation_the_objective_keeps_what_a_static_placement_has(lengths
 def test_no_request_waits_longer_than_a_bound_and_none_is_refused_once_it_has_begun(
     rate: float,
 ) -> None:
-    """A wait ends after four times the predicted run, and as long again as the longest answer takes,
-    or two of them: paused ones come back before it."""
+    """A wait ends after four times the predicted run, and twice as long again as the longest answer
+    takes alone: paused ones come back before it."""
     requests, (run, _) = load_at(rate), run_at(rate, "ares")
     predictor = NoisyPredictor(requests.output_tokens, seed=SMALL_CLUSTER.seed)
     one = np.ones(len(requests))

@@ -75,7 +75,10 @@ def token_times_ms(policy: str, seed: int, rate: float, exits: SimExits | None) 
     return 1e3 * (run.finished_s - run.first_token_s) / (outputs - 1)
 
 
-@pytest.mark.parametrize(("exits", "rate", "least"), [(None, 1.5, 0.985)])
+@pytest.mark.parametrize(
+    ("exits", "rate", "least"),
+    [(None, 1.5, 0.985), (SimExits(front_share=0.25, stays=0.1), 4.0, 0.96)],
+)
 def test_at_light_load_forecasts_cost_hardly_anybody_anything(
     exits: SimExits | None, rate: float, least: float
 ) -> None:
@@ -88,7 +91,6 @@ def test_at_light_load_forecasts_cost_hardly_anybody_anything(
         medians.append(np.median(without) / np.median(with_ares))
         means.append(without.mean() / with_ares.mean())
     assert min(np.mean(medians), np.mean(means)) > least
-
 
 
 def check_conserved(run: SimulatedRun, requests: Load) -> None:
