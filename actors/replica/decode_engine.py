@@ -256,6 +256,7 @@ class DecodeEngine:
             num_resumes=loop.preemption.num_resumes,
             least_priority=loop.preemption.least_priority,
             upper_tokens=loop.answers.upper_tokens,
+            usual_tokens=loop.answers.usual_tokens,
             relay=self._relay_memory,
             strict_depth=self._strict_depth,
             parked=self._parked,

@@ -432,6 +432,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             num_unplaced=load.num_unplaced,
             least_priority=load.least_priority,
             upper_tokens=load.upper_tokens,
+            usual_tokens=load.usual_tokens,
             computed_per_s=load.computed_per_s,
             chunk_time_s=load.chunk_time_s,
             cached_share=None if load.prefixes is None else load.prefixes.hit_share,

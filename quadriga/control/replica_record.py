@@ -62,6 +62,7 @@ class ReplicaLoad(CompactPickleMixin):
     strict_depth: int = 0
     parked: tuple[ParkedSequence, ...] = ()
     prefixes: PrefixTotals | None = None
+    usual_tokens: int = 1
 
     @property
     def num_held(self) -> int:

@@ -174,6 +174,7 @@ class ReplicaSnapshot(RelativeTimeMixin):
             of one that runs; None: nobody, for being important.
         upper_tokens: What a newcomer's answer is taken to be where memory is promised as it is
             used; see `quadriga.policies.slot_reservation`.
+        usual_tokens: The median of the answers that ended there lately.
         cached_share: Prefill only: of the prompt tokens so far, those that were not computed, as
             their KV was there; None where nothing is shared, or nothing came yet.
         is_scout: It profiles for HELIOS, and takes nothing but what is sent there for that, or for
@@ -208,6 +209,7 @@ class ReplicaSnapshot(RelativeTimeMixin):
     num_unplaced: int = 0
     computed_per_s: float = 0.0
     chunk_time_s: float = 0.0
+    usual_tokens: int = 1
 
     @property
     def prefill_tokens_per_s(self) -> float:

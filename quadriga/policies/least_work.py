@@ -30,25 +30,25 @@ def expected_answer_tokens(snapshots: Sequence[ReplicaSnapshot]) -> float:
     Where lengths are spread as answers' are, one that runs has about as much behind it as answers
     have in all.
     """
-    return expected_of(
-        sum(num_held(s) for s in snapshots), sum(s.generated_tokens for s in snapshots)
-    )
-
-
-def expected_of(num_held: float, num_generated: float) -> float:
-    """As `expected_answer_tokens`, of so many sequences that generated so many tokens in all."""
-    return max(LEAST_ANSWER_TOKENS, num_generated / num_held) if num_held else LEAST_ANSWER_TOKENS
+    count = sum(num_held(s) for s in snapshots)
+    generated = sum(s.generated_tokens for s in snapshots)
+    return max(LEAST_ANSWER_TOKENS, generated / max(1, count))
 
 
 def expected_length(
     request: PlaceRequest, snapshots: Sequence[ReplicaSnapshot]
 ) -> LengthPrediction:
-    """Tokens that a sequence will generate: as predicted, or else as answers have been lately."""
+    """Tokens that a sequence will generate: as predicted, or else as answers have been lately.
+
+    That is the median of those that ended. Those that run are mostly long ones: by their mean a
+    newcomer would be placed by what is there when most of its kind are gone.
+    """
     if request.prediction is not None:
         return request.prediction
     most = float(max(1, request.max_total_tokens - request.num_tokens))
     upper = max((s.upper_tokens for s in snapshots), default=1)
-    mean = min(expected_answer_tokens(snapshots), most)
+    usual = sum(s.usual_tokens for s in snapshots) / max(1, len(snapshots))
+    mean = min(max(usual, 1.0), most)
     return LengthPrediction(mean, 0.0, min(max(float(upper), mean), most))
 
 

@@ -67,13 +67,18 @@ def room(snapshot: ReplicaSnapshot, request: PlaceRequest) -> int:
     info, held = snapshot.info, num_held(snapshot)
     limit, least = info.kv_capacity_tokens, 0
     if info.reservation == "used":
-        priority = snapshot.least_priority
-        least = int(held == 0 or (priority is not None and request.priority < priority))
+        least = int(held == 0 or may_displace(snapshot, request))
         if snapshot.num_paused and not least:
             return -snapshot.num_paused
         limit = admitted_tokens(limit, info.num_slots, info.max_model_len) if held else limit
     free = (limit - snapshot.reserved_tokens) // max(1, tokens_wanted(snapshot, request))
     return max(least, min(info.num_slots - held, free))
+
+
+def may_displace(snapshot: ReplicaSnapshot, request: PlaceRequest) -> bool:
+    """Whether the sequence may take the place of a less important one at a decode replica."""
+    priority = snapshot.least_priority
+    return priority is not None and request.priority < priority
 
 
 def num_held(snapshot: ReplicaSnapshot) -> int:

@@ -44,16 +44,17 @@ all others, and answers that were seen outweigh them soon."""
 
 
 class AnswerLengths:
-    """Lengths of the answers that ended lately, and their upper quantile.
+    """Lengths of the answers that ended lately, and two quantiles of them, each at least 1.
 
     Attributes:
-        upper_tokens: `QUANTILE` of them; at least 1.
+        usual_tokens: Their median.
+        upper_tokens: `QUANTILE` of them.
     """
 
     def __init__(self) -> None:
         self._in_order = deque([ASSUMED_TOKENS] * ASSUMED_ANSWERS)
         self._sorted = [ASSUMED_TOKENS] * ASSUMED_ANSWERS
-        self.upper_tokens = ASSUMED_TOKENS
+        self.usual_tokens = self.upper_tokens = ASSUMED_TOKENS
 
     def ended(self, num_tokens: int) -> None:
         """Note an answer of so many tokens, whatever ended it."""
@@ -61,6 +62,7 @@ class AnswerLengths:
             del self._sorted[bisect_left(self._sorted, self._in_order.popleft())]
         self._in_order.append(num_tokens)
         insort(self._sorted, num_tokens)
+        self.usual_tokens = max(1, self._sorted[len(self._sorted) // 2])
         at = min(len(self._sorted) - 1, math.ceil(QUANTILE * len(self._sorted)))
         self.upper_tokens = max(1, self._sorted[at])
 

@@ -12,7 +12,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from quadriga.policies.ares.cluster import ClusterForecast, class_loads
+from quadriga.policies.ares.cluster import ClusterForecast, class_loads, with_deep_passes
 from quadriga.policies.ares.forecast import (
     FIXED,
     PAUSED,
@@ -45,7 +45,7 @@ class Board:
         is_draining: Replicas that take nothing new.
         num_held, num_running: Sequences that each replica has or expects; in its batch.
         num_paused: Sequences preempted and not back.
-        upper_tokens: What each replica takes an answer to be; see `policies.slot_reservation`.
+        upper_tokens, usual_tokens: Of the answers at each replica; see `policies.slot_reservation`.
         depth: Layers of each replica.
         is_strict: Requests that need the deepest.
         is_lock_step: A step of all takes as long as the slowest one's.
@@ -89,6 +89,7 @@ class Board:
         self.num_paused = np.zeros(n, dtype=np.int64)
         self.prompt_tokens = np.zeros(n)
         self.upper_tokens = np.ones(n, dtype=np.int64)
+        self.usual_tokens = np.ones(n, dtype=np.int64)
         self._spare_tokens, self._num_growing = np.zeros(n), np.zeros(n)
         self._now_s: float | None = None  # of `_new_steps`
         self._new_steps = np.zeros(n)
@@ -123,6 +124,7 @@ class Board:
         self._spare_tokens[index] = sum(spare)
         self._num_growing[index] = num - len(spare)
         self.upper_tokens[index] = replica.answers.upper_tokens
+        self.usual_tokens[index] = replica.answers.usual_tokens
         self.num_held[index] = replica.num_held
         self.num_paused[index] = replica.num_halted
 
@@ -217,13 +219,16 @@ class Board:
         running, context = load_sums(size, remaining, shares(rows) * layers[owner])
         held = memory_rows(size, remaining, tokens_ahead(grid_s, step_s)[owner])
         step, most = self.profile.step, layers.max()
-        costs = StepCosts(step.per_sequence_s / most, step.per_token_s / most)
+        measured = StepCosts(step.per_sequence_s / most, step.per_token_s / most)
         n = len(alive)
         sums = _summed(np.concatenate((running, context, held), axis=1), at, n)
         all_running, all_context, all_held = np.split(sums, 3, axis=1)
+        num_each, share_each = len(requests) / n, float(all_running[:, 0].mean())
+        costs = with_deep_passes(measured, step.base_s, self.front_share, num_each, share_each)
         return ClusterForecast(
             names=[self.names[i] for i in alive],
             costs=costs,
+            measured=measured,
             depth=self.depth[alive],
             load_s=class_loads(costs, all_running, all_context),
             grid_s=grid_s,

@@ -17,7 +17,6 @@ from quadriga.policies.ares.governor import DriftMonitor
 from quadriga.policies.ares.overload import OverloadPlan, is_overdue, plan_overload
 from quadriga.policies.ares.placement import best_replica
 from quadriga.policies.ares.settings import horizon_s
-from quadriga.policies.least_work import expected_of
 from quadriga.sim.board import Board
 from quadriga.sim.config import DEPTH_CLASS, SimConfig
 from quadriga.sim.policies import PolicySet
@@ -137,7 +136,7 @@ class Placing:
         if prediction is None or cluster is None or self.drift.is_drifting:
             chosen = self._by_present(request, used, reserved)
         else:
-            chosen = self._by_forecast(cluster, request, known or self._usual(used), takes)
+            chosen = self._by_forecast(cluster, request, known or self._usual(), takes)
         if chosen is None:
             return None
         promised = int(wanted[chosen])
@@ -251,10 +250,10 @@ class Placing:
         cluster.tokens[row] += memory_rows(size, mean, ahead)[0]
         return int(alive[row])
 
-    def _usual(self, used: NDArray[np.float64]) -> LengthPrediction:
+    def _usual(self) -> LengthPrediction:
         """What answers have been lately; see `policies.least_work.expected_length`."""
         board = self._board
-        mean = expected_of(float(board.num_held.sum()), float((used - board.prompt_tokens).sum()))
+        mean = float(board.usual_tokens[board.is_alive].mean())
         return LengthPrediction(mean, 0.0, max(mean, float(board.upper_tokens.max())))
 
     @property

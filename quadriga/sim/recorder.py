@@ -90,7 +90,7 @@ def snapshots_of(
             grid_s=cluster.grid_s.tolist(),
             step_s=float(cluster.step_s[i]),
             base_s=base_s,
-            costs=cluster.costs,
+            costs=cluster.measured,
             has_predictions=cluster.has_predictions,
             front_share=cluster.front_share,
         )

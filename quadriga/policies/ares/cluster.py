@@ -43,7 +43,8 @@ class ClusterForecast:
     Attributes:
         names: [n], ascending.
         costs: What a sequence and a token add to a step, the same on all replicas; by the layer
-            where their depths differ.
+            where their depths differ. See `with_deep_passes`.
+        measured: The same as the replicas measured it, all layers run.
         depth: [n], layers that each has loaded.
         load_s: [n, 17], what the sequences add to a step, at `forecast.TOKENS_AHEAD`.
         grid_s: [17], seconds; the first is now.
@@ -64,6 +65,7 @@ class ClusterForecast:
 
     names: list[str]
     costs: StepCosts
+    measured: StepCosts
     depth: NDArray[np.int64]
     load_s: NDArray[np.float64]
     grid_s: NDArray[np.float64]
@@ -95,6 +97,7 @@ class ClusterForecast:
         return ClusterForecast(
             names=[self.names[i] for i in replicas.tolist()],
             costs=self.costs,
+            measured=self.measured,
             depth=self.depth[replicas],
             load_s=self.load_s[replicas],
             grid_s=self.grid_s,
@@ -140,14 +143,22 @@ def unpack(
     free = [0 if s.draining else s.info.num_slots - s.num_running - s.num_waiting for s in able]
     depth = np.array([s.info.depth_class.depth for s in able], dtype=np.int64)
     layers = np.ones(len(able)) if (depth == depth[0]).all() else depth.astype(np.float64)
-    costs = common_costs(forecasts, layers)
+    costs = measured = common_costs(forecasts, layers)
+    running = _stacked([f.running for f in forecasts], NUM_LOADS)
+    base_s = float(np.median([f.base_s for f in forecasts]))
+    front_share = min(f.front_share for f in forecasts)
+    if (depth == depth[0]).all():
+        num_each = sum(len(f.sequence_ids) for f in forecasts) / len(able)
+        share_each = float(running[:, 0].mean())
+        costs = with_deep_passes(measured, base_s, front_share, num_each, share_each)
     cluster = ClusterForecast(
         names=[s.info.name for s in able],
         costs=costs,
+        measured=measured,
         depth=depth,
         load_s=class_loads(
             costs,
-            _stacked([f.running for f in forecasts], NUM_LOADS) * layers[:, None],
+            running * layers[:, None],
             _stacked([f.context for f in forecasts], NUM_LOADS) * layers[:, None],
         ),
         grid_s=np.array(grid_s),
@@ -162,8 +173,8 @@ def unpack(
         owner=np.empty(0, dtype=np.int64),
         sequence_ids=(),
         has_predictions=all(f.has_predictions for f in forecasts),
-        base_s=float(np.median([f.base_s for f in forecasts])),
-        front_share=min(f.front_share for f in forecasts),
+        base_s=base_s,
+        front_share=front_share,
     )
     wanted = np.arange(len(able)) if whose_rows is None else whose_rows(cluster)
     mine = [forecasts[i] for i in wanted.tolist()]
@@ -190,6 +201,26 @@ def common_costs(
         float(np.median(np.array([f.per_sequence_s for f in forecasts]) / layers)),
         float(np.median(np.array([f.per_token_s for f in forecasts]) / layers)),
     )
+
+
+def with_deep_passes(
+    costs: StepCosts, base_s: float, front_share: float, num_each: float, share_each: float
+) -> StepCosts:
+    """The costs, with what a sequence adds by making steps go deep where tokens leave early.
+
+    The layers behind the first exit are read where any token goes on. Of n sequences whose tokens
+    do so with probability u, one more makes that happen u · (1 − u)^n times more often. A sequence
+    counts by its share of the layers, so this is divided by what that is on average.
+
+    Args:
+        num_each, share_each: Sequences of a replica, and the sum of their shares, on average.
+    """
+    if front_share >= 1.0 or num_each == 0.0:
+        return costs
+    share = share_each / num_each
+    stays = min(max((share - front_share) / (1.0 - front_share), 0.0), 1.0)
+    deep_s = base_s * (1.0 - front_share) * stays * (1.0 - stays) ** num_each
+    return StepCosts(costs.per_sequence_s + deep_s / share, costs.per_token_s)
 
 
 def class_loads(

@@ -238,7 +238,7 @@ class _Splits:
 
     def __init__(self, cluster: ClusterForecast, settings: AresSettings) -> None:
         self._n = n = len(cluster)
-        costs = cluster.costs
+        costs = cluster.measured
         self._model = StepModel(
             cluster.front_share, cluster.base_s, costs.per_sequence_s, costs.per_token_s
         )

@@ -14,7 +14,8 @@ changes:
   as short follows the load: the shortest of all the sequences there are, up to a share of the
   protected memory. Long ones go there where no other replica has room, and only up to `LONG_SHARE`;
   a protected replica that is fuller than that gives them away.
-- Who has no room is held after prefill. Of the sequences that wait, the shortest asks first.
+- Who has no room is held after prefill, unless it is more important than somebody who runs. Of the
+  sequences that wait, the shortest asks first.
 - Nobody is held for ever: a sequence that has waited for `HOLD_SHARE` of the time it is predicted
   to run is overdue. The oldest of these asks first, and any replica with room takes it; after
   `MAX_HOLD_SHARE` of that time the room for what it has now is enough. Up to `HELD_SHARE` of the

@@ -28,7 +28,7 @@ from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
 from quadriga.policies.ares.overload import OverloadPlan
 from quadriga.policies.ares.settings import AresSettings, num_memory_points
 from quadriga.policies.least_work import LeastWork, expected_length
-from quadriga.policies.load import has_room
+from quadriga.policies.load import has_room, may_displace
 
 
 def best_replica(
@@ -103,8 +103,11 @@ class AresPlacement:
         else:
             asked = replace(request, by_forecast=True)
             able = np.array([has_room(by_name[n], asked) for n in cluster.names])
-            able = self.overload.open_to(
+            is_open = self.overload.open_to(
                 cluster, able, request.num_tokens, prediction, request.waited_s
             )
+            if not is_open.any():  # somebody less important makes way, as at any time
+                is_open = able & [may_displace(by_name[n], request) for n in cluster.names]
+            able = is_open
         index = best_replica(cluster, request, prediction, able, self._settings, self.pools)
         return None if index is None else cluster.names[index]

@@ -404,6 +404,18 @@ def test_under_overload_room_is_what_the_forecast_says_and_nothing_else_is_promi
     assert placement.choose(asked, snapshots) in ("d0", "d2")
 
 
+def test_under_overload_the_important_take_the_place_of_others_as_at_any_time() -> None:
+    placement, snapshots = AresPlacement(), three((500, 30_000))
+    for full in snapshots:
+        full.info = replace(full.info, reservation="used", kv_capacity_tokens=20_000)
+        full.least_priority = 5
+    placement.overload = OverloadPlan(frozenset({"d1"}), short_tokens=1_000.0)
+    prediction = LengthPrediction(9_000.0, 9_000.0, 9_000.0)
+    asked = PlaceRequest("s", CLASS, 100, 40_000, prediction=prediction, priority=5)
+    assert placement.choose(asked, snapshots) is None, "held: those that run are as important"
+    assert placement.choose(replace(asked, priority=4), snapshots) is not None
+
+
 def test_under_overload_the_rescheduler_sends_long_sequences_away_and_balances_nothing() -> None:
     snapshots = three((500, 30_000))
     many = [Held(f"x{i}", 3_000.0, 9_000.0, 8_000.0, 1e4) for i in range(8)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from quadriga.core.forecast import LengthPrediction
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import PlaceRequest
 from quadriga.errors import ConfigError
+from quadriga.policies.ares.cluster import with_deep_passes
 from quadriga.policies.ares.forecast import (
     NUM_COLUMNS,
     ROW_BYTES,
@@ -39,6 +42,7 @@ from quadriga.policies.ares.rescheduler import Rescheduler
 from quadriga.policies.ares.settings import AresSettings, TransferCosts, horizon_s
 from quadriga.policies.inflight_tracker import InflightTracker, SentRequest
 from quadriga.policies.least_work import expected_length
+from quadriga.policies.slot_reservation import WINDOW, AnswerLengths
 from tests.unit.policies.ares_twin import CLASS, Held, random_cluster, snapshot, unpacked
 
 COSTS = TransferCosts(57_344, 25e9 / 8)
@@ -101,6 +105,38 @@ def test_a_sequence_whose_tokens_leave_early_weighs_less_in_load_and_as_much_in_
     assert roomier == 1, "placement sees that it has less to do"
 
 
+@pytest.mark.parametrize("num_each", [1, 2, 5])
+@pytest.mark.parametrize("stays", [0.0, 0.1, 0.6, 1.0])
+def test_a_sequence_that_may_go_deep_weighs_what_it_adds_to_how_often_a_step_does(
+    stays: float, num_each: int
+) -> None:
+    def step_s(count: int) -> float:
+        return sum(
+            math.prod(stays if one else 1.0 - stays for one in goes)
+            * (0.06 if any(goes) else 0.015)
+            for goes in itertools.product((True, False), repeat=count)
+        )
+
+    share = 0.25 + 0.75 * stays
+    costs = with_deep_passes(StepCosts(2e-5, 1e-7), 0.06, 0.25, num_each, num_each * share)
+    added_s = share * (costs.per_sequence_s - 2e-5)
+    assert added_s == pytest.approx(step_s(num_each + 1) - step_s(num_each), abs=1e-12)
+    assert costs.per_token_s == 1e-7
+
+
+def test_with_exits_a_newcomer_goes_where_fewer_sequences_make_steps_go_deep() -> None:
+    """A step reads the deep layers where any token goes on; KV weighs little against them."""
+    for front_share, chosen in ((0.25, "b"), (1.0, "a")):
+        a, b = (
+            snapshot(name, [replace(h, share=0.3) for h in those], front_share=front_share)
+            for name, those in (
+                ("a", [held(f"a{i}", 300.0, 2000.0) for i in range(4)]),
+                ("b", [held("b0", 3000.0, 2000.0)]),
+            )
+        )
+        assert AresPlacement().choose(request(100, sure(1000.0)), [a, b]) == chosen
+
+
 def test_newcomers_are_taken_to_run_as_many_layers_as_those_there() -> None:
     snap = snapshot("a", [replace(held("x", 500.0, 300.0), share=0.25)])
     assert snap.forecast is not None
@@ -134,6 +170,7 @@ def test_placement_prefers_whoever_will_be_free() -> None:
     """Replica a holds more now, b will: present and forecast disagree."""
     a = snapshot("a", [held(f"a{i}", 3000.0, 30.0) for i in range(5)])
     b = snapshot("b", [held(f"b{i}", 2500.0, 20_000.0) for i in range(4)], capacity=500_000)
+    a.usual_tokens = b.usual_tokens = 256
     placement = AresPlacement()
     assert placement.choose(request(100, sure(10_000.0)), [a, b]) == "a"
     unknown = replace(request(100, None), max_total_tokens=10_000)
@@ -154,6 +191,20 @@ def test_newcomers_are_spread_however_short_they_are(max_tokens: int) -> None:
         promised = Promised(asked.sequence_id, 100, expected_length(asked, seen))
         tracker.sent(str(name), asked.sequence_id, SentRequest(0.0, 0, 100, promised, 100))
     assert chosen == {"a": 10, "b": 10, "c": 10}
+
+
+def test_a_newcomer_is_expected_to_become_as_long_as_most_do() -> None:
+    """Those that run are the long ones: one story says nothing of twenty short answers."""
+    lengths = AnswerLengths()
+    for _ in range(WINDOW):
+        lengths.ended(9)
+        lengths.ended(600)
+        lengths.ended(30)
+    story = snapshot("a", [held("a0", 500.0, 20_000.0)])
+    story.generated_tokens, story.usual_tokens = 490, lengths.usual_tokens
+    asked = replace(request(10, None), max_total_tokens=700)
+    assert expected_length(asked, [story]).mean == 30.0
+    assert expected_length(request(10, None), [story]).mean == 1.0, "its max_tokens"
 
 
 def test_placement_looks_at_the_memory_peak() -> None:

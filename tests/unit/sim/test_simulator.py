@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from quadriga.config.engine import PrefillConfig
-from quadriga.config.pacing import PaceProfile
+from quadriga.config.pacing import PaceProfile, find_profile
 from quadriga.errors import ConfigError, InvariantViolation
 from quadriga.policies.ares.cluster import ClusterForecast
 from quadriga.policies.ares.forecast import MOVABLE, PAUSED
@@ -61,6 +61,36 @@ def simulate(policy: str, requests: Load, *, num_decode: int = 3, **options: Any
             extra[name] = options.pop(name)
     config = SimConfig(options.pop("profile", SMALL), num_decode, 1, **options)
     return Simulation(config, make_policy(policy, SETTINGS), *requests, **extra).run()
+
+
+def token_times_ms(policy: str, seed: int, rate: float, exits: SimExits | None) -> Any:
+    """Of each request's tokens, on three replicas of which most of a step is its weights; most
+    answers are short, and a few hold most of the KV."""
+    profile = replace(SMALL, step=find_profile("ares-qwen7b-4090d-short*4"), num_slots=32)
+    rng = np.random.default_rng(seed)
+    outputs = np.clip(rng.lognormal(3.4, 1.5, 240), 4, 640).astype(np.int64)
+    requests = np.cumsum(rng.exponential(1 / rate, 240)), rng.integers(5, 20, 240), outputs
+    config = SimConfig(profile, 3, 1, seed=seed, memory=PAUSE, tick_s=0.25, exits=exits)
+    run = Simulation(config, make_policy(policy), *requests).run()
+    return 1e3 * (run.finished_s - run.first_token_s) / (outputs - 1)
+
+
+@pytest.mark.parametrize(
+    ("exits", "rate", "least"),
+    [(None, 1.5, 0.985), (SimExits(front_share=0.25, stays=0.1), 4.0, 0.96)],
+)
+def test_at_light_load_forecasts_cost_hardly_anybody_anything(
+    exits: SimExits | None, rate: float, least: float
+) -> None:
+    """Against placement by least work, which moves nothing."""
+    medians, means = [], []
+    for seed in range(4):
+        without, with_ares = (
+            token_times_ms(policy, seed, rate, exits) for policy in ("least_work", "ares")
+        )
+        medians.append(np.median(without) / np.median(with_ares))
+        means.append(without.mean() / with_ares.mean())
+    assert min(np.mean(medians), np.mean(means)) > least
 
 
 def check_conserved(run: SimulatedRun, requests: Load) -> None:
