@@ -272,8 +272,7 @@ class DecodeReplica(Replica[DecodeEngine]):
         forecasting.is_wanted = self.report_options.forecast
         forecasting.depth_pool = self.report_options.depth_pool
         snapshot.forecast = forecasting.forecast()
-        capacity = self.info_record.kv_capacity_tokens
-        self.metrics.forecast(snapshot.forecast, capacity, forecasting)
+        self.metrics.forecast(snapshot.forecast, self.info_record.kv_capacity_tokens, forecasting)
         return snapshot
 
     def _take_outcomes(self) -> list[LengthOutcome]:
