@@ -113,7 +113,8 @@ async def _measure(args: argparse.Namespace) -> list[PartCost]:
                 say(f"{mib} MiB, {index + 1} of {args.repeats}")
                 began_s = time.perf_counter()
                 copy.copy_(kv)
-                floor_s.append(time.perf_counter() - began_s)
+                if index >= 0:
+                    floor_s.append(time.perf_counter() - began_s)
                 for peer in peers:
                     took = await peer.send(replace(part, index=index + 1), kv)
                     if index >= 0:

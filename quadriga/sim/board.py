@@ -25,6 +25,7 @@ from quadriga.policies.ares.forecast import (
     sizes,
     tokens_ahead,
 )
+from quadriga.policies.slot_reservation import ASSUMED_TOKENS
 from quadriga.sim.decode.replica import SimulatedDecodeReplica
 from quadriga.sim.prediction import RemainingPredictor
 from quadriga.sim.profiles import CostProfile
@@ -88,8 +89,8 @@ class Board:
         self._aside_tokens, self.num_held = np.zeros(n), np.zeros(n, dtype=np.int64)
         self.num_paused = np.zeros(n, dtype=np.int64)
         self.prompt_tokens = np.zeros(n)
-        self.upper_tokens = np.ones(n, dtype=np.int64)
-        self.usual_tokens = np.ones(n, dtype=np.int64)
+        self.upper_tokens = np.full(n, ASSUMED_TOKENS)
+        self.usual_tokens = np.full(n, ASSUMED_TOKENS)
         self._spare_tokens, self._num_growing = np.zeros(n), np.zeros(n)
         self._now_s: float | None = None  # of `_new_steps`
         self._new_steps = np.zeros(n)

@@ -240,6 +240,7 @@ class Placing:
         if row is None:
             return None
         # Until the next tick, what was just placed counts too: as many layers as those there run.
+        # What it changes in the costs (`with_deep_passes`) waits for the tick; live it does not.
         size, mean = np.array([float(request.num_tokens)]), np.array([expected.mean])
         there = shares(cluster.rows[cluster.owner == row])
         share = there.mean(keepdims=True) if len(there) else np.ones(1)

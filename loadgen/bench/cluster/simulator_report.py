@@ -69,7 +69,7 @@ def real_outcome(played: Played, step: PaceProfile) -> LoadOutcome:
         tpot_s=np.array([np.nan if (v := tpot_s(r)) is None else v for r in records]),
         load_variance_ms2=_mean(by_load_ms2(played.views, step)),
         reported_variance_ms2=_mean(step_variances(played.views)),
-        num_moves=played.views[-1]["outcomes"].get("moved", 0),
+        num_moves=max((v.get("outcomes", {}).get("moved", 0) for v in played.views), default=0),
         fitted_step=fitted_over_real(played, step),
     )
 

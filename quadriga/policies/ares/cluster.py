@@ -150,7 +150,8 @@ def unpack(
     if (depth == depth[0]).all():
         num_each = sum(len(f.sequence_ids) for f in forecasts) / len(able)
         share_each = float(running[:, 0].mean())
-        costs = with_deep_passes(measured, base_s, front_share, num_each, share_each)
+        usual_front = float(np.median([f.front_share for f in forecasts]))
+        costs = with_deep_passes(measured, base_s, usual_front, num_each, share_each)
     cluster = ClusterForecast(
         names=[s.info.name for s in able],
         costs=costs,
@@ -210,12 +211,13 @@ def with_deep_passes(
 
     The layers behind the first exit are read where any token goes on. Of n sequences whose tokens
     do so with probability u, one more makes that happen u · (1 − u)^n times more often. A sequence
-    counts by its share of the layers, so this is divided by what that is on average.
+    counts by its share of the layers, so this is divided by what that is on average. Where some
+    tokens never leave and others mostly do, the average says too much of both.
 
     Args:
         num_each, share_each: Sequences of a replica, and the sum of their shares, on average.
     """
-    if front_share >= 1.0 or num_each == 0.0:
+    if front_share >= 1.0 or num_each <= 0.0 or share_each <= 0.0:
         return costs
     share = share_each / num_each
     stays = min(max((share - front_share) / (1.0 - front_share), 0.0), 1.0)

@@ -112,9 +112,9 @@ class AresSettings:
         """Weights of the points, together 1: [NUM_POINTS + 1].
 
         A point weighs the tokens between it and the one before it, so that the weighted load is the
-        work still to come; far ones less, by `decay`. Now weighs nothing. The present alone would
-        take a replica whose sequences are far along for a full one: its steps are long, and soon
-        over.
+        work still to come; far ones less, by `decay`. Now weighs nothing in moves. The present
+        alone would take a replica whose sequences are far along for a full one: its steps are long,
+        and soon over. Placement has a point weigh the tokens behind it, and so now as well.
 
         Source: ARES §5.2, Eq. 4; differs: there points weigh alike but for the decay, and now as
         much as all others.

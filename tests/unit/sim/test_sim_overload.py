@@ -209,14 +209,14 @@ def test_near_saturation_the_objective_keeps_what_a_static_placement_has(lengths
 def test_no_request_waits_longer_than_a_bound_and_none_is_refused_once_it_has_begun(
     rate: float,
 ) -> None:
-    """A wait ends after four times the predicted run, and twice as long again as the longest answer
-    takes alone: paused ones come back before it."""
+    """A wait ends after four times the predicted run and little more than the longest answer takes
+    alone: paused ones come back before it. Other loads are up to six minutes beyond."""
     requests, (run, _) = load_at(rate), run_at(rate, "ares")
     predictor = NoisyPredictor(requests.output_tokens, seed=SMALL_CLUSTER.seed)
     one = np.ones(len(requests))
     said = predictor.predict(np.arange(len(requests)), one, requests.output_tokens - 1.0).mean
     step_s = SMALL_DEVICE.step.step_s(1, SMALL_DEVICE.kv_capacity_tokens)
-    most_s = MAX_HOLD_SHARE * said * step_s + 2.0 * SMALL_DEVICE.max_tokens * step_s
+    most_s = MAX_HOLD_SHARE * said * step_s + 1.1 * SMALL_DEVICE.max_tokens * step_s
     assert (run.room_wait_s <= most_s).all()
     assert run.room_wait_s.max() > 600.0, "long ones do wait"
     begun = ~np.isnan(run.first_token_s)
