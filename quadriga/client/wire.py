@@ -180,7 +180,7 @@ def _set_options(request: Any, options: Mapping[str, Any]) -> None:
             if value is not None:
                 _set_option(request, name, value)
         except (AttributeError, TypeError, ValueError) as exc:
-            if str(exc).startswith(name):
+            if str(exc).startswith((f"{name}:", f"{name}[")):
                 raise
             kind = ValueError if isinstance(exc, ValueError) else TypeError
             raise kind(f"{name}: {value!r:.80} cannot be sent: {exc}") from exc

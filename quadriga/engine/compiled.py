@@ -208,7 +208,7 @@ class CompiledDecoder(AnyDecoder):
         best = np.empty(x.shape[0], dtype=np.int64)
         logits = torch.empty(x.shape[0], self.config.vocab_size)
         self._run_head(x, depth, logits, best.ctypes.data, None)
-        tokens: list[int] = best.tolist()
+        tokens: list[int] = _marked(best, logits).tolist()
         return tokens
 
     def candidates(self, x: torch.Tensor, depth: int) -> Candidates:
@@ -217,7 +217,7 @@ class CompiledDecoder(AnyDecoder):
         best = np.empty(x.shape[0], dtype=np.int64)
         probs = np.empty((x.shape[0], 2), dtype=np.float32)
         self._run_head(x, depth, logits, best.ctypes.data, probs.ctypes.data)
-        return Candidates(logits, best, probs)
+        return Candidates(logits, _marked(best, logits), probs)
 
     def _run_head(
         self, x: torch.Tensor, depth: int, logits: torch.Tensor, best: int | None, probs: int | None
@@ -532,3 +532,10 @@ class KernelSwap:
             self._ready = CompiledDecoder(library, eager, _Workers(library, self._spec.threads))
         except BuildUnavailable as exc:
             logger.warning("the engine stays eager: %s", exc)
+
+
+def _marked(best: npt.NDArray[np.int64], logits: torch.Tensor) -> npt.NDArray[np.int64]:
+    """The ids of the largest logits, marked as `best_of` does where that is no finite number."""
+    largest = logits.numpy()[np.arange(len(best)), best]
+    best[~np.isfinite(largest)] = logits.shape[1]
+    return best

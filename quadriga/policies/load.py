@@ -77,8 +77,8 @@ def room(snapshot: ReplicaSnapshot, request: PlaceRequest) -> int:
 
 def may_displace(snapshot: ReplicaSnapshot, request: PlaceRequest) -> bool:
     """Whether the sequence may take the place of a less important one at a decode replica."""
-    priority = snapshot.least_priority
-    return priority is not None and request.priority < priority
+    priority, promised = snapshot.least_priority, snapshot.info.reservation
+    return promised == "used" and priority is not None and request.priority < priority
 
 
 def num_held(snapshot: ReplicaSnapshot) -> int:

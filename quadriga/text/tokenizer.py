@@ -26,6 +26,8 @@ PIECE_CHARS = 8192
 """Of a text whose tokens are only counted, so much is encoded at a time."""
 CUT_SHARE = 32
 """No token is longer than a piece divided by this."""
+WRONG_VALUES = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What expressions of a template raise beside its own errors."""
 CONTEXT_TOKENS = 4
 """Of a prompt, for a decoder that looks to the left."""
 
@@ -171,7 +173,7 @@ class TextTokenizer:
 
         try:
             return tool_format(str(self._fast.chat_template or ""), render)
-        except (TemplateError, ValueError, TypeError, KeyError, RecursionError):
+        except (TemplateError, *WRONG_VALUES):
             return None
 
     def render_chat(
@@ -200,8 +202,8 @@ class TextTokenizer:
                 param="messages",
             )
         form, variables = self.tool_format, variables or {}
-        own = {"messages", *signature(self._fast.apply_chat_template).parameters}
-        for name in own & variables.keys():
+        own = signature(self._fast.apply_chat_template).parameters if variables else ()
+        for name in {"messages", *own} & variables.keys():
             raise InvalidRequest(
                 f"chat_template_kwargs.{name}: may not be set; name variables of the template, "
                 "such as enable_thinking",
@@ -216,10 +218,10 @@ class TextTokenizer:
                 add_generation_prompt=True,
                 **variables,
             )
-        except (TemplateError, ValueError, TypeError, KeyError, RecursionError) as exc:
+        except (TemplateError, *WRONG_VALUES) as exc:
+            given = "chat_template_kwargs or the messages" if variables else "the messages"
             raise InvalidRequest(
-                f"the chat template of {self.model_id!r} refuses the messages: {exc}",
-                param="messages",
+                f"the chat template of {self.model_id!r} refuses {given}: {exc}", param="messages"
             ) from exc
         return str(text)
 

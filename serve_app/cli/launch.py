@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -272,7 +273,7 @@ class LocalService:
             }
         began_s = time.monotonic()
         try:
-            # Models are loaded while Serve starts; the ingress waits for it, and tells what fails.
+            # Models are loaded while Serve starts.
             self._begun = begin_cluster(self.config)
             serve.start(
                 proxy_location="HeadOnly",
@@ -290,7 +291,8 @@ class LocalService:
         except Exception as exc:  # Serve has no common base for what fails here
             from serve_app.openai.models import ModelDirectory
 
-            ModelDirectory.load(self.config)  # as above: an ingress reads tokenizers
+            with suppress(OSError, ValueError):  # as above: an ingress reads tokenizers
+                ModelDirectory.load(self.config)
             what = f"starting Ray Serve on {self.addresses.http_url}"
             waited_s = time.monotonic() - began_s
             remedy = f"the reason is in {self.log_folder()}"

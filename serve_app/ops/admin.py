@@ -170,7 +170,8 @@ def _open(host: str, port: int) -> socket.socket:
     if ":" not in host:
         return socket.create_server((host, port))
     address = (host.strip("[]"), port)
-    return socket.create_server(address, family=socket.AF_INET6, dualstack_ipv6=True)
+    is_dual = socket.has_dualstack_ipv6()
+    return socket.create_server(address, family=socket.AF_INET6, dualstack_ipv6=is_dual)
 
 
 class _Server(uvicorn.Server):

@@ -64,8 +64,10 @@ class RankThreads:
     def _serve(self, spec: EngineSpec, rank: int, port: int) -> None:
         try:
             serve_rank(spec, rank, self.host, port)
-        except Exception as exc:  # rank 0 says so to who asks it
+        except (RuntimeError, ConfigError) as exc:  # rank 0 says so to who asks it
             logger.info("rank %d is over: %s", rank, exc)
+        except Exception:
+            logger.exception("rank %d failed", rank)
 
     def lost(self, reason: str) -> None:
         """Whoever asks rank 0 next learns of it."""
@@ -73,7 +75,8 @@ class RankThreads:
     def join(self) -> None:
         """See `RankStarter.join`: a thread that gloo keeps at the exit would abort the process."""
         for thread in self._threads:
-            thread.join(PULSE_S)
+            if thread is not threading.current_thread():
+                thread.join(PULSE_S)
 
 
 def load_parallel(spec: EngineSpec, config: ModelConfig, starter: RankStarter) -> EngineParts:

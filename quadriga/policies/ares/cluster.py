@@ -221,7 +221,7 @@ def with_deep_passes(
         return costs
     share = share_each / num_each
     stays = min(max((share - front_share) / (1.0 - front_share), 0.0), 1.0)
-    deep_s = base_s * (1.0 - front_share) * stays * (1.0 - stays) ** num_each
+    deep_s = base_s * (1.0 - front_share) * stays * (1.0 - stays) ** max(num_each, 1.0)
     return StepCosts(costs.per_sequence_s + deep_s / share, costs.per_token_s)
 
 

@@ -177,6 +177,9 @@ def test_a_client_sets_variables_of_the_template_and_nothing_else() -> None:
     off = {"enable_thinking": False, "unknown": [1]}
     assert text.render_chat(talk, (), off) == "<why>x<think></think>"
     assert text.render_chat(talk) == "<why>x"
+    divides = tokenizer("{{ 8 // budget }}")
+    with pytest.raises(InvalidRequest, match="refuses chat_template_kwargs or the messages"):
+        divides.render_chat(talk, (), {"budget": 0})
     for name in ("chat_template", "messages", "tokenize", "tools", "add_generation_prompt"):
         with pytest.raises(InvalidRequest) as caught:
             text.render_chat(talk, (), {name: "{{ 1 }}"})
