@@ -34,7 +34,6 @@ SCHEDULER_TIMEOUT_S = 2.0
 HEARTBEAT_TIMEOUT_S = 3.0
 PASSED_OVER = (ReplicaError, MemoryError)
 HOLDING_TIMEOUT_S = 5.0
-"""Code of an error: the connection broke; the process may live."""
 ENDED_PAUSE_S = 0.25
 LOST_S = 3.0
 """After a replica was found to be gone the scheduler may still name it for so long."""
