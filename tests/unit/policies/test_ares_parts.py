@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
-import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -110,18 +108,14 @@ def test_a_sequence_whose_tokens_leave_early_weighs_less_in_load_and_as_much_in_
 def test_a_sequence_that_may_go_deep_weighs_what_it_adds_to_how_often_a_step_does(
     stays: float, num_each: int
 ) -> None:
-    def step_s(count: int) -> float:
-        return sum(
-            math.prod(stays if one else 1.0 - stays for one in goes)
-            * (0.06 if any(goes) else 0.015)
-            for goes in itertools.product((True, False), repeat=count)
-        )
-
-    share = 0.25 + 0.75 * stays
-    costs = with_deep_passes(StepCosts(2e-5, 1e-7), 0.06, 0.25, num_each, num_each * share)
-    added_s = share * (costs.per_sequence_s - 2e-5)
-    assert added_s == pytest.approx(step_s(num_each + 1) - step_s(num_each), abs=1e-12)
+    share, usual = 0.25 + 0.75 * stays, StepCosts(2e-5, 1e-7)
+    costs = with_deep_passes(usual, 0.06, 0.25, num_each, num_each * share)
+    added_s = 0.045 * ((1.0 - stays) ** num_each - (1.0 - stays) ** (num_each + 1))
+    assert share * (costs.per_sequence_s - 2e-5) == pytest.approx(added_s, abs=1e-12)
     assert costs.per_token_s == 1e-7
+    alone, fewer = (with_deep_passes(usual, 0.06, 0.25, n, n * share) for n in (1.0, 0.5))
+    assert alone.per_sequence_s == pytest.approx(fewer.per_sequence_s), "there are no half ones"
+    assert with_deep_passes(usual, 0.06, 0.25, num_each, 0.0) is usual
 
 
 def test_with_exits_a_newcomer_goes_where_fewer_sequences_make_steps_go_deep() -> None:
@@ -135,6 +129,8 @@ def test_with_exits_a_newcomer_goes_where_fewer_sequences_make_steps_go_deep() -
             )
         )
         assert AresPlacement().choose(request(100, sure(1000.0)), [a, b]) == chosen
+    mixed = unpacked([a, b, replace(a, forecast=replace(a.forecast, front_share=0.25))])
+    assert mixed.costs is mixed.measured, "most replicas test no exit now"
 
 
 def test_newcomers_are_taken_to_run_as_many_layers_as_those_there() -> None:

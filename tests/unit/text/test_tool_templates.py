@@ -172,14 +172,12 @@ def test_a_client_sets_variables_of_the_template_and_nothing_else() -> None:
         "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
     )
     message = {"role": "assistant", "content": "x", "reasoning_content": "why"}
-    body = ChatBody.model_validate({"messages": [message]})
-    talk = plain_messages(body.messages)
+    talk = plain_messages(ChatBody.model_validate({"messages": [message]}).messages)
     off = {"enable_thinking": False, "unknown": [1]}
     assert text.render_chat(talk, (), off) == "<why>x<think></think>"
     assert text.render_chat(talk) == "<why>x"
-    divides = tokenizer("{{ 8 // budget }}")
     with pytest.raises(InvalidRequest, match="refuses chat_template_kwargs or the messages"):
-        divides.render_chat(talk, (), {"budget": 0})
+        tokenizer("{{ 8 // budget }}").render_chat(talk, (), {"budget": 0})
     for name in ("chat_template", "messages", "tokenize", "tools", "add_generation_prompt"):
         with pytest.raises(InvalidRequest) as caught:
             text.render_chat(talk, (), {name: "{{ 1 }}"})
