@@ -17,8 +17,6 @@ from tests.reliability.cluster.actor_patches import GO, HELD
 from tests.reliability.cluster.agent_client import AgentError
 from tests.reliability.cluster.stages import Process, ServiceUnderTest
 
-FIRST_TOKEN_S = 0.15
-"""About when the streams get their first tokens."""
 MIN_TOKENS, MAX_TOKENS = 3, 60
 """Output of a sequence that is to move: it decodes, and will for longer than the move takes."""
 REACHED_TIMEOUT_S = 20.0
@@ -55,12 +53,18 @@ class InjectionPoint:
 
 @asynccontextmanager
 async def at_injection_point(
-    under_test: ServiceUnderTest, cell: Cell, rng: random.Random, number: int
+    under_test: ServiceUnderTest,
+    cell: Cell,
+    rng: random.Random,
+    *,
+    number: int,
+    within_s: float,
 ) -> AsyncIterator[InjectionPoint]:
     """Wait for the cell's moment; the streams have just been sent.
 
     Args:
         number: Of the run, where a moment has two sides that are struck in turn.
+        within_s: A blow before the first token is struck so soon after the streams were sent.
 
     Raises:
         NotReached: It did not come.
@@ -69,7 +73,7 @@ async def at_injection_point(
     folder = Path(tempfile.mkdtemp(prefix="quadriga-hold-"))
     try:
         if cell.moment is Moment.BEFORE_FIRST_TOKEN:
-            await asyncio.sleep(rng.uniform(0.0, FIRST_TOKEN_S))
+            await asyncio.sleep(rng.uniform(0.0, within_s))
         elif cell.moment is Moment.MID_STREAM:
             await asyncio.sleep(rng.uniform(0.4, 1.2))
         elif cell.moment in MIGRATION:

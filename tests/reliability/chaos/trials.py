@@ -35,8 +35,9 @@ HELD = (
 )
 MAX_WAVES = 8
 """How often the streams are sent for one part in twenty to be met."""
-MAX_ATTEMPTS = 4
-"""How often a cell is run for one stream to be without its first token when it is struck."""
+STRUCK_WITHIN_S = (0.15, 0.06, 0.02, 0.0)
+"""A blow before the first token comes so soon after the streams were sent, at random. One that came
+after every first token is struck again, sooner; the last one at once, while the requests travel."""
 MOVABLE = (Victim.SCHEDULER, Victim.CONTROLLER, Victim.INGRESS)
 
 
@@ -62,10 +63,10 @@ class Trials:
 
         A blow before the first token that came after the last stream's is judged, and struck again.
         """
-        for _ in range(MAX_ATTEMPTS):
+        for within_s in STRUCK_WITHIN_S:
             waited, missed = result.waiting, len(result.not_struck)
             failures = len(result.not_restored)
-            await self._run_once(result)
+            await self._run_once(result, within_s)
             if len(result.not_struck) > missed:
                 return
             is_met = result.cell.moment is not Moment.BEFORE_FIRST_TOKEN or result.waiting > waited
@@ -74,13 +75,13 @@ class Trials:
                 return
         result.not_struck.append("every stream had its first token by then")
 
-    async def _run_once(self, result: CellResult) -> None:
+    async def _run_once(self, result: CellResult, within_s: float) -> None:
         trouble = await self._until_whole()
         if trouble:  # an earlier cell was felt late
             result.not_struck.append(trouble)
             return
         try:
-            await self._inject(result)
+            await self._inject(result, within_s)
         except (NotReached, AgentError) as exc:
             result.not_struck.append(str(exc))
         trouble = await self._until_whole()
@@ -89,7 +90,7 @@ class Trials:
         if trouble:
             result.not_restored.append(trouble)
 
-    async def _inject(self, result: CellResult) -> None:
+    async def _inject(self, result: CellResult, within_s: float) -> None:
         under_test, cell = self.under_test, result.cell
         sending: asyncio.Task[list[StreamAnswer]] | None = None
         injected: fault_injector.InjectedFault | None = None
@@ -104,7 +105,9 @@ class Trials:
                 early = early or await victim(under_test, cell, InjectionPoint(), self.rng)
             if not cell.is_struck_first:
                 sending = self._send(cell)
-            async with at_injection_point(under_test, cell, self.rng, result.runs) as injection:
+            async with at_injection_point(
+                under_test, cell, self.rng, number=result.runs, within_s=within_s
+            ) as injection:
                 struck = early or await victim(under_test, cell, injection, self.rng)
                 injected = await fault_injector.inject(
                     under_test, cell, struck, injection, self.rng

@@ -96,16 +96,18 @@ def test_who_waited_for_a_first_token_is_counted() -> None:
     ("waiting", "cell", "runs", "is_ok"),
     [
         ([0, 0, 3], EARLY, 3, True),
-        ([0] * trials.MAX_ATTEMPTS, EARLY, trials.MAX_ATTEMPTS, False),
+        ([0] * len(trials.STRUCK_WITHIN_S), EARLY, len(trials.STRUCK_WITHIN_S), False),
         ([0], CELL, 1, True),
     ],
 )
-def test_a_blow_that_came_too_late_is_struck_again(
+def test_a_blow_that_came_too_late_is_struck_again_sooner_and_at_last_at_once(
     waiting: list[int], cell: Cell, runs: int, is_ok: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = CellResult(cell)
+    within_s: list[float] = []
 
-    async def run_once(*args: Any) -> None:
+    async def run_once(_: Any, __: CellResult, seconds: float) -> None:
+        within_s.append(seconds)
         result.waiting += waiting[result.runs]
         result.runs += 1
 
@@ -114,6 +116,8 @@ def test_a_blow_that_came_too_late_is_struck_again(
     asyncio.run(made.run(result))
     assert (result.runs, result.done, result.is_ok) == (runs, int(is_ok), is_ok)
     assert bool(result.not_struck) is not is_ok
+    assert within_s == sorted(within_s, reverse=True)
+    assert is_ok or within_s[-1] == 0.0
 
 
 def test_another_sequence_moves_where_the_scheduler_moves_the_first(tmp_path: Path) -> None:
@@ -142,7 +146,7 @@ def test_things_move_until_the_fault_meets_one(
     again: list[injection_points.InjectionPoint] = []
 
     @asynccontextmanager
-    async def at_injection_point(*_: Any) -> AsyncIterator[injection_points.InjectionPoint]:
+    async def at_injection_point(*_: Any, **__: Any) -> AsyncIterator[injection_points.InjectionPoint]:
         yield injection
 
     def gives(value: Any) -> Any:
