@@ -146,7 +146,9 @@ def test_things_move_until_the_fault_meets_one(
     again: list[injection_points.InjectionPoint] = []
 
     @asynccontextmanager
-    async def at_injection_point(*_: Any, **__: Any) -> AsyncIterator[injection_points.InjectionPoint]:
+    async def at_injection_point(
+        *_: Any, **__: Any
+    ) -> AsyncIterator[injection_points.InjectionPoint]:
         yield injection
 
     def gives(value: Any) -> Any:
