@@ -17,6 +17,7 @@ from actors.controller.replica_manager import ReplicaManager
 from actors.controller.strict_requests import StrictRequests
 from actors.controller.watchdogs import IngressWatch, SchedulerWatch
 from actors.metrics.metrics_page import MetricsPage
+from actors.rpc.connections import DirectlyCalled
 from actors.rpc.lifecycle import controller_name, end_this_actor, scheduler_name
 from actors.rpc.ray_rpc import LOOK_UP_TIMEOUT_S, RAY_FAILED, call, find_actor
 from actors.rpc.signals import die_on_sigterm
@@ -48,7 +49,7 @@ ADOPT_EVERY_S = 30.0
 """Period of the search for replicas and placement groups that this process does not know."""
 
 
-class Controller:
+class Controller(DirectlyCalled):
     """Ray actor, restarted without limit. One loop compares the desired state with the actual.
 
     The desired state outlives the process in Ray's key-value store; the replicas outlive it as

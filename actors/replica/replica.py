@@ -313,10 +313,6 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self.metrics.resized(report, self.info_record)
         return report
 
-    async def wait_forever(self) -> None:
-        """Never returns: a caller that awaits it learns at once when this process is gone."""
-        await asyncio.Event().wait()
-
     async def drain(self, deadline_s: float) -> bool:
         """Take nothing new and wait until what is here is done and fetched.
 

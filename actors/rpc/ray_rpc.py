@@ -1,8 +1,13 @@
-"""Calls to named actors: cached handles, a deadline on every call, our errors instead of Ray's."""
+"""Calls to named actors: cached handles, a deadline on every call, our errors instead of Ray's.
+
+Actors call each other over connections (`actors.rpc.connections`) once these stand; everybody else,
+and whoever gets none, calls through Ray.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -11,7 +16,11 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
+from actors.rpc.connections import Connection, broken, connect
+from quadriga.background import background
 from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
+
+logger = logging.getLogger(__name__)
 
 NAMESPACE = "quadriga"
 RAY_FAILED = (RayError, RuntimeError, ValueError, OSError)
@@ -21,11 +30,20 @@ LOOK_UP_TIMEOUT_S = 5.0
 IDLE_S = 300.0
 """Handles that were not used for so long are dropped at a look-up: their actors may be dead."""
 
+CONNECT_TIMEOUT_S = 5.0
+CONNECT_AGAIN_S = 5.0
+"""After a connection was tried for, the next is at the earliest."""
+VERDICT_S = 2.0
+"""Where a connection breaks, Ray has so long to say whether the actor is dead."""
+
 _handles: dict[str, ActorHandle[Any]] = {}
 _used_s: dict[str, float] = {}
 _looking = ThreadPoolExecutor(4, thread_name_prefix="look-up")
 """Threads of their own: where the control store is slow, only look-ups wait for each other."""
 _look_ups: dict[str, Future[ActorHandle[Any]]] = {}
+_connections: dict[str, Connection] = {}
+_connect_s: dict[str, float] = {}
+"""When a connection to each actor may be tried for again."""
 
 
 def get_actor(name: str) -> ActorHandle[Any]:
@@ -92,8 +110,10 @@ def remember_handle(name: str, handle: ActorHandle[Any]) -> None:
 
 def forget_actor(name: str) -> None:
     """Drop a cached handle, so that the next call looks the name up again."""
-    _handles.pop(name, None)
-    _used_s.pop(name, None)
+    for kept in (_handles, _used_s, _connect_s):
+        kept.pop(name, None)
+    if (connection := _connections.pop(name, None)) is not None:
+        connection.close_soon()
 
 
 async def restart(name: str) -> None:
@@ -125,7 +145,62 @@ async def call(name: str, method: str, *args: Any, timeout_s: float) -> Any:
     began_s = time.monotonic()
     handle = await find_actor(name, timeout_s)
     left_s = max(0.0, timeout_s - (time.monotonic() - began_s))
+    if (connection := _connection(name, handle)) is not None:
+        return await connection.call(method, *args, timeout_s=left_s)
     return await call_handle(name, handle, method, *args, timeout_s=left_s)
+
+
+def _connection(name: str, handle: ActorHandle[Any]) -> Connection | None:
+    """The connection to an actor, if it stands; begins to make one where there is none."""
+    connection = _connections.get(name)
+    if connection is not None and connection.is_usable:
+        return connection
+    now_s = time.monotonic()
+    if connection is None and now_s >= _connect_s.get(name, now_s):
+        context = ray.get_runtime_context()
+        _connect_s[name] = now_s + CONNECT_AGAIN_S
+        if context.get_actor_id() is not None:
+            background(_connect(name, handle, context.get_node_id()))
+    return None
+
+
+async def _connect(name: str, handle: ActorHandle[Any], node: str) -> None:
+    """Connect to an actor, and watch the connection until it or the actor is gone."""
+    try:
+        address = await call_handle(name, handle, "call_address", node, timeout_s=CONNECT_TIMEOUT_S)
+        if address is None:
+            return
+        connection = await connect(name, address, CONNECT_TIMEOUT_S)
+    except (QuadrigaError, OSError, AttributeError) as exc:
+        logger.info("calls to %s go through Ray: %s", name, exc)
+        return
+    if _handles.get(name) is handle:
+        _connections[name] = connection
+    else:
+        connection.close()
+    death = background(_death(name, handle))
+    try:
+        ends: set[asyncio.Future[Any]] = {death, connection.lost}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if _connections.get(name) is connection:
+            del _connections[name]
+        await asyncio.wait({death}, timeout=VERDICT_S)
+        connection.fail(death.result() if death.done() else broken(name))
+    finally:
+        death.cancel()
+
+
+async def _death(name: str, handle: Any) -> QuadrigaError:
+    """What Ray says of an actor's end, once it does."""
+    waiting = handle.wait_forever.remote()
+    try:
+        await waiting
+    except RayError as exc:
+        return from_ray(name, "wait_forever", exc)
+    except asyncio.CancelledError:
+        ray.cancel(waiting)
+        raise
+    return broken(name)
 
 
 async def call_handle(

@@ -1,8 +1,8 @@
 """Small calls to one actor, made at about the same time, go together as one call.
 
-A call between actors costs a good half millisecond of processor time on both sides together,
-whatever it carries. Sequences that are prefilled together ask for places, rows and commits at the
-same moments, so their calls go together. Each caller gets its own result or its own error.
+A call between actors costs a fixed price on both sides, whatever it carries. Sequences that are
+prefilled together ask for places, rows and commits at the same moments, so their calls go together.
+Each caller gets its own result or its own error.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from actors.rpc.connections import DirectlyCalled, Outcome, outcome_of
 from quadriga.background import background
 from quadriga.errors import QuadrigaError, ReplicaError
 
@@ -24,9 +25,6 @@ GATHER_S = 0.002
 MAX_BATCH = 64
 TELL_TIMEOUT_S = 5.0
 TELL_TRIES = 3
-
-Outcome = tuple[bool, Any]
-"""(whether the call returned, its result or its error)."""
 
 
 class Caller(Protocol):
@@ -143,7 +141,7 @@ class RpcBatcher:
         }
 
 
-class BatchedCalls:
+class BatchedCalls(DirectlyCalled):
     """The called actor's side; names its methods in `BATCHED`."""
 
     BATCHED: frozenset[str] = frozenset()
@@ -158,15 +156,5 @@ class BatchedCalls:
             raise ReplicaError(f"{method} does not take batches", code="unknown_method")
         made: Callable[..., Awaitable[Any]] = getattr(self, method)
         if len(calls) == 1:
-            return [await _outcome(made(*calls[0]))]
-        return await asyncio.gather(*(_outcome(made(*args)) for args in calls))
-
-
-async def _outcome(made: Awaitable[Any]) -> Outcome:
-    try:
-        return True, await made
-    except QuadrigaError as exc:
-        return False, exc
-    except Exception as exc:  # the border of the actor: one failure must not fail the other calls
-        logger.exception("a call of a batch failed")
-        return False, ReplicaError(f"the call failed: {exc!r}")
+            return [await outcome_of(made(*calls[0]))]
+        return await asyncio.gather(*(outcome_of(made(*args)) for args in calls))

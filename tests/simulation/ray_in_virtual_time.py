@@ -353,6 +353,9 @@ class _RuntimeContext:
     def get_actor_name(self) -> str:
         return self._actor.name
 
+    def get_actor_id(self) -> None:
+        """As outside of an actor: calls stay with Ray, as there are no sockets here."""
+
 
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:
     """As of a reference: nobody has to look at it, least of all a caller that is dead."""

@@ -1,0 +1,417 @@
+"""Calls over connections: answers and errors as over Ray, and nobody is heard without the key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.rpc import connections, ray_rpc
+from actors.rpc.connections import CallAddress, Connection, DirectlyCalled, connect
+from quadriga.errors import KVCacheExhausted, ReplicaDied, ReplicaError
+from tests.settled import settled
+
+NODE = "here"
+WAIT_S = 20.0
+
+
+class Callee(DirectlyCalled):
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.made: list[str] = []
+
+    async def echo(self, *said: Any) -> Any:
+        self.made.append("echo")
+        return said[0] if len(said) == 1 else said
+
+    async def fail(self, error: Exception) -> None:
+        raise error
+
+    async def wait(self) -> str:
+        await self.gate.wait()
+        return "open"
+
+    async def unsendable(self) -> Any:
+        return lambda: None
+
+    async def _private(self) -> None:
+        self.made.append("private")
+
+
+class Unloading:
+    """Pickles, and cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+@pytest.fixture(autouse=True)
+def on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(get_node_id=lambda: NODE, get_actor_id=lambda: "actor")
+    stands_for_ray = SimpleNamespace(
+        get_runtime_context=lambda: context,
+        util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"),
+        cancel=lambda _: None,
+    )
+    monkeypatch.setattr(connections, "ray", stands_for_ray)
+    monkeypatch.setattr(ray_rpc, "ray", stands_for_ray)
+    monkeypatch.delenv("RAY_USE_TLS", raising=False)
+    for name in ("_handles", "_used_s", "_connections", "_connect_s"):
+        monkeypatch.setattr(ray_rpc, name, {})
+
+
+@pytest.fixture
+async def callee() -> AsyncIterator[Callee]:
+    callee = Callee()
+    yield callee
+    server = callee._call_server
+    for listening in server._listening.values() if server is not None else ():
+        listening.close()
+
+
+async def address_of(callee: Callee) -> CallAddress:
+    address = await callee.call_address(NODE)
+    assert address is not None
+    return address
+
+
+@contextlib.asynccontextmanager
+async def connected(callee: Callee) -> AsyncIterator[Connection]:
+    connection = await connect("callee", await address_of(callee), WAIT_S)
+    yield connection
+    connection.close()
+    await connection.lost
+
+
+async def test_a_call_returns_what_the_method_does(callee: Callee) -> None:
+    async with connected(callee) as connection:
+        assert await connection.call("echo", 1, [2.5], {"a": b"b"}, timeout_s=WAIT_S) == (
+            1,
+            [2.5],
+            {"a": b"b"},
+        )
+
+
+async def test_megabytes_go_both_ways(callee: Callee) -> None:
+    data = secrets.token_bytes(5 << 20)
+    async with connected(callee) as connection:
+        assert await connection.call("echo", data, timeout_s=WAIT_S) == data
+
+
+async def test_a_slow_call_keeps_no_other_waiting(callee: Callee) -> None:
+    async with connected(callee) as connection:
+        slow = asyncio.create_task(connection.call("wait", timeout_s=WAIT_S))
+        assert await connection.call("echo", "first", timeout_s=WAIT_S) == "first"
+        assert not slow.done()
+        callee.gate.set()
+        assert await slow == "open"
+
+
+async def test_errors_of_ours_arrive_as_they_are(callee: Callee) -> None:
+    error = KVCacheExhausted("full", retry_after_s=2.0)
+    async with connected(callee) as connection:
+        with pytest.raises(KVCacheExhausted) as raised:
+            await connection.call("fail", error, timeout_s=WAIT_S)
+    assert raised.value == error
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "says"),
+    [
+        ("fail", (ValueError("a bug"),), "the call failed: ValueError"),
+        ("unknown", (), "no attribute 'unknown'"),
+        ("_private", (), "_private is not to be called"),
+        ("unsendable", (), "what the call returned cannot be sent"),
+        ("echo", (Unloading(),), "the call failed: ValueError"),
+    ],
+)
+async def test_every_other_failure_is_an_error_of_the_replica(
+    callee: Callee, method: str, args: tuple[Any, ...], says: str
+) -> None:
+    async with connected(callee) as connection:
+        with pytest.raises(ReplicaError, match=says):
+            await connection.call(method, *args, timeout_s=WAIT_S)
+        assert await connection.call("echo", "after it", timeout_s=WAIT_S) == "after it"
+    assert "private" not in callee.made
+
+
+async def test_a_late_answer_is_an_error_and_harms_no_later_call(callee: Callee) -> None:
+    async with connected(callee) as connection:
+        with pytest.raises(ReplicaError, match=r"did not answer wait within 0\.0 s") as raised:
+            await connection.call("wait", timeout_s=0.01)
+        callee.gate.set()
+        assert await connection.call("echo", "later", timeout_s=WAIT_S) == "later"
+    assert raised.value.code == "timeout"
+
+
+async def test_an_answer_that_cannot_be_read_is_an_error(callee: Callee) -> None:
+    async def answer() -> Any:
+        return Unloading()
+
+    callee.echo = answer  # type: ignore[method-assign, assignment]
+    async with connected(callee) as connection:
+        with pytest.raises(ReplicaError, match="the answer of callee cannot be read"):
+            await connection.call("echo", timeout_s=WAIT_S)
+
+
+async def test_the_address_is_loopback_on_the_same_node_alone(
+    callee: Callee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections.ray.util, "get_node_ip_address", lambda: "127.0.0.2")
+    addresses = [await callee.call_address(node) for node in (NODE, "there", NODE)]
+    assert [address.host for address in addresses if address] == [
+        "127.0.0.1",
+        "127.0.0.2",
+        "127.0.0.1",
+    ]
+    assert addresses[0] == addresses[2]
+
+
+async def test_no_key_is_shown(callee: Callee) -> None:
+    address = await address_of(callee)
+    assert str(address.key) not in repr(address)
+
+
+@pytest.mark.parametrize("value", ["1", "true", "True"])
+async def test_calls_stay_with_ray_where_it_encrypts(
+    callee: Callee, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_USE_TLS", value)
+    assert await callee.call_address(NODE) is None
+
+
+async def test_a_caller_without_the_key_is_not_heard(callee: Callee) -> None:
+    address = replace(await address_of(callee), key=b"another one")
+    with pytest.raises(OSError, match="closed the connection"):
+        await connect("callee", address, WAIT_S)
+
+
+async def test_a_call_before_the_greeting_is_not_made(callee: Callee) -> None:
+    address = await address_of(callee)
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    content = pickle.dumps(("echo", ("a stranger's",)))
+    writer.write(connections._HEAD.pack(len(content), 1) + content + bytes(64))
+    said = await asyncio.wait_for(reader.read(), WAIT_S)
+    writer.close()
+    assert len(said) <= 2 * connections.GREETING_BYTES, "a greeting, and no answer"
+    assert callee.made == []
+
+
+async def test_a_frame_that_somebody_changed_is_not_read(callee: Callee) -> None:
+    async with through_relay(callee, lambda data: data.replace(b"said", b"sold")) as connection:
+        assert await connection.call("echo", "fine", timeout_s=WAIT_S) == "fine"
+        calling = asyncio.create_task(connection.call("echo", "said", timeout_s=WAIT_S))
+        await asyncio.wait_for(connection.lost, WAIT_S)
+        calling.cancel()
+    assert callee.made == ["echo"]
+
+
+async def test_a_frame_that_is_sent_again_is_not_read(callee: Callee) -> None:
+    async with through_relay(callee, lambda data: data * (1 + (b"said" in data))) as connection:
+        calling = asyncio.create_task(connection.call("echo", "said", timeout_s=WAIT_S))
+        await asyncio.wait_for(connection.lost, WAIT_S)
+        calling.cancel()
+    assert callee.made == ["echo"]
+
+
+@contextlib.asynccontextmanager
+async def through_relay(
+    callee: Callee, change: Callable[[bytes], bytes]
+) -> AsyncIterator[Connection]:
+    """A connection on whose way somebody changes what the caller sends."""
+    address = await address_of(callee)
+
+    async def pump(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, change: Callable[[bytes], bytes]
+    ) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                writer.write(change(data))
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there_writer = await asyncio.open_connection(address.host, address.port)
+        await asyncio.gather(
+            pump(reader, there_writer, change), pump(there_reader, writer, lambda data: data)
+        )
+
+    async with await asyncio.start_server(relay, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        connection = await connect("callee", replace(address, port=port), WAIT_S)
+        yield connection
+        connection.close()
+        await connection.lost
+        await asyncio.sleep(0.05)
+
+
+async def test_who_echoes_the_greeting_has_not_proved_anything(callee: Callee) -> None:
+    address = await address_of(callee)
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write(await reader.readexactly(connections.GREETING_BYTES))
+    writer.write(await reader.readexactly(connections.GREETING_BYTES))
+    assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+    writer.close()
+
+
+async def test_nothing_is_read_from_a_server_without_the_key(callee: Callee) -> None:
+    address = await address_of(callee)
+
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes(2 * connections.GREETING_BYTES))
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(impostor, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(OSError, match="closed the connection"):
+            await connect("callee", replace(address, port=port), WAIT_S)
+
+
+async def test_a_silent_server_is_given_up(callee: Callee) -> None:
+    address = await address_of(callee)
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(TimeoutError):
+            await connect("callee", replace(address, port=port), 0.05)
+
+
+async def test_strangers_are_few_and_have_little_time(
+    callee: Callee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(connections, "GREETING_TIMEOUT_S", 0.2)
+    address = await address_of(callee)
+    found = [await asyncio.open_connection(address.host, address.port) for _ in range(3)]
+    ends = [await asyncio.wait_for(reader.read(), WAIT_S) for reader, _ in found]
+    for _, writer in found:
+        writer.close()
+    assert [len(end) for end in ends[:2]] == [connections.GREETING_BYTES] * 2
+    async with connected(callee) as connection:
+        assert await connection.call("echo", "a friend", timeout_s=WAIT_S) == "a friend"
+
+
+async def test_a_frame_beyond_the_limit_ends_the_connection(
+    callee: Callee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connected(callee) as connection:
+        monkeypatch.setattr(connections, "MAX_FRAME_BYTES", 100)
+        calling = asyncio.create_task(connection.call("echo", bytes(200), timeout_s=WAIT_S))
+        await connection.lost
+        connection.fail(ReplicaDied("over"))
+        with pytest.raises(ReplicaDied, match="over"):
+            await calling
+
+
+class Method:
+    """Of an actor handle."""
+
+    def __init__(self, made: Any) -> None:
+        self.remote = made
+
+
+class Handle:
+    """As Ray gives one; counts the calls that go through it."""
+
+    def __init__(self, callee: Callee) -> None:
+        self.callee = callee
+        self.through_ray: list[str] = []
+        self.is_watched = asyncio.Event()
+        self.death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __getattr__(self, name: str) -> Any:
+        async def made(*args: Any) -> Any:
+            self.through_ray.append(name)
+            if name == "wait_forever":
+                self.is_watched.set()
+                return await self.death
+            return await getattr(self.callee, name)(*args)
+
+        return Method(made)
+
+
+async def until_connected(handle: Handle) -> None:
+    ray_rpc.remember_handle("callee", handle)  # type: ignore[arg-type]
+    assert await ray_rpc.call("callee", "echo", "by Ray", timeout_s=WAIT_S) == "by Ray"
+    await asyncio.wait_for(handle.is_watched.wait(), WAIT_S)
+    handle.through_ray.clear()
+
+
+async def drop(callee: Callee) -> None:
+    """Break the connection from the callee's side."""
+    ray_rpc._connections["callee"]._transport.abort()  # type: ignore[union-attr]
+    await settled()
+
+
+async def test_the_first_call_goes_through_ray_and_later_ones_do_not(callee: Callee) -> None:
+    handle = Handle(callee)
+    await until_connected(handle)
+    assert await ray_rpc.call("callee", "echo", "directly", timeout_s=WAIT_S) == "directly"
+    assert handle.through_ray == []
+    ray_rpc.forget_actor("callee")
+
+
+async def test_a_call_under_way_fails_as_ray_says_that_the_actor_died(callee: Callee) -> None:
+    from ray.exceptions import RayActorError
+
+    handle = Handle(callee)
+    await until_connected(handle)
+    waiting = asyncio.create_task(ray_rpc.call("callee", "wait", timeout_s=WAIT_S))
+    await settled()
+    handle.death.set_exception(RayActorError())
+    with pytest.raises(ReplicaDied, match="callee died") as raised:
+        await waiting
+    assert raised.value.code == ReplicaDied.default_code
+    assert "callee" not in ray_rpc._connections
+    assert "callee" not in ray_rpc._handles
+
+
+async def test_a_broken_connection_to_an_actor_that_lives_leaves_calls_to_ray(
+    callee: Callee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_rpc, "VERDICT_S", 0.05)
+    handle = Handle(callee)
+    await until_connected(handle)
+    waiting = asyncio.create_task(ray_rpc.call("callee", "wait", timeout_s=WAIT_S))
+    await settled()
+    await drop(callee)
+    with pytest.raises(ReplicaDied, match="the connection to callee broke") as raised:
+        await waiting
+    assert raised.value.code == "unreachable"
+    assert await ray_rpc.call("callee", "echo", "by Ray", timeout_s=WAIT_S) == "by Ray"
+    assert handle.through_ray == ["echo"]
+
+
+async def test_a_connection_that_cannot_be_had_is_not_tried_for_at_every_call(
+    callee: Callee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    handle = Handle(callee)
+    ray_rpc.remember_handle("callee", handle)  # type: ignore[arg-type]
+    for _ in range(3):
+        await ray_rpc.call("callee", "echo", "by Ray", timeout_s=WAIT_S)
+        await settled()
+    assert sorted(handle.through_ray) == ["call_address", "echo", "echo", "echo"]
+
+
+async def test_a_process_that_is_no_actor_calls_through_ray(
+    callee: Callee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = ray_rpc.ray.get_runtime_context()
+    monkeypatch.setattr(context, "get_actor_id", lambda: None)
+    handle = Handle(callee)
+    ray_rpc.remember_handle("callee", handle)  # type: ignore[arg-type]
+    await ray_rpc.call("callee", "echo", "by Ray", timeout_s=WAIT_S)
+    await settled()
+    assert handle.through_ray == ["echo"]
