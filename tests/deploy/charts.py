@@ -26,7 +26,7 @@ Values = dict[str, Any]
 Document = dict[str, Any]
 
 EVERYTHING: Values = {
-    "commonLabels": {"team": "serving"},
+    "commonLabels": {"team": "serving", "app.kubernetes.io/part-of": "platform"},
     "commonAnnotations": {"example.com/owner": "serving"},
     "image": {"digest": f"sha256:{'0' * 64}", "pullPolicy": "Always"},
     "imagePullSecrets": [{"name": "pull"}],
@@ -75,7 +75,7 @@ EVERYTHING: Values = {
         "redisPasswordSecret": {"name": "redis"},
         "externalStorageNamespace": "123",
     },
-    "env": [{"name": "RAY_enable_timeline", "value": "1"}],
+    "env": [{"name": "RAY_enable_timeline", "value": "1"}, {"name": "A", "value": "all pods'"}],
     "envFrom": [{"configMapRef": {"name": "proxy"}}],
     "network": {"interface": "eth0"},
     "head": {
@@ -129,6 +129,21 @@ EVERYTHING: Values = {
         }
     ],
 }
+ODD_NAMES: Values = EVERYTHING | {
+    "fullnameOverride": "true",
+    "config": EVERYTHING["config"] | {"name": "null"},
+    "apiKeys": {"existingSecret": "1", "key": "2"},
+    "tls": {"secretName": "3", "clientCaSecret": "4"},
+    "modelStorage": {"enabled": True, "existingClaim": "5", "mountPath": "/m,n"},
+    "huggingFace": {"existingSecret": "6", "key": "7"},
+    "serviceAccount": {"name": "8"},
+    "rayAuth": {"existingSecret": "9"},
+    "otel": {"enabled": True, "endpoint": "http://otel:4318", "headersSecret": "10"},
+    "ingress": EVERYTHING["ingress"] | {"className": "11", "tlsSecret": "12"},
+    "inferencePool": {"enabled": True, "endpointPicker": {"name": "13"}},
+    "workerGroups": EVERYTHING["workerGroups"] | {"on": {"role": "any"}},
+}
+"""Legal names that YAML would take for something else."""
 INCREMENTAL: Values = {
     "autoscaling": {"enabled": True},
     "upgradeStrategy": {"type": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "envoy"},
@@ -144,6 +159,7 @@ BARE: Values = {
 CASES: dict[str, Values] = {
     "defaults": {},
     "everything": EVERYTHING,
+    "odd names": ODD_NAMES,
     "incremental": INCREMENTAL,
     "rocksdb": ROCKSDB,
     "bare": BARE,
@@ -151,22 +167,37 @@ CASES: dict[str, Values] = {
 }
 
 
-def render(values: Values | None = None, *, chart: Path = CHART) -> list[Document]:
+class _NoDoubles(yaml.CSafeLoader):
+    """Refuses a key that is there twice, as Flux does and Helm does not."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        assert len(set(keys)) == len(keys), f"a key is there twice: {keys}"
+        return super().construct_mapping(node, deep)
+
+
+def render(
+    values: Values | None = None,
+    *,
+    chart: Path = CHART,
+    name: str = NAME,
+    namespace: str = NAMESPACE,
+) -> list[Document]:
     """All objects of the chart. Raises: helm_python.HelmError: With what the chart refuses."""
-    return _render(json.dumps(values or {}), chart)
+    return _render(json.dumps(values or {}), chart, name, namespace)
 
 
 @cache
-def _render(values: str, path: Path) -> list[Document]:
+def _render(values: str, path: Path, release: str, namespace: str) -> list[Document]:
     import helm_python
 
     with helm_python.Chart.load(path) as chart:
-        files = chart.render(json.loads(values), name=NAME, namespace=NAMESPACE)
+        files = chart.render(json.loads(values), name=release, namespace=namespace)
     return [
         document
         for name, text in sorted(files.items())
         if not name.endswith("NOTES.txt")
-        for document in yaml.load_all(text, Loader=yaml.CSafeLoader)
+        for document in yaml.load_all(text, Loader=_NoDoubles)
         if document
     ]
 

@@ -29,6 +29,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"models": []}, "models"),
     "not a quantity": ({"head": {"shmSize": "1 gig"}}, "shmSize"),
     "wrong enum": ({"upgradeStrategy": {"type": "Rolling"}}, "type"),
+    "a name that is no label": ({"nameOverride": "my app"}, "nameOverride"),
     "long name": ({"fullnameOverride": "q" * 48}, "fullnameOverride"),
     "our own label": ({"head": {"podLabels": {"quadriga/role": "x"}}}, "head.podLabels"),
     "group name": ({"workerGroups": {"Decode_1": {}}}, "'Decode_1' does not match"),
@@ -285,7 +286,7 @@ def test_a_long_release_name_is_cut_to_what_kuberay_takes() -> None:
 
     with helm_python.Chart.load(CHART) as chart:
         files = chart.render({}, name="q" * 53, namespace="x")
-    assert f"name: {'q' * 47}\n" in files["quadriga/templates/rayservice.yaml"]
+    assert f'name: "{"q" * 47}"\n' in files["quadriga/templates/rayservice.yaml"]
 
 
 @pytest.mark.parametrize("case", CASES)

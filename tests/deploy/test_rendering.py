@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.deploy.charts import (
     CASES,
     CHART,
     EVERYTHING,
+    ODD_NAMES,
     ROCKSDB,
     Document,
     needs_helm,
@@ -45,6 +47,7 @@ def test_pods_are_hardened(case: str) -> None:
                 assert context["readOnlyRootFilesystem"] is True
                 assert context["allowPrivilegeEscalation"] is False
                 assert context["capabilities"]["drop"] == ["ALL"]
+                assert {"cpu", "memory"} <= container["resources"]["limits"].keys(), "for a quota"
         assert "livenessProbe" not in pod["containers"][0], "probes are KubeRay's"
 
 
@@ -202,6 +205,50 @@ def test_a_variable_is_never_given_twice_and_the_users_wins() -> None:
         env = template["spec"]["containers"][0]["env"]
         assert len({e["name"] for e in env}) == len(env)
         assert {"name": "RAY_enable_timeline", "value": "1"} in env
+    given = {
+        group: next(e for e in template["spec"]["containers"][0]["env"] if e["name"] == "A")
+        for group, template in pod_templates(render(EVERYTHING)).items()
+    }
+    assert given["head"]["value"] == "all pods'"
+    assert "fieldRef" in given["decode"]["valueFrom"], "the pod's own"
+
+
+GATEWAY: dict[str, Any] = {
+    "apiKeys": {"existingSecret": "1"},
+    "grpc": {"enabled": True},
+    "modelStorage": {"enabled": True, "storageClassName": "2"},
+    "gateway": {
+        "enabled": True,
+        "className": "3",
+        "tlsSecret": "4",
+        "hostnames": ["a.b"],
+        "grpcHostnames": ["c.d"],
+    },
+    "gcsFaultTolerance": ROCKSDB["gcsFaultTolerance"] | {"storage": {"storageClassName": "5"}},
+}
+
+
+@pytest.mark.parametrize("values", [ODD_NAMES, GATEWAY])
+def test_names_stay_texts(values: dict[str, Any]) -> None:
+    """Also those that YAML takes for a number or a truth value; Kubernetes would refuse these."""
+
+    def names(node: Any) -> Iterator[Any]:
+        if isinstance(node, dict):
+            for key, value in node.items():
+                yield from value.values() if key in ("labels", "matchLabels") else names(value)
+                if key in ("name", "namespace", "key", "value", "image", "mountPath", "groupName"):
+                    yield value
+                if key.endswith(("secretName", "claimName", "ClassName", "AccountName")):
+                    yield value
+        elif isinstance(node, list):
+            for item in node:
+                yield from names(item)
+
+    documents = render(values | {"fullnameOverride": "true"}, name="123", namespace="404")
+    found = [name for document in documents for name in names(document)]
+    assert {"true", "123", "404"} <= set(map(str, found))
+    assert [name for name in found if not isinstance(name, str)] == []
+    assert serve_config(documents)["applications"][0]["name"] in ("null", "quadriga")
 
 
 def test_the_application_waits_for_downloads() -> None:
@@ -258,6 +305,7 @@ def test_every_pod_can_be_placed() -> None:
     """On clusters whose nodes are all tainted the job and the test must find a node, too."""
     documents = render(EVERYTHING)
     job = one(documents, "Job")["spec"]["template"]["spec"]
+    assert job["restartPolicy"] == "Never", "or the log would go with the last failure"
     [hook] = [d for d in documents if d["kind"] == "Pod"]
     for pod in (job, hook["spec"], pod_templates(documents)["head"]["spec"]):
         assert pod["nodeSelector"] == {"pool": "system"}

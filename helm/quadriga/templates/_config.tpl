@@ -114,7 +114,7 @@ grpc_options:
 logging_config:
   encoding: JSON
 applications:
-  - name: {{ .Values.config.name | default "quadriga" }}
+  - name: {{ .Values.config.name | default "quadriga" | quote }}
     route_prefix: /
     import_path: serve_app.app:build
     args:

@@ -19,25 +19,20 @@
 
 {{- define "quadriga.labels" -}}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
-app.kubernetes.io/name: {{ include "quadriga.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "quadriga.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 app.kubernetes.io/part-of: quadriga
-{{- with .Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
 {{- end -}}
 
 {{/* Metadata of one of the chart's objects: (dict "root" $ "name" … "annotations" … "labels" …). */}}
 {{- define "quadriga.metadata" -}}
-name: {{ .name }}
-namespace: {{ .root.Release.Namespace }}
+name: {{ .name | quote }}
+namespace: {{ .root.Release.Namespace | quote }}
 labels:
-  {{- include "quadriga.labels" .root | nindent 2 }}
-  {{- with .labels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- $labels := include "quadriga.labels" .root | fromYaml }}
+  {{- merge (dict) (.labels | default dict) .root.Values.commonLabels $labels | toYaml | nindent 2 }}
 {{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}
 annotations:
   {{- toYaml . | nindent 2 }}
@@ -46,7 +41,7 @@ annotations:
 
 {{/* What never changes on a pod, and is selected on: the chart's version must not be in it. */}}
 {{- define "quadriga.selector" -}}
-quadriga/release: {{ include "quadriga.fullname" . }}
+quadriga/release: {{ include "quadriga.fullname" . | quote }}
 {{- end -}}
 
 {{- define "quadriga.serviceAccountName" -}}

@@ -45,25 +45,30 @@ NCCL_SOCKET_IFNAME: {{ . | quote }}
 {{- end }}
 {{- if .Values.otel.enabled }}
 OTEL_EXPORTER_OTLP_ENDPOINT: {{ .Values.otel.endpoint | quote }}
-OTEL_SERVICE_NAME: {{ include "quadriga.fullname" . }}
+OTEL_SERVICE_NAME: {{ include "quadriga.fullname" . | quote }}
 OTEL_TRACES_SAMPLER: parentbased_traceidratio
 OTEL_TRACES_SAMPLER_ARG: {{ .Values.otel.sampleRatio | quote }}
 {{- with .Values.otel.headersSecret }}
 OTEL_EXPORTER_OTLP_HEADERS:
-  secretKeyRef: {name: {{ . }}, key: headers}
+  secretKeyRef: {name: {{ quote . }}, key: headers}
 {{- end }}
 {{- end }}
 {{- with .Values.huggingFace.existingSecret }}
 HF_TOKEN:
-  secretKeyRef: {name: {{ . }}, key: {{ $.Values.huggingFace.key }}}
+  secretKeyRef: {name: {{ quote . }}, key: {{ quote $.Values.huggingFace.key }}}
 {{- end }}
 {{- end -}}
 
-{{/* (dict "root" $ "own" <list of the pod's variables>): a variable of the user's wins. */}}
+{{/* (dict "root" $ "own" <list of the pod's variables>): these win, then the user's of all pods;
+KubeRay takes no name twice. */}}
 {{- define "quadriga.env" -}}
-{{- $given := concat .root.Values.env .own -}}
+{{- $given := .own -}}
 {{- $names := dict -}}
-{{- range $given }}{{- $_ := set $names .name true }}{{- end -}}
+{{- range .own }}{{- $_ := set $names .name true }}{{- end -}}
+{{- range reverse .root.Values.env -}}
+{{- if not (hasKey $names .name) }}{{- $given = prepend $given . }}{{- end -}}
+{{- $_ := set $names .name true -}}
+{{- end -}}
 {{- $env := list -}}
 {{- range $name, $value := include "quadriga.ownEnv" .root | fromYaml -}}
 {{- if not (hasKey $names $name) -}}
@@ -87,14 +92,14 @@ HF_TOKEN:
 - {name: client-ca, mountPath: /etc/quadriga/client-ca, readOnly: true}
 {{- end }}
 {{- if .Values.modelStorage.enabled }}
-- {name: models, mountPath: {{ .Values.modelStorage.mountPath }}, readOnly: true}
+- {name: models, mountPath: {{ quote .Values.modelStorage.mountPath }}, readOnly: true}
 {{- end }}
 {{- end -}}
 
 {{/* What starts HAProxy is written where it runs, as it depends on the certificates. */}}
 {{- define "quadriga.haproxyStarter" -}}
 - name: haproxy-starter
-  image: {{ include "quadriga.image" .root }}
+  image: {{ include "quadriga.image" .root | quote }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   command: [sh, -ec]
   args:
@@ -105,7 +110,7 @@ HF_TOKEN:
     {{- include "quadriga.env" (dict "root" .root "own" .pod.env) | nindent 4 }}
   resources:
     requests: {cpu: 100m, memory: 128Mi}
-    limits: {memory: 512Mi}
+    limits: {cpu: "1", memory: 512Mi}
   securityContext:
     {{- toYaml .pod.securityContext | nindent 4 }}
   volumeMounts:
@@ -127,7 +132,7 @@ metadata:
     {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
-  serviceAccountName: {{ include "quadriga.serviceAccountName" $root }}
+  serviceAccountName: {{ include "quadriga.serviceAccountName" $root | quote }}
   automountServiceAccountToken: {{ and (eq .group "head") $root.Values.autoscaling.enabled }}
   terminationGracePeriodSeconds: {{ $root.Values.drainSeconds }}
   {{- with $root.Values.imagePullSecrets }}
@@ -162,7 +167,7 @@ spec:
   {{- end }}
   containers:
     - name: {{ .container }}
-      image: {{ include "quadriga.image" $root }}
+      image: {{ include "quadriga.image" $root | quote }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       ports:
         {{- if eq .group "head" }}
@@ -211,23 +216,23 @@ spec:
     {{- if .existingSecret }}
     - name: api-keys
       secret:
-        secretName: {{ .existingSecret }}
+        secretName: {{ quote .existingSecret }}
         defaultMode: 0440
         items:
-          - {key: {{ .key }}, path: keys}
+          - {key: {{ quote .key }}, path: keys}
     {{- end }}
     {{- end }}
     {{- with $root.Values.tls.secretName }}
     - name: tls
-      secret: {secretName: {{ . }}, defaultMode: 0440}
+      secret: {secretName: {{ quote . }}, defaultMode: 0440}
     {{- end }}
     {{- with $root.Values.tls.clientCaSecret }}
     - name: client-ca
-      secret: {secretName: {{ . }}, defaultMode: 0440}
+      secret: {secretName: {{ quote . }}, defaultMode: 0440}
     {{- end }}
     {{- if $root.Values.modelStorage.enabled }}
     - name: models
-      persistentVolumeClaim: {claimName: {{ include "quadriga.modelClaim" $root }}}
+      persistentVolumeClaim: {claimName: {{ include "quadriga.modelClaim" $root | quote }}}
     {{- end }}
     {{- with $pod.volumes }}
     {{- toYaml . | nindent 4 }}
