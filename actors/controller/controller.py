@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from actors.controller import controller_store
 from actors.controller.drain import LeavingNodes
@@ -76,6 +77,7 @@ class Controller(DirectlyCalled):
         self._is_ending = False
         self._is_started = asyncio.Event()
         self._wanting = asyncio.Lock()
+        self._resolving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._num_asked = self._newest_wanted = 0
         self._leaving = LeavingNodes(self._wake.set)
         self._manager = ReplicaManager(
@@ -108,10 +110,12 @@ class Controller(DirectlyCalled):
         self._heard_s = self._clock.now_s()
         number = self._num_asked = self._num_asked + 1
         await self._is_started.wait()
-        last, least_gpus = self._desired, 0.0
-        if last is not None and last.config == config:
-            least_gpus = last.hardware.num_gpus
-        desired = await asyncio.to_thread(resolve_here, config, least_gpus)
+        # A model that is fetched holds one thread, however many ingresses ask again meanwhile.
+        async with self._resolving.setdefault(json.dumps(config), asyncio.Lock()):
+            last, least_gpus = self._desired, 0.0
+            if last is not None and last.config == config:
+                least_gpus = last.hardware.num_gpus
+            desired = await asyncio.to_thread(resolve_here, config, least_gpus)
         async with self._wanting:
             if not self._is_ending and number > self._newest_wanted:  # a later one stays
                 await self._want(desired)
@@ -344,6 +348,7 @@ class Controller(DirectlyCalled):
                 desired = await asyncio.to_thread(resolve_here, config, float(gpus or 0))
                 await self._want(desired)
             finally:
+                self._excuse_silence()  # ingresses waited in `ensure`, for a model to be fetched
                 self._is_started.set()
 
     async def _make_helios(self, desired: Desired) -> HeliosController | None:

@@ -470,6 +470,43 @@ async def test_the_configuration_that_was_asked_for_last_stays_with_its_helios(
         assert vars(made)["_helios"] is not None and vars(made)["_desired"].config == last
 
 
+async def test_ingresses_that_wait_for_a_model_hold_one_thread_and_end_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They ask again every two minutes; without threads nothing that runs would be looked after."""
+    is_fetched, clock = threading.Event(), ManualClock(1000.0)
+    fetching: list[dict[str, Any]] = []
+
+    def resolve_here(config: dict[str, Any], _: float) -> Desired:
+        fetching.append(config)
+        assert is_fetched.wait(5)
+        return NOTHING if config == CONFIG else resolve_on(config, Hardware(8.0))
+
+    monkeypatch.setattr(module, "SystemClock", lambda: clock)
+    async with controller(monkeypatch, resolve_here=resolve_here) as made:
+        ended = AsyncMock()
+        monkeypatch.setattr(made, "_end", ended)
+        first = asyncio.create_task(made.ensure(CONFIG))
+        await until(lambda: fetching == [CONFIG])
+        clock.advance(600.0)
+        is_fetched.set()
+        await first
+        await until(lambda: made._error is None and made._acted_s > 1000.0)
+        await asyncio.sleep(0.01)
+        ended.assert_not_awaited()
+        is_fetched.clear()
+        del fetching[:]
+        other = plain({"decode.max_slots": 4})
+        again = [asyncio.create_task(made.ensure(other)) for _ in range(20)]
+        last = asyncio.create_task(made.ensure(CONFIG))
+        await until(lambda: len(fetching) == 2)
+        await asyncio.sleep(0.05)
+        assert fetching == [other, CONFIG], "another one does not wait for it"
+        is_fetched.set()
+        await asyncio.gather(*again, last)
+        assert vars(made)["_desired"].config == CONFIG
+
+
 POOLS = [{"model": "quadriga-s"}, {"model": "quadriga-l"}]
 
 
