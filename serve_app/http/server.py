@@ -62,6 +62,7 @@ class HttpServer:
             title=TITLE,
             docs_url=None,
             redoc_url=None,
+            redirect_slashes=False,  # to http://, also for who came over TLS
             lifespan=lifespan,
             middleware=cors_middleware(self._limits.cors_origins),
         )

@@ -126,6 +126,14 @@ async def test_routes_of_other_servers(stand: Stand) -> None:
     assert load == {"server_load": 0, "num_running": 0, "num_waiting": 0}
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions/", "/health/", "/docs/"])
+async def test_a_slash_too_many_redirects_nobody(path: str, stand: Stand) -> None:
+    """Behind TLS that would be to `http://`, where a client repeats its prompt in the clear."""
+    reply = await stand.http.request("POST" if "v1" in path else "GET", path)
+    assert (reply.status_code, "location" in reply.headers) == (404, False)
+    assert path in reply.json()["error"]["message"]
+
+
 async def test_every_5xx_has_a_line_in_the_log(
     stand: Stand, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
