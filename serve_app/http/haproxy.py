@@ -28,14 +28,18 @@ cluster, every node that runs a proxy needs the variable before `ray start`:
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import http
 import itertools
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from quadriga.errors import (
@@ -74,6 +78,9 @@ FALLBACK_PORTS = ("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", "RAY_SERVE_FALLBACK_PROX
 INGRESS_PORTS = 100
 """For each protocol; an ingress that is started anew has another one."""
 VERSION_TIMEOUT_S = 10.0
+PRIVATE = "quadriga-ha-"
+UNLOCKED_S = 60.0
+"""A folder that is just being made is younger."""
 HEAD_S, IDLE_S = 10, 90
 """For a request's headers; between two requests on a connection."""
 _NO_SERVER = Unavailable("no process can take the request now; retry shortly", retry_after_s=1.0)
@@ -228,10 +235,10 @@ def is_available() -> bool:
 def make_private() -> Path:
     """Give the HAProxy that is started next ports and a folder of its own; return the folder.
 
-    The caller is to remove it. Serve's own folder is shared by all services of a machine, and the
-    socket in it, by which HAProxy is commanded, is open to every user. So are the ports behind
-    HAProxy, of the ingresses and of a proxy of Serve's: two gRPC servers may open the same one, and
-    each would get a part of the other's calls.
+    The caller is to remove it; where it is killed, the next service does. Serve's own folder is
+    shared by all services of a machine, and the socket in it, by which HAProxy is commanded, is
+    open to every user. So are the ports behind HAProxy, of the ingresses and of a proxy of
+    Serve's: two gRPC servers may open the same one, and each would get a part of the other's calls.
     """
     ports = iter(free_ports(len(FALLBACK_PORTS) + 2 * INGRESS_PORTS))
     for name in FALLBACK_PORTS:
@@ -240,10 +247,25 @@ def make_private() -> Path:
         own = list(itertools.islice(ports, INGRESS_PORTS))
         os.environ[f"RAY_SERVE_DIRECT_INGRESS_MIN_{kind}_PORT"] = str(own[0])
         os.environ[f"RAY_SERVE_DIRECT_INGRESS_MAX_{kind}_PORT"] = str(own[-1])
-    folder = Path(tempfile.mkdtemp(prefix="quadriga-", dir="/tmp"))  # a socket's path is short
+    _remove_abandoned()
+    folder = Path(tempfile.mkdtemp(prefix=PRIVATE, dir="/tmp"))  # a socket's path is short
+    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # until this process ends
     for name, file in FILES.items():
         os.environ[name] = str(folder / file)
     return folder
+
+
+def _remove_abandoned() -> None:
+    """Remove private folders whose processes were killed: nobody holds a lock on them."""
+    for folder in Path("/tmp").glob(f"{PRIVATE}*"):
+        with suppress(OSError):  # another user's, or just removed by another service
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if time.time() - os.fstat(descriptor).st_mtime > UNLOCKED_S:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
 
 
 def _with_tls(folder: Path, tls: Tls, http_port: int, grpc_port: int | None) -> dict[str, str]:

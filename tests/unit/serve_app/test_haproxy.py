@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -249,6 +250,34 @@ def test_services_of_one_machine_share_no_port_and_no_file(monkeypatch: pytest.M
     finally:
         for folder in folders:
             folder.rmdir()
+
+
+def test_the_next_service_removes_the_folder_of_one_that_was_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = "from serve_app.http.haproxy import make_private as m; print(m(), flush=True); input()"
+    services, folders = [], []
+    for _ in range(2):
+        started = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert started.stdout is not None
+        services.append(started)
+        folders.append(Path(started.stdout.readline().strip()))
+        (folders[-1] / "haproxy.cfg").touch()
+        os.utime(folders[-1], (0, 0))
+    monkeypatch.setattr(os, "environ", {})
+    services[0].kill()
+    services[0].wait()
+    try:
+        folders.append(make_private())
+        assert [folder.is_dir() for folder in folders] == [False, True, True]
+    finally:
+        services[1].kill()
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        for service in services:
+            service.communicate()
 
 
 @pytest.mark.parametrize("more", [[], ["--no-grpc"]])
