@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import Context
 from typing import Any
 
 import ray
@@ -160,8 +161,14 @@ def _connection(name: str, handle: ActorHandle[Any]) -> Connection | None:
         context = ray.get_runtime_context()
         _connect_s[name] = now_s + CONNECT_AGAIN_S
         if context.get_actor_id() is not None:
-            background(_connect(name, handle, context.get_node_id()))
+            # In a request's context Ray would cancel the wait for the actor's end with the request.
+            background(_connect(name, handle, context.get_node_id()), Context())
     return None
+
+
+def num_connections() -> int:
+    """Actors that this process calls over connections."""
+    return len(_connections)
 
 
 async def _connect(name: str, handle: ActorHandle[Any], node: str) -> None:

@@ -37,6 +37,9 @@ class IngressMetrics:
         self.open_requests = r.gauge("quadriga_ingress_open_requests", "Requests being answered.")
         self.resumed = r.counter("quadriga_requests_resumed_total", "Streams taken up again.")
         self.pushes = r.counter("quadriga_metrics_pushes_total", "Metrics sent to the controller.")
+        self.connections = r.gauge(
+            "quadriga_ingress_connections", "Actors called over a connection; others through Ray."
+        )
         self.poll_replies = r.counter("quadriga_polls_total", "Polls answered by replicas.")
         self.poll_failures = r.counter(
             "quadriga_poll_failures_total", "Polls without an answer, by cause.", ("cause",)

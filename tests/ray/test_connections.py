@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayError
 
 from actors.rpc import ray_rpc
 from actors.rpc.connections import DirectlyCalled
@@ -137,3 +138,17 @@ def test_an_ended_call_of_a_death_watch_leaves_nothing_at_the_actor(
     wait_until(lambda: of(callee.num_watchers.remote()) == 1, DEADLINE_S)
     of(caller.forget.remote(name))
     wait_until(lambda: of(callee.num_watchers.remote()) == 0, DEADLINE_S)
+
+
+def test_a_cancelled_call_takes_no_connection_along(actors: tuple[Any, str, Any]) -> None:
+    """Ray cancels what a cancelled call has started; other calls need the connection still."""
+    caller, name, _ = actors
+    first = caller.call.remote(name, "sleep", DEADLINE_S)  # has the connection made
+    wait_until(lambda: of(caller.is_connected.remote(name)), DEADLINE_S)
+    second = caller.call.remote(name, "sleep", 1.0)
+    of(caller.call.remote(name, "pid"))
+    ray.cancel(first)
+    with pytest.raises(RayError):
+        of(first)
+    assert of(second) is None
+    assert of(caller.is_connected.remote(name))
