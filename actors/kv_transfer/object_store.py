@@ -11,7 +11,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 
-from actors.rpc.ray_rpc import call
+from actors.rpc.ray_rpc import call_through_ray
 from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError, QuadrigaError
 from quadriga.interfaces import KVSink
@@ -70,7 +70,9 @@ class ObjectStoreTransport:
         try:
             ref = await _put(kv)
             left_s = deadline_s - (time.monotonic() - began_s)
-            await call(peer, "kv_deliver", self._me, part, [ref], left_s, timeout_s=deadline_s)
+            await call_through_ray(
+                peer, "kv_deliver", self._me, part, [ref], left_s, timeout_s=deadline_s
+            )
         except KVTransportError:
             raise
         except QuadrigaError as exc:

@@ -69,7 +69,7 @@ class Store:
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     store = Store()
     monkeypatch.setattr(object_store.ray, "put", store.put)
-    monkeypatch.setattr(object_store, "call", store.call)
+    monkeypatch.setattr(object_store, "call_through_ray", store.call)
     # The collector seldom comes to a process that serves: what waits for it lies there for long.
     gc.disable()
     yield store
