@@ -43,7 +43,7 @@ class ExitsConfig(Section):
     )
     skipped_kv: Literal["auto", "linear", "project", "alias", "copy", "replay"] = Field(
         "auto",
-        description="How KV of skipped layers is made up for when it is needed; linear: by maps "
+        description="How KV of skipped layers is filled in when it is needed; linear: by maps "
         "fitted to the model; auto: linear where the checkpoint has maps, else project.",
     )
     replay_newest: Auto | Annotated[int, Field(ge=0, le=64)] = Field(
