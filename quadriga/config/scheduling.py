@@ -273,8 +273,10 @@ class HeliosConfig(Section):
     dwell_loads: float = Field(
         2.0, ge=0, le=1000, description="Between two changes, in loading times of the new choice."
     )
-    order_timeout_s: Seconds = Field(300.0, description="A resize or switch is given up then.")
-    retry_s: Seconds = Field(30.0, description="Before a failed order is tried again; doubles.")
+    order_timeout_s: Seconds = Field(
+        300.0, description="A resize or switch that takes longer is given up."
+    )
+    retry_s: Seconds = Field(30.0, description="Until a failed order is tried again; doubles.")
     history_path: str | None = Field(
         None, description="File of the performance history; null: kept with the application."
     )
