@@ -35,10 +35,10 @@ class Callee(DirectlyCalled):
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    async def wait_forever(self) -> None:
+    async def wait_while_connected(self, nonce: bytes) -> None:
         self._num_watchers += 1
         try:
-            await super().wait_forever()
+            await super().wait_while_connected(nonce)
         finally:
             self._num_watchers -= 1
 
@@ -128,15 +128,15 @@ def test_a_stopped_actor_answers_late_and_its_connection_goes_on(
     assert of(caller.is_connected.remote(name))
 
 
-def test_an_ended_call_of_a_death_watch_leaves_nothing_at_the_actor(
-    actors: tuple[Any, str, Any],
-) -> None:
-    """A connection that is dropped takes the call along that waited for the actor's end."""
+@pytest.mark.parametrize("end", ["forgets it", "is killed"])
+def test_a_caller_that_goes_leaves_no_call_waiting(actors: tuple[Any, str, Any], end: str) -> None:
     caller, name, callee = actors
     connect(caller, name)
-
     wait_until(lambda: of(callee.num_watchers.remote()) == 1, DEADLINE_S)
-    of(caller.forget.remote(name))
+    if end == "is killed":
+        ray.kill(caller)
+    else:
+        of(caller.forget.remote(name))
     wait_until(lambda: of(callee.num_watchers.remote()) == 0, DEADLINE_S)
 
 
