@@ -271,7 +271,7 @@ async def test_without_a_scheduler_depths_are_chosen_alike(
     assert await placement.find(replace(PREFILLED, exclude=("d1",))) == second
 
 
-async def test_a_sequence_is_placed_where_rows_are_long_enough_with_a_scheduler_or_without() -> None:
+async def test_a_sequence_is_placed_where_rows_are_long_enough() -> None:
     """An idle replica with less memory looks best, and would refuse it for good."""
     scheduler, calls = Scheduler(plain()), None
     placement = DecodePlacement(load_config({}), calls, PlacementTurns({}))  # type: ignore[arg-type]
