@@ -153,14 +153,6 @@ async def call(name: str, method: str, *args: Any, timeout_s: float) -> Any:
     return await call_handle(name, handle, method, *args, timeout_s=left_s)
 
 
-async def call_through_ray(name: str, method: str, *args: Any, timeout_s: float) -> Any:
-    """As `call`, for arguments that only Ray can carry: references to its objects."""
-    began_s = time.monotonic()
-    handle = await find_actor(name, timeout_s)
-    left_s = max(0.0, timeout_s - (time.monotonic() - began_s))
-    return await call_handle(name, handle, method, *args, timeout_s=left_s)
-
-
 def _connection(name: str, handle: ActorHandle[Any]) -> Connection | None:
     """The connection to an actor, if it stands; begins to make one where there is none."""
     connection = _connections.get(name)

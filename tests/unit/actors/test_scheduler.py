@@ -271,6 +271,26 @@ async def test_without_a_scheduler_depths_are_chosen_alike(
     assert await placement.find(replace(PREFILLED, exclude=("d1",))) == second
 
 
+async def test_a_sequence_is_placed_where_rows_are_long_enough() -> None:
+    """An idle replica with less memory looks best, and would refuse it for good."""
+    scheduler, calls = Scheduler(plain()), None
+    placement = DecodePlacement(load_config({}), calls, PlacementTurns({}))  # type: ignore[arg-type]
+    placement._is_scheduler_away = True
+    views = []
+    for name, length, load in (("d0", 32, {}), ("d1", 64, {"num_running": 7})):
+        one = snapshot(name, Role.DECODE, FULL, **load)
+        views.append(replace(one, info=replace(one.info, max_model_len=length)))
+        await scheduler.report(views[-1])
+    placement._view = ClusterView(time.time(), views)
+    for length, chosen in ((32, "d0"), (40, "d1"), (64, "d1")):
+        asked = replace(PREFILLED, max_total_tokens=length)
+        assert [await scheduler.place_now(asked), await placement.find(asked)] == [chosen] * 2
+    longer = replace(PREFILLED, max_total_tokens=65)
+    with pytest.raises(Unavailable, match="sequences of 65 tokens"):
+        await scheduler.place_now(longer)
+    assert await placement.find(longer) is None
+
+
 async def test_copies_of_a_prompt_go_to_one_prefill_replica_and_other_prompts_to_others() -> None:
     scheduler = Scheduler(plain())
     await scheduler.configure(plain(), ["quadriga-s"], 0.0)
