@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from inspect import signature
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 from quadriga.checkpoint.json_files import read_object
 from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.text.detokenizer import (
+    BYTE_TOKEN,
     SPACE,
     ByteLevelDetokenizer,
     Detokenizer,
@@ -65,6 +66,10 @@ class TextTokenizer:
         self._bytes = self._table
         if SPACE in repr(self._core.decoder):
             self._bytes = sentence_piece_table(tokens, self._hidden)
+        self._byte_tokens: dict[int, int] = {}
+        if "ByteFallback" in repr(self._core.decoder):
+            named = ((i, BYTE_TOKEN.fullmatch(token or "")) for i, token in enumerate(tokens))
+            self._byte_tokens = {i: int(name[1], 16) for i, name in named if name}
 
     @property
     def has_chat_template(self) -> bool:
@@ -114,7 +119,19 @@ class TextTokenizer:
         return False
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self._core.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        byte_of = self._byte_tokens
+        if byte_of.keys().isdisjoint(token_ids):
+            return str(self._core.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        # One byte that is broken would break all others in a row for the library's decoder.
+        hidden = self._hidden if skip_special_tokens else ()
+        shown = [i for i in token_ids if i < self.vocab_size and i not in hidden]
+        parts: list[str] = []
+        for is_bytes, ids in groupby(shown, byte_of.__contains__):
+            if is_bytes:
+                parts.append(bytes(byte_of[i] for i in ids).decode("utf-8", "replace"))
+            else:
+                parts += [token for i in ids if (token := self._tokens[i]) is not None]
+        return str(self._core.decoder.decode(parts))
 
     def token_text(self, token_id: int) -> str:
         """One token as readable text: the form in which log-probabilities name it."""
