@@ -132,10 +132,11 @@ class HttpServer:
         await call.answer_json(self._engine_client.models.listing())
 
     async def model(self, call: Call) -> None:
+        name = call.scope["path_params"]["model"]
+        if not name:  # /v1/models/
+            return await self.models(call)
         self._check_caller(call)
-        await call.answer_json(
-            self._engine_client.models.describe(call.scope["path_params"]["model"])
-        )
+        await call.answer_json(self._engine_client.models.describe(name))
 
     async def tokenize(self, call: Call) -> None:
         self._check_caller(call)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from quadriga.core.grammar import Grammar
+from pydantic_core import from_json
+
+from quadriga.core.grammar import MAX_GRAMMAR_BYTES, Grammar
 from quadriga.errors import InvalidRequest
 from serve_app.openai.bodies import refuse_unsupported, shown
 from serve_app.openai.schema import GenerationFields
@@ -43,20 +44,32 @@ def read_grammar(body: GenerationFields, tools: ChatTools) -> tuple[Grammar, str
 
 
 def _beside_tools(found: list[tuple[Grammar, str]], tools: ChatTools) -> list[tuple[Grammar, str]]:
-    """The form of an answer that may call; that of `response_format` holds where it does not.
+    """The form of an answer that may call; one that is JSON holds where it does not.
 
     Raises: InvalidRequest: The form is another one.
     """
     if not found:
         return [] if tools.grammar is None else [(tools.grammar, "tools")]
     form, field = found[0]
-    if tools.or_json is None or not field.startswith("response_format"):
+    if tools.or_json is None or form.kind != "json_schema":
         raise InvalidRequest(
-            f"{field}: not together with tools that may be called; leave one of them out, or set "
-            "tool_choice to none",
+            f"{field}: not together with tools that may be called; leave one of them out, give a "
+            "JSON schema, or set tool_choice to none",
             param=field,
         )
-    return [(tools.or_json(json.loads(form.text)), field)]
+    try:
+        is_short = len(form.text) <= MAX_GRAMMAR_BYTES
+        schema = from_json(form.text, allow_inf_nan=False) if is_short else None
+    except ValueError:
+        schema = None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(
+            f"{field}: beside tools it must be a JSON schema that is an object, of "
+            f"{MAX_GRAMMAR_BYTES:,} bytes at most",
+            param=field,
+            code="invalid_grammar",
+        )
+    return [(tools.or_json(schema), field)]
 
 
 def _response_format(body: GenerationFields) -> list[tuple[Grammar, str]]:

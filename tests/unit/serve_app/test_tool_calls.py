@@ -160,6 +160,25 @@ async def test_a_form_beside_tools_is_that_of_an_answer_which_calls_none(
     assert "instead" not in grammar.text
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"guided_json": {"required": ["b"]}},
+        {"structured_outputs": {"json": '{"required": ["b"]}'}},
+        {"structured_outputs": {"json_object": True}},
+    ],
+)
+async def test_other_words_for_json_are_as_good_beside_tools(
+    stand: Stand, form: dict[str, Any]
+) -> None:
+    body = {"messages": [USER], "tools": [ADD]}
+    assert (await stand.http.post(PATH, json=body | form)).status_code == 200
+    grammar = stand.cluster.submitted[-1].sampling.grammar
+    assert grammar is not None
+    assert grammar.text.splitlines()[0].endswith(" | instead")
+    assert '"required": ["b"]' in grammar.text or '"type": "object"' in grammar.text
+
+
 async def test_the_model_is_told_of_tools_and_of_the_conversation(stand: Stand) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages: Any = [
@@ -201,6 +220,10 @@ def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
         ({"tools": [tool(parameters={"type": 7})], "tool_choice": "required"}, "tools"),
         ({"tools": [tool()], "guided_regex": "a"}, "guided_regex"),
         ({"tools": [tool()], "guided_regex": "a", "response_format": FORM}, "guided_regex"),
+        *(
+            ({"tools": [tool()], "guided_json": text}, "guided_json")
+            for text in ("no JSON", "true", "[" * 5000, f'{{"enum": ["{"a" * 200_000}"]}}')
+        ),
         ({"tools": [tool()], "tool_choice": "required", "min_tokens": 3}, "min_tokens"),
         ({"functions": [{"name": "a"}]}, "functions"),
     ],
