@@ -131,8 +131,8 @@ class ToolFormat:
                 rules += _tag_rules(i, name, schema)
                 continue
             if beside_json:
-                inner = _moved(schema, f"#/properties/{self.arguments}")
-                inner.pop("$id", None)  # else references began there
+                # With a name of its own, its references begin there, not at the call.
+                inner = {"$id": "urn:quadriga:arguments"} | dict(schema)
                 call: dict[str, Any] = {"name": {"const": name}, self.arguments: inner}
                 made = {"properties": call, "required": [*call], "additionalProperties": False}
                 rules.append(f"call_{i}: {_json({'type': 'object'} | made)}")
@@ -334,19 +334,6 @@ def _short_id(name: str) -> str:
 def _json(schema: Mapping[str, Any]) -> str:
     """JSON that a schema allows, in Lark."""
     return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}} | dict(schema))
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """A schema as a part of another one: its references to itself lead to this place there."""
-    if isinstance(schema, list):
-        return [_moved(part, place) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    made = {key: _moved(value, place) for key, value in schema.items()}
-    ref = schema.get("$ref")
-    if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")):
-        made["$ref"] = place + ref[1:]
-    return made
 
 
 def _mark(mark: str, ids: Mapping[str, int]) -> str:

@@ -267,7 +267,6 @@ def test_an_answer_that_must_call_can_only_be_calls(form: ToolFormat, is_paralle
 def test_references_of_a_tools_parameters_hold_beside_a_form(named: str) -> None:
     number = {"type": "integer"}
     schema = OBJECT | {
-        "$id": "https://a.example/b",
         "properties": {"n": number, "m": {"$ref": named}},
         "$defs": {"m": {"anyOf": [{"$ref": "#/shared/n"}]}},
         "shared": {"n": number},
