@@ -132,11 +132,9 @@ class HttpServer:
         await call.answer_json(self._engine_client.models.listing())
 
     async def model(self, call: Call) -> None:
-        name = call.scope["path_params"]["model"]
-        if not name:  # /v1/models/
-            return await self.models(call)
         self._check_caller(call)
-        await call.answer_json(self._engine_client.models.describe(name))
+        name, models = call.scope["path_params"]["model"], self._engine_client.models
+        await call.answer_json(models.describe(name) if name else models.listing())
 
     async def tokenize(self, call: Call) -> None:
         self._check_caller(call)

@@ -26,7 +26,7 @@ NAMED_BYTES = 32 << 10
 _PIECE = re.compile(rb'[^"\[{]*+(?:[\[{]|"[^"\\]*+(?:\\.[^"\\]*+)*+"?)', re.DOTALL)
 SHOWN_CHARS = 60
 SHOWN_ERRORS = 3
-UNION_MEMBERS = ("NamedToolChoice", "ResponseToolChoice")
+UNION_MEMBERS = ("str", "int", "float", "bool", "NamedToolChoice", "ResponseToolChoice")
 MAX_FIELDS = 256
 """Of a body, ignored ones included."""
 
@@ -144,7 +144,7 @@ def parse_body(model: type[BodyModel], data: object) -> BodyModel:
 def _field_name(location: tuple[int | str, ...]) -> str:
     """`stop.2`, without pydantic's names of union members: `list[str]`, classes of ours."""
     parts = [str(p) for p in location if isinstance(p, int) or p.replace("_", "").isalnum()]
-    known = [p for p in parts if p not in ("str", "int", "float", "bool") + UNION_MEMBERS]
+    known = [p for p in parts if p not in UNION_MEMBERS]
     return ".".join(known) or "body"
 
 
