@@ -66,10 +66,9 @@ class TextTokenizer:
         self._bytes = self._table
         if SPACE in repr(self._core.decoder):
             self._bytes = sentence_piece_table(tokens, self._hidden)
-        self._byte_tokens: dict[int, int] = {}
-        if "ByteFallback" in repr(self._core.decoder):
-            named = ((i, BYTE_TOKEN.fullmatch(token or "")) for i, token in enumerate(tokens))
-            self._byte_tokens = {i: int(name[1], 16) for i, name in named if name}
+        has_bytes = "ByteFallback" in repr(self._core.decoder)
+        named = ((i, BYTE_TOKEN.fullmatch(t or "")) for i, t in enumerate(tokens) if has_bytes)
+        self._byte_of = {i: int(name[1], 16) for i, name in named if name}
 
     @property
     def has_chat_template(self) -> bool:
@@ -119,16 +118,15 @@ class TextTokenizer:
         return False
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        byte_of = self._byte_tokens
-        if byte_of.keys().isdisjoint(token_ids):
+        if self._byte_of.keys().isdisjoint(token_ids):
             return str(self._core.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
         # One byte that is broken would break all others in a row for the library's decoder.
         hidden = self._hidden if skip_special_tokens else ()
         shown = [i for i in token_ids if i < self.vocab_size and i not in hidden]
         parts: list[str] = []
-        for is_bytes, ids in groupby(shown, byte_of.__contains__):
+        for is_bytes, ids in groupby(shown, self._byte_of.__contains__):
             if is_bytes:
-                parts.append(bytes(byte_of[i] for i in ids).decode("utf-8", "replace"))
+                parts.append(bytes(self._byte_of[i] for i in ids).decode("utf-8", "replace"))
             else:
                 parts += [token for i in ids if (token := self._tokens[i]) is not None]
         return str(self._core.decoder.decode(parts))

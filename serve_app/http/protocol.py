@@ -163,9 +163,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running = cycle
         app = _busy if app is service_unavailable else app
-        super()._start_asgi_task(
-            cycle, _unchunked(cycle, app) if cycle.scope["http_version"] == "1.0" else app
-        )
+        is_old = cycle.scope["http_version"] == "1.0"
+        super()._start_asgi_task(cycle, _unchunked(cycle, app) if is_old else app)
 
     # Limits.
 
@@ -266,11 +265,8 @@ def _response(error: QuadrigaError) -> bytes:
 
 
 def _unchunked(cycle: RequestResponseCycle, app: Any) -> Any:
-    """Have an answer end with the connection: HTTP/1.0 knows no chunks.
-
-    uvicorn chunks what has no length, and holds the rest to its length: here to what comes next.
-    """
-    cycle.chunked_encoding = False
+    """Have an answer end with the connection: HTTP/1.0 knows no chunks."""
+    cycle.chunked_encoding = False  # then uvicorn holds it to a length: that of what comes next
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         async def sized(message: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from pydantic_core import from_json
@@ -51,23 +52,15 @@ def _beside_tools(found: list[tuple[Grammar, str]], tools: ChatTools) -> list[tu
     if not found:
         return [] if tools.grammar is None else [(tools.grammar, "tools")]
     form, field = found[0]
-    if tools.or_json is None or form.kind != "json_schema":
+    schema = None
+    with suppress(ValueError):
+        if form.kind == "json_schema" and len(form.text) <= MAX_GRAMMAR_BYTES:
+            schema = from_json(form.text, allow_inf_nan=False)
+    if tools.or_json is None or not isinstance(schema, dict):
         raise InvalidRequest(
-            f"{field}: not together with tools that may be called; leave one of them out, give a "
-            "JSON schema, or set tool_choice to none",
+            f"{field}: beside tools that may be called only a JSON schema, an object of "
+            f"{MAX_GRAMMAR_BYTES:,} bytes at most; leave one out, or set tool_choice to none",
             param=field,
-        )
-    try:
-        is_short = len(form.text) <= MAX_GRAMMAR_BYTES
-        schema = from_json(form.text, allow_inf_nan=False) if is_short else None
-    except ValueError:
-        schema = None
-    if not isinstance(schema, dict):
-        raise InvalidRequest(
-            f"{field}: beside tools it must be a JSON schema that is an object, of "
-            f"{MAX_GRAMMAR_BYTES:,} bytes at most",
-            param=field,
-            code="invalid_grammar",
         )
     return [(tools.or_json(schema), field)]
 

@@ -133,9 +133,7 @@ class RequestFields(RequestBody):
     """Fields of every request that a model computes."""
 
     model: str | None = Field(
-        None,
-        max_length=512,
-        description="Id; `quadriga-auto`, the default: the first, or HELIOS's.",
+        None, max_length=512, description="Id; none, `quadriga-auto`: the first, or HELIOS's."
     )
     priority: int | None = Field(
         None, ge=INT32_MIN, le=INT32_MAX, description="Lower is served first; default 0."

