@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 
 from actors.controller import controller_store
 from actors.rpc.ray_rpc import RAY_FAILED
@@ -18,7 +17,6 @@ logger = logging.getLogger(__name__)
 KEEP_EVERY_S = 10.0
 KEEP_TIMEOUT_S = 2.0
 """Nobody waits longer for the store; what is being written is written."""
-CLOSE_TIMEOUT_S = 10.0
 
 
 class MetricsPage:
@@ -113,6 +111,4 @@ class MetricsPage:
     async def close(self) -> None:
         """Keep nothing any more; no writer is under way afterwards, unless Ray's store hangs."""
         self._is_over = True
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S), self._writing:
-                pass
+        await self.keep()

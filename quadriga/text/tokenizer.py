@@ -126,9 +126,9 @@ class TextTokenizer:
         parts: list[str] = []
         for is_bytes, ids in groupby(shown, self._byte_of.__contains__):
             if is_bytes:
-                parts.append(bytes(self._byte_of[i] for i in ids).decode("utf-8", "replace"))
+                parts.append(bytes(map(self._byte_of.__getitem__, ids)).decode("utf-8", "replace"))
             else:
-                parts += [token for i in ids if (token := self._tokens[i]) is not None]
+                parts += [self._tokens[i] or "" for i in ids]
         return str(self._core.decoder.decode(parts))
 
     def token_text(self, token_id: int) -> str:

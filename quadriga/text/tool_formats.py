@@ -131,8 +131,7 @@ class ToolFormat:
                 rules += _tag_rules(i, name, schema)
                 continue
             if beside_json:
-                # With a name of its own, its references begin there, not at the call; but no name
-                # stands beside `$ref` in old versions of JSON Schema.
+                # Its references begin at its name, which old versions take not beside a `$ref`.
                 inner = {"$id": "urn:quadriga:arguments"} | dict(schema)
                 inner.pop("$schema", None)
                 call: dict[str, Any] = {"name": {"const": name}, self.arguments: inner}

@@ -67,10 +67,9 @@ def _beside_tools(found: list[tuple[Grammar, str]], tools: ChatTools) -> list[tu
 
 def _response_format(body: GenerationFields) -> list[tuple[Grammar, str]]:
     form = body.response_format
-    if form is not None:
-        refuse_unsupported(form.model_extra or {}, form.unsupported, "response_format.")
     if form is None:
         return []
+    refuse_unsupported(form.model_extra or {}, form.unsupported, "response_format.")
     wanted, field = form.json_schema, "response_format.json_schema"
     if (wanted is None) is (form.type == "json_schema"):
         why = "needs it" if wanted is None else "has none; leave it out, or set type json_schema"

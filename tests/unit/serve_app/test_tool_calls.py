@@ -213,10 +213,8 @@ def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
         ({"tools": [tool(parameters={"type": 7})], "tool_choice": "required"}, "tools"),
         ({"tools": [tool()], "guided_regex": "a"}, "guided_regex"),
         ({"tools": [tool()], "guided_regex": "a", "response_format": FORM}, "guided_regex"),
-        *(
-            ({"tools": [tool()], "guided_json": text}, "guided_json")
-            for text in ("no JSON", "true", "[" * 5000, f'{{"enum": ["{"a" * 200_000}"]}}')
-        ),
+        ({"tools": [tool()], "guided_json": "[" * 5000}, "guided_json"),
+        ({"tools": [tool()], "guided_json": f'{{"enum": ["{"a" * 200_000}"]}}'}, "guided_json"),
         ({"tools": [tool()], "tool_choice": "required", "min_tokens": 3}, "min_tokens"),
         ({"functions": [{"name": "a"}]}, "functions"),
     ],

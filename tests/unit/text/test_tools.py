@@ -272,9 +272,11 @@ def test_references_of_a_tools_parameters_hold_beside_a_form(named: str) -> None
         "shared": {"n": number},
     }
     if named == "zod":  # as its converter writes a schema that has a name
-        draft = "http://json-schema.org/draft-07/schema#"
-        one = {"definitions": {"one": OBJECT | {"properties": {"m": number}}}}
-        schema = one | {"$ref": "#/definitions/one", "$schema": draft}
+        schema = {"definitions": {"one": OBJECT | {"properties": {"m": number}}}}
+        schema |= {
+            "$ref": "#/definitions/one",
+            "$schema": "http://json-schema.org/draft-07/schema#",
+        }
     tools = [{"name": "add", "parameters": schema}]
     both = LLAMA.grammar(tools, is_parallel=True, ids={}, instead=OBJECT)
     grammars_of(CHECKPOINT).prepare(both)
