@@ -206,6 +206,7 @@ def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
         ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [tool()], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         (
             {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "b"}}},
             "tool_choice.function.name",
@@ -225,6 +226,7 @@ async def test_what_is_refused(stand: Stand, fields: dict[str, Any], param: str)
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert error["param"].startswith(param)
+    assert "a object" not in error["message"] and "NamedToolChoice" not in error["message"]
     assert not stand.cluster.submitted
 
 
