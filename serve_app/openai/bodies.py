@@ -133,7 +133,8 @@ def parse_body(model: type[BodyModel], data: object) -> BodyModel:
         lines = []
         for error in errors[:SHOWN_ERRORS]:
             got = "" if error["type"] == "missing" else f" (got {shown(error['input'])})"
-            lines.append(f"{_field_name(error['loc'])}: {error['msg']}{got}")
+            said = "Input should be an object" if error["type"] == "model_type" else error["msg"]
+            lines.append(f"{_field_name(error['loc'])}: {said}{got}")
         more = f"; and {len(errors) - SHOWN_ERRORS} more" if len(errors) > SHOWN_ERRORS else ""
         raise InvalidRequest("; ".join(lines) + more, param=_field_name(errors[0]["loc"])) from exc
     refuse_unsupported(body.model_extra or {}, body.unsupported)
