@@ -316,6 +316,7 @@ class Scheduler(BatchedCalls):
             self._rescheduling.configure(self._config)
             self._placement = self._make_placement()
         self._models = frozenset(models)
+        self._rescheduling.governor.served(self._models)
         self._heard_s = max(self._heard_s, self._clock.now_s() - ingress_age_s)
 
     async def set_route(self, route: Route | None) -> None:

@@ -51,6 +51,19 @@ async def test_a_new_scheduler_asks_clients_to_retry_until_its_first_route() -> 
         await scheduler.admit(request(model="other"))
 
 
+async def test_what_is_known_of_lengths_goes_with_their_model() -> None:
+    scheduler = Scheduler(plain())
+    made = scheduler._rescheduling
+    for models in (["old", "quadriga-s"], ["quadriga-s"]):
+        for model in models:
+            made.governor.ended_lengths(model, [])
+        await scheduler.configure(plain(), models, 0.0)
+        made.metrics.gauges(made.governor)
+    assert set(made.status()["lengths"]) == {"quadriga-s"}
+    assert b'"quadriga-s"' in made.metrics.registry.snapshot()
+    assert b'"old"' not in made.metrics.registry.snapshot(), "a coverage of 0 would be a failure"
+
+
 async def test_without_helios_the_model_auto_is_unknown() -> None:
     scheduler = Scheduler(plain())
     await scheduler.configure(plain(), ["quadriga-s"], 0.0)
