@@ -110,7 +110,7 @@ bench-engine: setup ## Engine tokens/s against transformers and other installed 
 bench-serve: setup ## The service's tokens/s over HTTP and gRPC against its own engine's
 	$(BIN)/python -m loadgen bench serve $(ARGS)
 
-bench-migration: setup ## What a live migration is felt like by the sequence and by the others
+bench-migration: setup ## Gaps that live migrations make in streams, in decode steps
 	$(BIN)/python -m loadgen bench migration $(ARGS)
 
 bench-scheduler: setup ## Time of one rescheduling decision, 8 to 1,024 replicas

@@ -145,7 +145,7 @@ DASHBOARDS: dict[str, tuple[str, list[list[Panel]]]] = {
             [
                 Panel("Decision", "Time of one rescheduling decision.",
                       quantiles("quadriga_rescheduling_decision_seconds"), "s"),
-                Panel("Pauses", "Sequences moved to host memory and back.",
+                Panel("Pauses", "Sequences moved to host memory, and those that are there now.",
                       (*rate("quadriga_pauses_total", "replica"),
                        ("quadriga_paused_sequences", "{{replica}} paused now"))),
                 Panel("Price of forecasts", "Share of a decode replica's time.",
@@ -163,6 +163,13 @@ DASHBOARDS: dict[str, tuple[str, list[list[Panel]]]] = {
                       (("sum by (layer) (rate(quadriga_exit_tokens_total[5m])) / on () "
                         "group_left () sum(rate(quadriga_exit_tokens_total[5m]))",
                         "{{layer}} layers"),), "percentunit", True),
+                Panel("Drafts", "Tokens that exits drafted, and those the whole model agreed with.",
+                      tuple((f"sum(rate(quadriga_{what}_total[5m]))", what)
+                            for what in ("drafted_tokens", "accepted_drafts"))),
+            ],
+            [
+                Panel("Use of exits", "Replicas by what is true of each exit: used, or why not.",
+                      (("sum by (layer, use) (quadriga_exit_use)", "{{layer}}: {{use}}"),)),
                 Panel("Below their threshold", "Breaches at the deepest loaded exit; lowered under "
                       "pressure, within quality budgets; involuntary exits are 0 by promise.",
                       (*rate("quadriga_breaches_total", "replica"),
@@ -190,7 +197,7 @@ DASHBOARDS: dict[str, tuple[str, list[list[Panel]]]] = {
                       (("sum by (replica) (rate(quadriga_involuntary_stays_total[5m])) / "
                         "sum by (replica) (rate(quadriga_emitted_tokens_total[5m]))",
                         "{{replica}}"),), "percentunit"),
-                Panel("KV made up for", "Positions filled in for a deeper pass.",
+                Panel("KV filled in", "Positions whose skipped KV was filled in for a deeper pass.",
                       rate("quadriga_filled_total", "replica")),
             ],
         ],
@@ -237,7 +244,7 @@ DASHBOARDS: dict[str, tuple[str, list[list[Panel]]]] = {
                         "{{kind}}"),)),
                 Panel("Breach window (CBC)", "Tokens of the window, and breaches among them.",
                       (("sum by (kind) (quadriga_breach_window_tokens)", "{{kind}}"),)),
-                Panel("Changes of depth", "Orders to load or drop layers, and their time.",
+                Panel("Changes of depth", "Orders to load or drop layers that ended, by outcome.",
                       (*rate("quadriga_resizes_total", "outcome"),)),
             ],
         ],

@@ -87,7 +87,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         (
             "bench migration",
             f"{_BENCH}.cluster.migration",
-            "what a live migration is felt like, in steps",
+            "the gap that a live migration makes in streams",
         ),
         ("bench scheduler", f"{_BENCH}.scheduler", "time of a rescheduling decision"),
         (

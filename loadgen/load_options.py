@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--same-as",
         type=Path,
         metavar="RUN",
-        help="folder or file of an earlier run of the same load: each answer must be the same as "
-        "there, which greedy ones are, and seeded ones",
+        help="folder or file of an earlier run of the same load: each answer must be the same, as "
+        "greedy and seeded ones of a deterministic service are",
     )
     measure.add_argument(
         "--honour-retry-after",

@@ -28,6 +28,7 @@ from loadgen.options import number, whole
 from loadgen.report.experiment import table_of
 from quadriga.catalogue.sizes import ModelSizes, sizes_of
 from quadriga.checkpoint.exits import read_exits
+from quadriga.checkpoint.folder import ASSETS, bundled_models
 from quadriga.config.engine_spec import DTYPE_BYTES
 from quadriga.errors import ConfigError
 
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "models",
         nargs="*",
         metavar="MODEL",
-        help=f"checkpoint folder, config.json, or one of {', '.join(PUBLISHED)}",
+        help=f"bundled id, checkpoint folder, config.json, or one of {', '.join(PUBLISHED)}",
     )
     parser.add_argument("--device-gib", type=number(0), default=40.0, help="memory of one device")
     parser.add_argument("--devices", type=whole(1), default=1, help="that share each model")
@@ -122,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_sizes(name: str) -> tuple[ModelSizes, tuple[int, ...]]:
-    """Sizes of a published model, a checkpoint folder or a `config.json`; and its exits.
+    """Sizes of a published or bundled model, a folder or a `config.json`; and its exits.
 
     Raises:
         ConfigError: It is none of these, or its family is not known.
@@ -130,7 +131,7 @@ def find_sizes(name: str) -> tuple[ModelSizes, tuple[int, ...]]:
     published = PUBLISHED.get(name.lower())
     if published is not None:
         return sizes_of(published.config), ()
-    path = Path(name).expanduser()
+    path = ASSETS / name if name in bundled_models() else Path(name).expanduser()
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextvars import Context
 from typing import Any, TypeVar
 
 from quadriga.clock import Clock
@@ -14,9 +15,15 @@ Result = TypeVar("Result")
 _running: set[asyncio.Task[Any]] = set()
 
 
-def background(coroutine: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-    """Start a coroutine that outlives its caller, and keep its task from being collected."""
-    task = asyncio.get_running_loop().create_task(coroutine)
+def background(
+    coroutine: Coroutine[Any, Any, Result], context: Context | None = None
+) -> asyncio.Task[Result]:
+    """Start a coroutine that outlives its caller, and keep its task from being collected.
+
+    Args:
+        context: Of the task; None: a copy of the caller's.
+    """
+    task = asyncio.get_running_loop().create_task(coroutine, context=context)
     _running.add(task)
     task.add_done_callback(_running.discard)
     return task

@@ -129,7 +129,7 @@ def _parser() -> ServeParser:
         "--proxy",
         choices=get_args(Proxy),
         default="auto",
-        help="what clients meet: auto is HAProxy where it is installed, else Ray Serve's own",
+        help="in front of HTTP and gRPC; auto: HAProxy where it is installed, else Ray Serve's own",
     )
     tls = parser.add_argument_group("TLS", "certificate and key in PEM; then only TLS is spoken")
     tls.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate with its chain")

@@ -50,12 +50,14 @@ class Ingress:
         # Reading tokenizers and asking for the actors both block.
         models = await asyncio.to_thread(ModelDirectory.load, loaded)
         from actors.rpc.lookup import ensure_cluster
+        from actors.rpc.ray_rpc import num_connections
         from quadriga.replica.gc_tuning import settle
 
         await asyncio.to_thread(ensure_cluster, loaded)
         self._engine_client = EngineClient(
             loaded, models, keys, ClusterClient(loaded.name), ingress_id=ingress_id
         )
+        self._engine_client.metrics.connections.set_function(num_connections)
         self._grpc = GrpcServer(self._engine_client, needs_tls=grpc_tls_port())
         # Started here: what a request starts, Ray cancels with the request.
         self._engine_client.start()

@@ -11,7 +11,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 
-from actors.rpc.ray_rpc import call
+from actors.rpc.ray_rpc import call_handle, find_actor
 from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError, QuadrigaError
 from quadriga.interfaces import KVSink
@@ -65,12 +65,17 @@ class ObjectStoreTransport:
             del task
 
     async def _send(self, peer: str, part: KVPart, kv: torch.Tensor, deadline_s: float) -> None:
-        """Put a part and have the peer fetch it; `send` breaks it off at the deadline."""
+        """Put a part and have the peer fetch it; `send` breaks it off at the deadline.
+
+        The call goes through Ray: pickled by others, a reference does not say where its bytes are.
+        """
         began_s = time.monotonic()
         try:
+            handle = await find_actor(peer, deadline_s)
             ref = await _put(kv)
             left_s = deadline_s - (time.monotonic() - began_s)
-            await call(peer, "kv_deliver", self._me, part, [ref], left_s, timeout_s=deadline_s)
+            what = self._me, part, [ref], left_s
+            await call_handle(peer, handle, "kv_deliver", *what, timeout_s=deadline_s)
         except KVTransportError:
             raise
         except QuadrigaError as exc:

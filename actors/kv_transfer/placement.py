@@ -74,6 +74,7 @@ class DecodePlacement:
             model=model,
             numerics=request.numerics,
             exclude=request.exclude,
+            num_tokens=request.max_total_tokens,
             now_unix_s=self._view.taken_unix_s,
             max_age_s=self._config.scheduler.snapshot_max_age_s,
         )

@@ -7,6 +7,7 @@ import logging
 
 from actors.controller import controller_store
 from actors.rpc.ray_rpc import RAY_FAILED
+from quadriga.background import background
 from quadriga.clock import Clock
 from quadriga.observability.load_history import INTERVAL_S, LoadHistory
 from quadriga.observability.metrics import MetricsHub
@@ -15,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 KEEP_EVERY_S = 10.0
 KEEP_TIMEOUT_S = 2.0
+"""Nobody waits longer for the store; what is being written is written."""
 
 
 class MetricsPage:
@@ -33,7 +35,8 @@ class MetricsPage:
         self._app = app
         self._clock = clock
         self._kept_s = clock.now_s()
-        self._keeping = asyncio.Lock()
+        self._writing = asyncio.Lock()
+        self._waiting: asyncio.Task[None] | None = None  # to write, behind another that does
         self._is_over = False
 
     def push(self, source: str, families: bytes) -> None:
@@ -81,22 +84,31 @@ class MetricsPage:
         return self._clock.now_s() - self._kept_s > KEEP_EVERY_S
 
     async def keep(self) -> None:
-        """Store counters and history for a successor of this process, one writer at a time."""
-        async with self._keeping:
+        """Store counters and history, as of now, for a successor of this process."""
+        self._kept_s = self._clock.now_s()
+        if self._waiting is None:
+            self._waiting = background(self._write())
+        try:
+            async with asyncio.timeout(KEEP_TIMEOUT_S):
+                await asyncio.shield(self._waiting)
+        except TimeoutError:
+            logger.warning("the counters are not stored yet: Ray's store does not answer")
+
+    async def _write(self) -> None:
+        """Write once the writer before is done: its values are older, and must not come last."""
+        async with self._writing:
+            self._waiting = None
             if self._is_over:
                 return
-            self._kept_s = self._clock.now_s()
+            save, app = controller_store.save, self._app
             try:
-                async with asyncio.timeout(KEEP_TIMEOUT_S):
-                    save, app = controller_store.save, self._app
-                    dump = await asyncio.to_thread(self.hub.dump)
-                    await asyncio.to_thread(save, app, "metrics", dump)
-                    await asyncio.to_thread(save, app, "load_history", self.history.dump())
-            except (TimeoutError, *RAY_FAILED) as exc:
+                dump = await asyncio.to_thread(self.hub.dump)
+                await asyncio.to_thread(save, app, "metrics", dump)
+                await asyncio.to_thread(save, app, "load_history", self.history.dump())
+            except RAY_FAILED as exc:
                 logger.warning("the counters were not stored: %s", exc)
 
     async def close(self) -> None:
-        """Keep nothing any more; afterwards no writer is under way."""
+        """Keep nothing any more; no writer is under way afterwards, unless Ray's store hangs."""
         self._is_over = True
-        async with self._keeping:
-            pass
+        await self.keep()

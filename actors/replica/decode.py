@@ -94,15 +94,20 @@ class DecodeReplica(Replica[DecodeEngine]):
             Unavailable: Draining, or the weights are not loaded yet.
             MigrationFailed: Cancelled, stale, or not for this replica.
             Overloaded: Code "busy": it is on its way from here, or its last row is not free yet.
+            InvalidRequest: The grammar of a running one cannot be compiled here.
         """
         self.require_taking()
+        if offer.is_live:
+            # It goes on at its source meanwhile; after the commit it would stand still for it.
+            await self.compile_grammar(offer.grammar)
+            self.require_taking()
         self._require_wanted(offer.sequence_id)
         check_numerics(offer, self.info_record.numerics)
         if offer.sequence_id in self.leaving():
             # It comes back before this replica knows that it went: the commit's answer was lost.
             raise still_busy(offer.sequence_id)
         held_tokens = await self.receiver.reserve(offer)
-        if offer.grammar is not None:
+        if offer.grammar is not None and not offer.is_live:
             background(self._compile_ahead(offer.grammar))
         return Accepted(self.info_record, held_tokens)
 

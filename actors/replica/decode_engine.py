@@ -141,7 +141,7 @@ class DecodeEngine:
         """Verify the table; a slot must belong to a sequence there or to a transfer."""
         loop = self.loop
         loop.check()
-        claimed = self._receiver.leases.sequences()
+        claimed = self._receiver.leases.sequences() | self._receiver.joining
         claimed.update(state.sequence_id for state in self.held)
         return self._leaks.check(loop.slots.owners, claimed, now_s=self._replica.clock.now_s())
 

@@ -530,9 +530,12 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             silent = self.mail.silent(longer_than_s=request_s)
             if silent and self.engine.is_ready:
                 await self._cancel_abandoned(silent, forget_after_s=FORGET_FACTOR * request_s)
-            self.metrics.gauges(self.load, self.transport.num_fallbacks)
-            self.metrics.sent(self.transport.counts)
-            background(push.push_metrics(self.config.name, self.metrics.registry))
+            background(self._push_metrics())
+
+    async def _push_metrics(self) -> None:
+        self.metrics.gauges(self.load, self.transport.num_fallbacks)
+        self.metrics.sent(self.transport.counts)
+        await push.push_metrics(self.config.name, self.metrics.registry)
 
     async def _cancel_abandoned(self, silent: dict[str, float], *, forget_after_s: float) -> None:
         """Free the sequences of silent ingresses, and leave them an error, should they come back.
@@ -576,7 +579,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         background(self.calls.tell(scheduler_name(app), "replica_died", self.name))
         if isinstance(error, InvariantViolation):
             self.metrics.violated()
-            background(push.push_metrics(self.config.name, self.metrics.registry))
+            background(self._push_metrics())
         background(self._end_after_failure(error))
 
     async def _end_after_failure(self, error: QuadrigaError) -> None:
@@ -595,6 +598,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             async with asyncio.timeout(5.0):
                 await self._close()
                 await self.transport.close()
+                await self._push_metrics()
         except Exception as exc:  # a border: whatever it is, this process ends
             logger.warning("%s did not close cleanly: %r", self.name, exc)
         self.engine.stop()  # not before: what is released is released there

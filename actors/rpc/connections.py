@@ -7,8 +7,9 @@ the actors, tells of their deaths, and carries calls until a connection stands, 
 Each side begins with 32 random bytes, and proves with them and the other's that it has the key that
 Ray has given to both. Then come frames: the length of the content and the number of the call, in
 network order, a digest keyed with the key and both greetings, over all that and the frame's place
-in its direction, and the content, pickled. Nothing is unpickled that somebody else has sent, has
-changed or sends again; it can be read on the way.
+in its direction, and the content, pickled. Nothing is unpickled that somebody without the key has
+sent, has changed or sends again. Frames are not encrypted, and whoever can read what Ray sends can
+read the key there.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import logging
 import os
 import pickle
 import secrets
+import socket
 import struct
 from collections.abc import Awaitable
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -38,7 +41,10 @@ logger = logging.getLogger(__name__)
 GREETING_BYTES = 32
 GREETING_TIMEOUT_S = 5.0
 MAX_STRANGERS = 64
-"""Connections to one actor that have not proved yet that they have the key; more are closed."""
+"""Connections to one actor that have not proved yet that they have the key; of more, the oldest are
+closed."""
+KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
+"""Seconds, probes and milliseconds until a peer that is out of reach counts as lost."""
 MAX_FRAME_BYTES = 1 << 30
 DIGEST_BYTES = 16
 _HEAD = struct.Struct("!IQ")
@@ -66,6 +72,7 @@ class _End(asyncio.Protocol):
 
     ME: ClassVar[bytes]
     PEER: ClassVar[bytes]
+    PROVES_FIRST: ClassVar[bool]
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -75,9 +82,11 @@ class _End(asyncio.Protocol):
         self._num_sent = self._num_taken = 0
         self._transport: asyncio.Transport | None = None
         self.is_trusted = False
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        keep_alive(transport.get_extra_info("socket"))
         self._transport.write(self._nonce)
 
     def data_received(self, data: bytes) -> None:
@@ -88,6 +97,8 @@ class _End(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._received.clear()
+        if not self.lost.done():
+            self.lost.set_result(None)
 
     def close(self) -> None:
         """End the connection at once; calls under way get no answer."""
@@ -96,12 +107,15 @@ class _End(asyncio.Protocol):
             self._transport = None
 
     def _send(self, number: int, content: bytes) -> None:
+        """Send a frame. Raises: ReplicaError: It is too large."""
+        if len(content) > MAX_FRAME_BYTES:
+            raise ReplicaError(f"{len(content)} bytes are too many for one call", code="too_large")
         if self._transport is None:
             return
         head = _HEAD.pack(len(content), number)
         digest = self._digest(self.ME, self._num_sent, head, content)
-        self._num_sent += 1
         self._transport.write(head + digest + content)
+        self._num_sent += 1
 
     def _take(self) -> bool:
         """Take one message off what was received; whether there was a whole one."""
@@ -135,16 +149,23 @@ class _End(asyncio.Protocol):
         del self._received[:GREETING_BYTES]
         if not self._peer_nonce:
             self._peer_nonce = taken
-            cast(asyncio.Transport, self._transport).write(self._proof(self.ME, self._nonce, taken))
+            if self.PROVES_FIRST:
+                self._prove()
         elif hmac.compare_digest(taken, self._proof(self.PEER, self._peer_nonce, self._nonce)):
+            self._greeted()
+            if not self.PROVES_FIRST:
+                self._prove()
             self.is_trusted = True
             nonces = sorted((self._nonce, self._peer_nonce))
             self._key = hmac.digest(self._key, b"".join(nonces), "sha256")
-            self._greeted()
         else:
             logger.warning("a connection without the actor's key was closed")
             self.close()
         return True
+
+    def _prove(self) -> None:
+        proof = self._proof(self.ME, self._nonce, self._peer_nonce)
+        cast(asyncio.Transport, self._transport).write(proof)
 
     def _proof(self, who: bytes, nonce: bytes, other: bytes) -> bytes:
         return hmac.digest(self._key, who + nonce + other, "sha256")
@@ -164,7 +185,7 @@ class _End(asyncio.Protocol):
 class _CalledEnd(_End):
     """The called actor's end: makes each call in a task of its own."""
 
-    ME, PEER = b"called", b"caller"
+    ME, PEER, PROVES_FIRST = b"called", b"caller", False
 
     def __init__(self, server: _CallServer) -> None:
         super().__init__(server.key)
@@ -172,22 +193,28 @@ class _CalledEnd(_End):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if len(self._server.strangers) >= MAX_STRANGERS:
-            self.close()
-            return
-        self._server.strangers.add(self)
+        strangers = self._server.strangers
+        strangers[self] = None
+        if len(strangers) > MAX_STRANGERS:
+            next(iter(strangers)).close()
         asyncio.get_running_loop().call_later(GREETING_TIMEOUT_S, self._end_of_greeting)
 
     def _end_of_greeting(self) -> None:
         if not self.is_trusted:
             self.close()
 
+    def close(self) -> None:
+        super().close()
+        self._server.strangers.pop(self, None)
+
     def _greeted(self) -> None:
-        self._server.strangers.discard(self)
+        self._server.strangers.pop(self, None)
+        self._server.callers[self._peer_nonce] = self
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._server.strangers.discard(self)
+        self._server.strangers.pop(self, None)
+        self._server.callers.pop(self._peer_nonce, None)
 
     def _arrived(self, number: int, content: bytes) -> None:
         background(self._answer(number, content))
@@ -195,12 +222,11 @@ class _CalledEnd(_End):
     async def _answer(self, number: int, content: bytes) -> None:
         outcome = await outcome_of(self._make(content))
         try:
-            answer = pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL)
+            self._send(number, pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL))
         except Exception as exc:  # a border: the caller would wait for nothing
             logger.exception("what a call returned cannot be sent")
             error = ReplicaError(f"what the call returned cannot be sent: {exc!r}")
-            answer = pickle.dumps((False, error), pickle.HIGHEST_PROTOCOL)
-        self._send(number, answer)
+            self._send(number, pickle.dumps((False, error), pickle.HIGHEST_PROTOCOL))
 
     async def _make(self, content: bytes) -> Any:
         method, args = pickle.loads(content)
@@ -215,7 +241,8 @@ class _CallServer:
     def __init__(self, actor: object) -> None:
         self.actor = actor
         self.key = secrets.token_bytes(GREETING_BYTES)
-        self.strangers: set[_CalledEnd] = set()
+        self.strangers: dict[_CalledEnd, None] = {}
+        self.callers: dict[bytes, _CalledEnd] = {}
         self._listening: dict[str, asyncio.Server] = {}
         self._opening = asyncio.Lock()
 
@@ -226,7 +253,11 @@ class _CallServer:
         async with self._opening:
             if host not in self._listening:
                 loop = asyncio.get_running_loop()
-                self._listening[host] = await loop.create_server(lambda: _CalledEnd(self), host, 0)
+                # Calls are made in the context in which it listens: in that of the call that asked
+                # for the address, they would be that call's children to Ray.
+                self._listening[host] = await background(
+                    loop.create_server(lambda: _CalledEnd(self), host, 0), Context()
+                )
         port = self._listening[host].sockets[0].getsockname()[1]
         return CallAddress(host, port, self.key)
 
@@ -251,15 +282,25 @@ class DirectlyCalled:
         """RPC: never returns; a caller that awaits it learns at once when this process is gone."""
         await asyncio.Event().wait()
 
+    async def wait_while_connected(self, nonce: bytes) -> None:
+        """RPC: as `wait_forever`, for as long as the connection lasts that began with these bytes.
+
+        So it leaves nothing here when the caller dies.
+        """
+        caller = self._call_server.callers.get(nonce) if self._call_server is not None else None
+        if caller is not None:
+            await asyncio.shield(caller.lost)
+
 
 class Connection(_End):
     """The calling end, on one event loop.
 
     Attributes:
         lost: Resolves when the connection is gone.
+        nonce: What it began with.
     """
 
-    ME, PEER = b"caller", b"called"
+    ME, PEER, PROVES_FIRST = b"caller", b"called", True
 
     def __init__(self, name: str, key: bytes) -> None:
         super().__init__(key)
@@ -268,7 +309,12 @@ class Connection(_End):
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Outcome]] = {}
         self.is_ready: asyncio.Future[None] = self._loop.create_future()
-        self.lost: asyncio.Future[None] = self._loop.create_future()
+        self.nonce = self._nonce
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether calls are under way."""
+        return bool(self._waiting)
 
     @property
     def is_usable(self) -> bool:
@@ -310,8 +356,9 @@ class Connection(_End):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if not self.lost.done():
-            self.lost.set_result(None)
+        if isinstance(exc, MemoryError):  # this process is at fault, and not the other one
+            for answer in self._waiting.values():
+                _fail(answer, exc)
         if not self.is_ready.done():
             self.is_ready.set_exception(ConnectionError(f"{self._name} closed the connection"))
 
@@ -325,6 +372,8 @@ class Connection(_End):
             return
         try:
             answer.set_result(pickle.loads(content))
+        except MemoryError as exc:  # of this process: no answer of the other one
+            _fail(answer, exc)
         except Exception as exc:  # a border: the caller would wait for nothing
             error = ReplicaError(f"the answer of {self._name} cannot be read: {exc!r}")
             answer.set_result((False, error))
@@ -351,7 +400,7 @@ async def outcome_of(made: Awaitable[Any]) -> Outcome:
         return True, await made
     except QuadrigaError as exc:
         return False, exc
-    except Exception as exc:  # the border of the actor: one failure must not fail the other calls
+    except (Exception, asyncio.CancelledError) as exc:  # one failure must not fail the other calls
         logger.exception("a call failed")
         return False, ReplicaError(f"the call failed: {exc!r}")
 
@@ -359,3 +408,18 @@ async def outcome_of(made: Awaitable[Any]) -> Outcome:
 def broken(name: str) -> ReplicaDied:
     """What calls fail with whose connection broke while Ray knows of no death."""
     return ReplicaDied(f"the connection to {name} broke", code="unreachable")
+
+
+def keep_alive(sock: Any) -> None:
+    """Have the system find out when a peer is out of reach, as far as it can."""
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _fail(answer: asyncio.Future[Outcome], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import Context
 from typing import Any
 
 import ray
@@ -31,9 +33,9 @@ IDLE_S = 300.0
 """Handles that were not used for so long are dropped at a look-up: their actors may be dead."""
 
 CONNECT_TIMEOUT_S = 5.0
-CONNECT_AGAIN_S = 5.0
-"""After a connection was tried for, the next is at the earliest."""
-VERDICT_S = 2.0
+CONNECT_AGAIN_S = (5.0, 300.0)
+"""Pauses between attempts to connect: the first, and the longest; each is twice the one before."""
+VERDICT_S = 0.5
 """Where a connection breaks, Ray has so long to say whether the actor is dead."""
 
 _handles: dict[str, ActorHandle[Any]] = {}
@@ -42,8 +44,8 @@ _looking = ThreadPoolExecutor(4, thread_name_prefix="look-up")
 """Threads of their own: where the control store is slow, only look-ups wait for each other."""
 _look_ups: dict[str, Future[ActorHandle[Any]]] = {}
 _connections: dict[str, Connection] = {}
-_connect_s: dict[str, float] = {}
-"""When a connection to each actor may be tried for again."""
+_attempts: dict[str, tuple[float, float]] = {}
+"""Attempts to connect to each actor: when the next one may begin, and the pause after it."""
 
 
 def get_actor(name: str) -> ActorHandle[Any]:
@@ -103,14 +105,15 @@ def remember_handle(name: str, handle: ActorHandle[Any]) -> None:
     """Put a handle into the cache, and drop those that were long not used."""
     now_s = time.monotonic()
     for other, used_s in list(_used_s.items()):
-        if now_s - used_s > IDLE_S:
+        connection = _connections.get(other)
+        if now_s - used_s > IDLE_S and not (connection is not None and connection.is_busy):
             forget_actor(other)
     _handles[name], _used_s[name] = handle, now_s
 
 
 def forget_actor(name: str) -> None:
     """Drop a cached handle, so that the next call looks the name up again."""
-    for kept in (_handles, _used_s, _connect_s):
+    for kept in (_handles, _used_s, _attempts):
         kept.pop(name, None)
     if (connection := _connections.pop(name, None)) is not None:
         connection.close_soon()
@@ -156,50 +159,67 @@ def _connection(name: str, handle: ActorHandle[Any]) -> Connection | None:
     if connection is not None and connection.is_usable:
         return connection
     now_s = time.monotonic()
-    if connection is None and now_s >= _connect_s.get(name, now_s):
+    again_s, pause_s = _attempts.get(name, (now_s, CONNECT_AGAIN_S[0]))
+    if connection is None and now_s >= again_s:
         context = ray.get_runtime_context()
-        _connect_s[name] = now_s + CONNECT_AGAIN_S
+        _attempts[name] = math.inf, pause_s  # not before this one has ended
         if context.get_actor_id() is not None:
-            background(_connect(name, handle, context.get_node_id()))
+            # In a request's context Ray would cancel the wait for the actor's end with the request.
+            background(_connect(name, handle, context.get_node_id(), pause_s), Context())
     return None
 
 
-async def _connect(name: str, handle: ActorHandle[Any], node: str) -> None:
+def num_connections() -> int:
+    """Actors that this process calls over connections."""
+    return len(_connections)
+
+
+async def _connect(name: str, handle: ActorHandle[Any], node: str, pause_s: float) -> None:
     """Connect to an actor, and watch the connection until it or the actor is gone."""
+    connection = None
     try:
         address = await call_handle(name, handle, "call_address", node, timeout_s=CONNECT_TIMEOUT_S)
-        if address is None:
+        if address is None:  # it takes no connections, and never will
             return
         connection = await connect(name, address, CONNECT_TIMEOUT_S)
-    except (QuadrigaError, OSError, AttributeError) as exc:
-        logger.info("calls to %s go through Ray: %s", name, exc)
-        return
-    if _handles.get(name) is handle:
-        _connections[name] = connection
-    else:
-        connection.close()
-    death = background(_death(name, handle))
+        pause_s = CONNECT_AGAIN_S[0]
+    except Exception as exc:  # a border: whatever it is, calls go through Ray
+        level = logging.WARNING if pause_s == CONNECT_AGAIN_S[0] else logging.INFO
+        logger.log(level, "calls to %s go through Ray, as there is no connection: %s", name, exc)
+    if name in _attempts:
+        _attempts[name] = time.monotonic() + pause_s, min(2 * pause_s, CONNECT_AGAIN_S[1])
+    if connection is not None:
+        await _keep(name, handle, connection)
+
+
+async def _keep(name: str, handle: ActorHandle[Any], connection: Connection) -> None:
+    """Use a connection until it or the actor is gone, then fail the calls that are under way."""
+    error: QuadrigaError = broken(name)
+    death = background(_death(name, handle, connection.nonce))
     try:
+        if _handles.get(name) is not handle:  # forgotten meanwhile
+            return
+        _connections[name] = connection
         ends: set[asyncio.Future[Any]] = {death, connection.lost}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if _connections.get(name) is connection:
-            del _connections[name]
+            _connections.pop(name, None)
         await asyncio.wait({death}, timeout=VERDICT_S)
-        connection.fail(death.result() if death.done() else broken(name))
+        if death.done():
+            error = death.result()
     finally:
         death.cancel()
+        connection.fail(error)
 
 
-async def _death(name: str, handle: Any) -> QuadrigaError:
-    """What Ray says of an actor's end, once it does."""
-    waiting = handle.wait_forever.remote()
+async def _death(name: str, handle: Any, nonce: bytes) -> QuadrigaError:
+    """What Ray says of an actor's end, once it does, or the connection ends."""
     try:
-        await waiting
+        await handle.wait_while_connected.remote(nonce)
     except RayError as exc:
-        return from_ray(name, "wait_forever", exc)
-    except asyncio.CancelledError:
-        ray.cancel(waiting)
-        raise
+        return from_ray(name, "wait_while_connected", exc)
+    except Exception:  # a border: without a word of Ray's the connection itself is the sign
+        logger.exception("Ray cannot be asked for the end of %s", name)
     return broken(name)
 
 

@@ -20,7 +20,7 @@ from quadriga.core.forecast import LengthOutcome
 from quadriga.core.migration import MigrationOrder, MigrationOutcome, MigrationReport
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.routing import ReportOptions
-from quadriga.errors import QuadrigaError, ReplicaDied
+from quadriga.errors import QuadrigaError, is_known_death
 from quadriga.policies.ares.governor import Governor
 from quadriga.policies.ares.orders import MoveDecision
 from quadriga.policies.ares.replica_view import replica_view
@@ -147,7 +147,7 @@ class Rescheduling:
         try:
             report = await self._send(order)
         except QuadrigaError as exc:
-            is_dead = isinstance(exc, ReplicaDied)
+            is_dead = is_known_death(exc)
             reason = f"{'source_died' if is_dead else exc.code}: {exc.message}"
             outcome: MigrationOutcome = "failed" if is_dead else "unknown"
             report = MigrationReport(order.sequence_id, outcome, reason, at_fault=order.source)

@@ -196,12 +196,15 @@ class Scheduler(BatchedCalls):
             model=request.depth_class.model,
             numerics=request.numerics,
             exclude=request.exclude,
+            num_tokens=request.max_total_tokens,
             now_unix_s=self._clock.unix_s(),
             max_age_s=self._config.scheduler.snapshot_max_age_s,
         )
         if not alive:
             raise Unavailable(
-                f"no decode replica of {request.depth_class} is taking work", retry_after_s=1.0
+                f"no decode replica of {request.depth_class} is taking sequences of "
+                f"{request.max_total_tokens} tokens",
+                retry_after_s=1.0,
             )
         groups = self._auto.groups(request, alive) if any_depth else [alive]
         chosen = (self._choose(request, group) for group in groups)
@@ -313,6 +316,7 @@ class Scheduler(BatchedCalls):
             self._rescheduling.configure(self._config)
             self._placement = self._make_placement()
         self._models = frozenset(models)
+        self._rescheduling.governor.served(self._models)
         self._heard_s = max(self._heard_s, self._clock.now_s() - ingress_age_s)
 
     async def set_route(self, route: Route | None) -> None:

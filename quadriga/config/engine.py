@@ -43,7 +43,7 @@ class ExitsConfig(Section):
     )
     skipped_kv: Literal["auto", "linear", "project", "alias", "copy", "replay"] = Field(
         "auto",
-        description="How KV of skipped layers is made up for when it is needed; linear: by maps "
+        description="How KV of skipped layers is filled in when it is needed; linear: by maps "
         "fitted to the model; auto: linear where the checkpoint has maps, else project.",
     )
     replay_newest: Auto | Annotated[int, Field(ge=0, le=64)] = Field(
@@ -211,16 +211,16 @@ class PrefillConfig(Section):
     )
     max_rows: Count = Field(
         16,
-        description="Sequences in prefill, or after it, without a place at a decode replica; "
-        "with so many no other prompt is begun that is not more important. There are four KV rows "
-        "for each, as sequences whose KV is being sent keep theirs.",
+        description="Most sequences in prefill, or waiting after it for a decode slot; then only "
+        "more important prompts are begun. There are four KV rows for each, as sequences whose KV "
+        "is being sent keep theirs.",
     )
     max_queued_sequences: Count = Field(
         512, description="Sequences that may wait at one prefill replica; where all are full: 429."
     )
     max_queued_tokens: Count = Field(200_000, description="Prompt tokens that may wait there.")
     max_age_s: Seconds = Field(
-        0.5, description="Prompts of similar length go together; none waits longer for that."
+        0.5, description="Prompts of similar length are batched; none waits longer for that."
     )
     layer_groups: Count = Field(4, description="KV is sent in this many layer groups.")
     prefix_caching: bool = Field(
@@ -243,7 +243,7 @@ class DecodeConfig(Section):
     )
     rebatching: Literal["drex", "eager", "lazy", "majority", "off"] = Field(
         "drex",
-        description="drex: every token leaves at its own exit; eager, lazy, majority: the batch "
+        description="drex: a token leaves at its own exit; eager, lazy, majority: the batch "
         "leaves together (baselines; eager and majority ignore thresholds); off: no early exits. "
         "Models without exits run at full depth whatever is said here.",
     )
@@ -276,4 +276,4 @@ class TransportConfig(Section):
         "by UCX over what it finds, and nothing else (in a checkout: pip install '.[nixl]').",
     )
     deadline_s: Seconds = Field(20.0, description="For one hand-off, from reserve to commit.")
-    lease_s: Seconds = Field(10.0, description="A transfer silent for so long loses its place.")
+    lease_s: Seconds = Field(10.0, description="A transfer silent for so long loses its slot.")

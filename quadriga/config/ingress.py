@@ -10,7 +10,7 @@ from quadriga.config.fields import Count, Origin, Seconds, Section
 
 
 class IngressConfig(Section):
-    """The front door."""
+    """The processes that clients talk to over HTTP and gRPC."""
 
     replicas: int = Field(1, ge=1, le=256, description="Processes that hold clients' connections.")
     max_ongoing_requests: Count = Field(
@@ -134,7 +134,7 @@ class LoggingConfig(Section):
 
 
 class LifecycleConfig(Section):
-    """Birth and death of the actors."""
+    """How actors are started, watched, drained and ended."""
 
     replica_start_timeout_s: Seconds = Field(
         300.0, description="A replica that is placed and not ready by then is started anew."

@@ -18,13 +18,13 @@ class AresConfig(Section):
         "hold or a model has no length heads; load: by the present load alone; off: never. Of one "
         "replica in its class nothing is moved.",
     )
-    interval_s: Seconds = Field(1.0, description="Between two looks at what should move.")
+    interval_s: Seconds = Field(1.0, description="Between two decisions about moves.")
     theta: float = Field(
         0.05,
         ge=0,
         le=1,
-        description="A replica above (1 + theta) times the mean load gives, below (1 - theta) "
-        "takes.",
+        description="A replica above (1 + theta) times the mean load gives sequences away, one "
+        "below (1 - theta) takes them.",
     )
     decay: float = Field(
         0.8,
@@ -37,7 +37,7 @@ class AresConfig(Section):
         ge=0,
         le=1,
         description="Least share of the variance between replicas that a move must remove, for 3 "
-        "replicas; of n it is 3/n of it.",
+        "replicas; for n replicas 3/n times it.",
     )
     memory_limit: float = Field(
         0.9, gt=0, le=1, description="Share of its KV memory that a taker's forecast may reach."
@@ -67,7 +67,7 @@ class AresConfig(Section):
         1.0,
         ge=0,
         le=1000,
-        description="A move must surely save so many times the seconds that its transfer takes.",
+        description="A move must save at least this many times the seconds of its transfer.",
     )
     remaining_factor: float = Field(
         2.0,
@@ -273,8 +273,10 @@ class HeliosConfig(Section):
     dwell_loads: float = Field(
         2.0, ge=0, le=1000, description="Between two changes, in loading times of the new choice."
     )
-    order_timeout_s: Seconds = Field(300.0, description="A resize or switch is given up then.")
-    retry_s: Seconds = Field(30.0, description="Before a failed order is tried again; doubles.")
+    order_timeout_s: Seconds = Field(
+        300.0, description="A resize or switch that takes longer is given up."
+    )
+    retry_s: Seconds = Field(30.0, description="Until a failed order is tried again; doubles.")
     history_path: str | None = Field(
         None, description="File of the performance history; null: kept with the application."
     )

@@ -78,6 +78,11 @@ class ReplicaInfo(CompactPickleMixin):
     usable_bytes: int = 0
     chunk_tokens: int = 0
 
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens that a sequence may become there."""
+        return min(self.kv_capacity_tokens, self.max_model_len or self.kv_capacity_tokens)
+
     def has_layers(self, needed: int) -> bool:
         """Whether a sequence that may need so many layers of the model, if it has them, fits."""
         return self.depth_class.depth >= min(needed, self.num_layers or needed)

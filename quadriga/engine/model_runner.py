@@ -598,12 +598,12 @@ class NativeRunner:
 
         Raises: DeviceMemoryExhausted: See `passes_of`.
         """
-        num_run = self._drafts.num_run.copy()
+        num_run, positions = self._drafts.num_run.copy(), self.positions.copy()
         with passes_of(self._device):
             try:
                 yield
             except BaseException:
-                self._drafts.num_run[:] = num_run
+                self._drafts.num_run[:], self.positions[:] = num_run, positions
                 self.at_exit = self.exited = None
                 raise
 

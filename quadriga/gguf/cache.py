@@ -53,6 +53,9 @@ def converted_folder(file: Path, cache: Path) -> Path:
     root = cache / "gguf"
     try:
         state = _state(file)
+    except OSError as exc:
+        raise ConfigError(f"model: {file} cannot be read: {exc.strerror}", param="model") from exc
+    try:
         sha256 = _remembered(root, file, state)
         if sha256 is not None and _is_whole(folder := _folder(root, sha256)):
             return folder

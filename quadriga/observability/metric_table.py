@@ -72,8 +72,8 @@ class MetricTable:
     def update(self, source: Any) -> None:
         """Bring every row that reads from `source` up to date.
 
-        A gauge that is not read any more, or some of whose labels are not, goes to 0 there. A
-        total that fell has begun anew.
+        A gauge that is not read any more goes to 0; one with labels has no series where they are
+        not read. A total that fell has begun anew.
         """
         for row in self._rows:
             values = row.values(source) or {}
@@ -87,7 +87,10 @@ class MetricTable:
                     metric.inc(value - before if value >= before else value)
             gone = last.keys() - values.keys() if row.kind == "gauge" else ()
             for labels in gone:
-                self.metric(row.name, *labels).set(0)
+                if labels:
+                    self._metrics[row.name].remove(*labels)
+                else:
+                    self.metric(row.name).set(0)
             self._last[row.name] = values if row.kind == "gauge" else {**last, **values}
 
     def metric(self, name: str, *labels: str) -> Any:

@@ -39,7 +39,8 @@ def admit(
     That is the least `waiting_tokens + work − scheduler.prefix_weight · cached_tokens`, among those
     whose queues are not full. At a mixed replica `work` is what it has to decode, as `LeastWork`
     reckons for placement, which this is at the same time; at others it is 0. They come before those
-    whose memory is held by sequences that wait for a decode replica, and by prompts ahead.
+    whose memory is held by sequences that wait for a decode replica, and by prompts ahead, and all
+    before those whose rows are too short.
 
     Args:
         any_depth: Prefill and decode replicas of one model may differ in depth.
@@ -80,12 +81,17 @@ def admit(
         )
     prefills = able
     needed = request.num_prompt_tokens + request.max_tokens
-    largest = max(s.info.kv_capacity_tokens for s in decodes)
+    largest = max(s.info.longest_sequence for s in decodes)
     if needed > largest:
         raise ContextTooLong(
             f"prompt plus max_tokens is {needed} tokens; the largest replica holds {largest}",
             param="max_tokens",
         )
+
+    def is_short(snapshot: ReplicaSnapshot) -> bool:
+        stays = snapshot.info.role is Role.MIXED
+        wanted = needed if stays else request.num_prompt_tokens
+        return wanted > snapshot.info.longest_sequence
 
     def is_full(snapshot: ReplicaSnapshot) -> bool:
         queued = snapshot.waiting_tokens + request.num_prompt_tokens
@@ -94,12 +100,13 @@ def admit(
 
     answer_tokens = expected_answer_tokens(decodes)
 
-    def rank(snapshot: ReplicaSnapshot) -> tuple[bool, bool, float, int, str]:
+    def rank(snapshot: ReplicaSnapshot) -> tuple[bool, bool, bool, float, int, str]:
         name, is_crowded = snapshot.info.name, not _has_memory(snapshot, request)
         ahead = snapshot.waiting_tokens - scheduler.prefix_weight * cached_tokens.get(name, 0)
         if snapshot.info.role is Role.MIXED:
             ahead += expected_work(snapshot, answer_tokens)
-        return is_full(snapshot), is_crowded, ahead, snapshot.num_waiting, name
+        queue = ahead, snapshot.num_waiting, name
+        return is_short(snapshot), is_full(snapshot), is_crowded, *queue
 
     best = min(prefills, key=rank)
     if checks_queue and is_full(best) and best.num_waiting > 0:

@@ -24,10 +24,15 @@ def candidates(
     model: str | None = None,
     numerics: str = "",
     exclude: Sequence[str] = (),
+    num_tokens: int = 0,
     now_unix_s: float,
     max_age_s: float,
 ) -> list[ReplicaSnapshot]:
-    """Replicas that do a part of the work and take some: of the class, and alike, where asked."""
+    """Replicas that do a part of the work and take some: of the class, and alike, where asked.
+
+    Args:
+        num_tokens: What a sequence may become; rows may be shorter on a node with less memory.
+    """
     return [
         s
         for s in taking_work(snapshots, now_unix_s=now_unix_s, max_age_s=max_age_s)
@@ -36,6 +41,7 @@ def candidates(
         and (model is None or s.info.depth_class.model == model)
         and numerics in ("", s.info.numerics)
         and s.info.name not in exclude
+        and num_tokens <= s.info.longest_sequence
     ]
 
 

@@ -56,6 +56,7 @@ class HandoffReceiver:
 
     Attributes:
         leases: The transfers; may be looked at from any thread.
+        joining: Sequences whose transfer is committed, and that do not run yet; the same.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class HandoffReceiver:
         self._loop = asyncio.get_running_loop()
         self._commits: dict[str, asyncio.Task[None]] = {}
         self._reserving: set[str] = set()
+        self.joining: frozenset[str] = frozenset()  # replaced, never changed
 
     async def reserve(self, offer: TransferOffer) -> int:
         """Take an offer: promise a row until the lease lapses. A repeated offer is the same.
@@ -186,6 +188,7 @@ class HandoffReceiver:
                 ) from exc
 
     async def _join(self, lease: Lease, state: SequenceState, resume: ResumePoint | None) -> None:
+        self.joining |= {state.sequence_id}
         try:
             await self._host.join(state, resume, lease.offer.depth_class.depth)
         except Exception as exc:  # whatever it was, the row must not stay taken
@@ -198,6 +201,8 @@ class HandoffReceiver:
             raise MigrationFailed(
                 f"{state.sequence_id} could not join: {message}", code=end
             ) from exc
+        finally:
+            self.joining -= {state.sequence_id}
 
     async def abort(
         self, transfer_id: str, end: LeaseState = LeaseState.ABORTED

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from inspect import signature
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 from quadriga.checkpoint.json_files import read_object
 from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.text.detokenizer import (
+    BYTE_TOKEN,
     SPACE,
     ByteLevelDetokenizer,
     Detokenizer,
@@ -65,6 +66,9 @@ class TextTokenizer:
         self._bytes = self._table
         if SPACE in repr(self._core.decoder):
             self._bytes = sentence_piece_table(tokens, self._hidden)
+        has_bytes = "ByteFallback" in repr(self._core.decoder)
+        named = ((i, BYTE_TOKEN.fullmatch(t or "")) for i, t in enumerate(tokens) if has_bytes)
+        self._byte_of = {i: int(name[1], 16) for i, name in named if name}
 
     @property
     def has_chat_template(self) -> bool:
@@ -114,7 +118,18 @@ class TextTokenizer:
         return False
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self._core.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        if self._byte_of.keys().isdisjoint(token_ids):
+            return str(self._core.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        # One byte that is broken would break all others in a row for the library's decoder.
+        hidden = self._hidden if skip_special_tokens else ()
+        shown = [i for i in token_ids if i < self.vocab_size and i not in hidden]
+        parts: list[str] = []
+        for is_bytes, ids in groupby(shown, self._byte_of.__contains__):
+            if is_bytes:
+                parts.append(bytes(map(self._byte_of.__getitem__, ids)).decode("utf-8", "replace"))
+            else:
+                parts += [self._tokens[i] or "" for i in ids]
+        return str(self._core.decoder.decode(parts))
 
     def token_text(self, token_id: int) -> str:
         """One token as readable text: the form in which log-probabilities name it."""

@@ -131,10 +131,12 @@ class ToolFormat:
                 rules += _tag_rules(i, name, schema)
                 continue
             if beside_json:
-                call: dict[str, Any] = {"name": {"const": name}, self.arguments: schema}
-                shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+                # Its references begin at its name, which old versions take not beside a `$ref`.
+                inner = {"$id": "urn:quadriga:arguments"} | dict(schema)
+                inner.pop("$schema", None)
+                call: dict[str, Any] = {"name": {"const": name}, self.arguments: inner}
                 made = {"properties": call, "required": [*call], "additionalProperties": False}
-                rules.append(f"call_{i}: {_json({'type': 'object'} | shared | made)}")
+                rules.append(f"call_{i}: {_json({'type': 'object'} | made)}")
                 continue
             if self.style == "named":
                 rules.append(f"call_{i}: {quoted(name)} {_mark(ARGS, ids)} arguments_{i}")

@@ -16,7 +16,7 @@ class ServeHelpFormatter(
     """Shows the defaults that there are, and examples as they are written."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or action.default == []:
+        if action.default is None or action.default is False or action.default in ([], ""):
             return action.help
         return super()._get_help_string(action)
 

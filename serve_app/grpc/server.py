@@ -12,7 +12,6 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2
 
-from quadriga.core.request import AUTO_MODEL
 from quadriga.errors import (
     Cancelled,
     InvalidRequest,
@@ -254,7 +253,7 @@ class GrpcServer:
         # Fields that are far too long are refused before they become lists.
         _check_counts(message, largest_n(self._limits))
         models = self._engine_client.models
-        model = models.find(message.model or AUTO_MODEL)
+        model = models.find(message.model)
         check_length(len(message.prompt_token_ids.ids), model, "prompt")
         fields = wire.generation_fields(message)
         common = self._name_and_time(message) | {"caller": caller.name}
@@ -273,7 +272,7 @@ class GrpcServer:
                 "them in several requests",
                 param="input",
             )
-        model = models.find(message.model or AUTO_MODEL)
+        model = models.find(message.model)
         for i, item in enumerate(inputs):
             check_length(len(item.token_ids.ids), model, f"input.{i}")
         body = parse_body(EmbeddingsBody, wire.embedding_fields(message))

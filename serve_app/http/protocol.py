@@ -162,7 +162,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, _busy if app is service_unavailable else app)
+        app = _busy if app is service_unavailable else app
+        is_old = cycle.scope["http_version"] == "1.0"
+        super()._start_asgi_task(cycle, _unchunked(cycle, app) if is_old else app)
 
     # Limits.
 
@@ -260,6 +262,20 @@ def _response(error: QuadrigaError) -> bytes:
     lines = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}".encode()]
     lines += [name + b": " + value for name, value in [*headers, CLOSE]]
     return b"\r\n".join([*lines, b"", body])
+
+
+def _unchunked(cycle: RequestResponseCycle, app: Any) -> Any:
+    """Have an answer end with the connection: HTTP/1.0 knows no chunks."""
+    cycle.chunked_encoding = False  # then uvicorn holds it to a length: that of what comes next
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        async def sized(message: Any) -> None:
+            cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, sized)
+
+    return answer
 
 
 async def _busy(scope: Any, receive: Any, send: Any) -> None:

@@ -134,9 +134,8 @@ class HttpServer:
 
     async def model(self, call: Call) -> None:
         self._check_caller(call)
-        await call.answer_json(
-            self._engine_client.models.describe(call.scope["path_params"]["model"])
-        )
+        name, models = call.scope["path_params"]["model"], self._engine_client.models
+        await call.answer_json(models.describe(name) if name else models.listing())
 
     async def tokenize(self, call: Call) -> None:
         self._check_caller(call)

@@ -26,6 +26,7 @@ NAMED_BYTES = 32 << 10
 _PIECE = re.compile(rb'[^"\[{]*+(?:[\[{]|"[^"\\]*+(?:\\.[^"\\]*+)*+"?)', re.DOTALL)
 SHOWN_CHARS = 60
 SHOWN_ERRORS = 3
+UNION_MEMBERS = ("str", "int", "float", "bool", "NamedToolChoice", "ResponseToolChoice")
 MAX_FIELDS = 256
 """Of a body, ignored ones included."""
 
@@ -112,7 +113,7 @@ def shown(value: object) -> str:
 
 
 def _shown_container(value: list[Any] | dict[Any, Any]) -> str:
-    return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
+    return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
 
 
 def parse_body(model: type[BodyModel], data: object) -> BodyModel:
@@ -132,7 +133,8 @@ def parse_body(model: type[BodyModel], data: object) -> BodyModel:
         lines = []
         for error in errors[:SHOWN_ERRORS]:
             got = "" if error["type"] == "missing" else f" (got {shown(error['input'])})"
-            lines.append(f"{_field_name(error['loc'])}: {error['msg']}{got}")
+            said = "Input should be an object" if error["type"] == "model_type" else error["msg"]
+            lines.append(f"{_field_name(error['loc'])}: {said}{got}")
         more = f"; and {len(errors) - SHOWN_ERRORS} more" if len(errors) > SHOWN_ERRORS else ""
         raise InvalidRequest("; ".join(lines) + more, param=_field_name(errors[0]["loc"])) from exc
     refuse_unsupported(body.model_extra or {}, body.unsupported)
@@ -140,9 +142,9 @@ def parse_body(model: type[BodyModel], data: object) -> BodyModel:
 
 
 def _field_name(location: tuple[int | str, ...]) -> str:
-    """`stop.2`, without pydantic's names of union members such as `list[str]`."""
+    """`stop.2`, without pydantic's names of union members: `list[str]`, classes of ours."""
     parts = [str(p) for p in location if isinstance(p, int) or p.replace("_", "").isalnum()]
-    known = [p for p in parts if p not in ("str", "int", "float", "bool")]
+    known = [p for p in parts if p not in UNION_MEMBERS]
     return ".".join(known) or "body"
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import suppress
 from typing import Any
 
-from quadriga.core.grammar import Grammar
+from pydantic_core import from_json
+
+from quadriga.core.grammar import MAX_GRAMMAR_BYTES, Grammar
 from quadriga.errors import InvalidRequest
 from serve_app.openai.bodies import refuse_unsupported, shown
 from serve_app.openai.schema import GenerationFields
@@ -43,28 +45,31 @@ def read_grammar(body: GenerationFields, tools: ChatTools) -> tuple[Grammar, str
 
 
 def _beside_tools(found: list[tuple[Grammar, str]], tools: ChatTools) -> list[tuple[Grammar, str]]:
-    """The form of an answer that may call; that of `response_format` holds where it does not.
+    """The form of an answer that may call; one that is JSON holds where it does not.
 
     Raises: InvalidRequest: The form is another one.
     """
     if not found:
         return [] if tools.grammar is None else [(tools.grammar, "tools")]
     form, field = found[0]
-    if tools.or_json is None or not field.startswith("response_format"):
+    schema = None
+    with suppress(ValueError):
+        if form.kind == "json_schema" and len(form.text) <= MAX_GRAMMAR_BYTES:
+            schema = from_json(form.text, allow_inf_nan=False)
+    if tools.or_json is None or not isinstance(schema, dict):
         raise InvalidRequest(
-            f"{field}: not together with tools that may be called; leave one of them out, or set "
-            "tool_choice to none",
+            f"{field}: beside tools that may be called only a JSON schema, an object of "
+            f"{MAX_GRAMMAR_BYTES:,} bytes at most; leave one out, or set tool_choice to none",
             param=field,
         )
-    return [(tools.or_json(json.loads(form.text)), field)]
+    return [(tools.or_json(schema), field)]
 
 
 def _response_format(body: GenerationFields) -> list[tuple[Grammar, str]]:
     form = body.response_format
-    if form is not None:
-        refuse_unsupported(form.model_extra or {}, form.unsupported, "response_format.")
     if form is None:
         return []
+    refuse_unsupported(form.model_extra or {}, form.unsupported, "response_format.")
     wanted, field = form.json_schema, "response_format.json_schema"
     if (wanted is None) is (form.type == "json_schema"):
         why = "needs it" if wanted is None else "has none; leave it out, or set type json_schema"

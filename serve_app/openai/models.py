@@ -143,12 +143,12 @@ class ModelDirectory:
         if of_default != self._default.max_model_len:
             self._default = replace(self._default, max_model_len=of_default)
 
-    def find(self, model: str) -> ServedModel:
-        """Return the model a client means.
+    def find(self, model: str | None) -> ServedModel:
+        """Return the model a client means; the default where it names none.
 
         Raises: UnknownModel, naming those that are served.
         """
-        if model == AUTO_MODEL:
+        if not model or model == AUTO_MODEL:
             return self._default
         found = self._models.get(model)
         if found is None:

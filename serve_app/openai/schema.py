@@ -132,8 +132,8 @@ class StructuredOutputs(RequestBody):
 class RequestFields(RequestBody):
     """Fields of every request that a model computes."""
 
-    model: str = Field(
-        "quadriga-auto", max_length=512, description="Id; `quadriga-auto`: the first, or HELIOS's."
+    model: str | None = Field(
+        None, max_length=512, description="Id; none, `quadriga-auto`: the first, or HELIOS's."
     )
     priority: int | None = Field(
         None, ge=INT32_MIN, le=INT32_MAX, description="Lower is served first; default 0."
@@ -410,7 +410,7 @@ class TokenizeBody(RequestBody):
 
     unsupported = TOKENIZE
 
-    model: str = Field("quadriga-auto", max_length=512, description="Whose tokenizer.")
+    model: str | None = Field(None, max_length=512, description="Whose tokenizer.")
     prompt: str | None = Field(
         None,
         description="Text of at most 16 times the tokens that the model takes; not together with "
@@ -427,7 +427,7 @@ class TokenizeBody(RequestBody):
 class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
-    model: str = Field("quadriga-auto", max_length=512, description="Whose tokenizer.")
+    model: str | None = Field(None, max_length=512, description="Whose tokenizer.")
     tokens: list[Any] = Field(
         max_length=10_000_000,
         description="Each inside the model's vocabulary.",

@@ -12,6 +12,7 @@ from quadriga.core.routing import ClusterView
 from quadriga.errors import IngressFull, QuadrigaError
 from quadriga.observability.metrics import (
     FINE_LATENCY_BUCKETS_S,
+    GAUGE_MAX_AGE_S,
     LATENCY_BUCKETS_S,
     Family,
     Registry,
@@ -37,6 +38,9 @@ class IngressMetrics:
         self.open_requests = r.gauge("quadriga_ingress_open_requests", "Requests being answered.")
         self.resumed = r.counter("quadriga_requests_resumed_total", "Streams taken up again.")
         self.pushes = r.counter("quadriga_metrics_pushes_total", "Metrics sent to the controller.")
+        self.connections = r.gauge(
+            "quadriga_ingress_connections", "Actors called over a connection; others through Ray."
+        )
         self.poll_replies = r.counter("quadriga_polls_total", "Polls answered by replicas.")
         self.poll_failures = r.counter(
             "quadriga_poll_failures_total", "Polls without an answer, by cause.", ("cause",)
@@ -216,13 +220,15 @@ def endpoint_gauges(
     return render(families)
 
 
-def view_gauges(view: ClusterView) -> bytes:
+def view_gauges(view: ClusterView, now_unix_s: float) -> bytes:
     """Return the gauges of each replica that routers read, under the names they know.
 
-    The ingress that answers a scrape renders them from its view, so each series exists once.
+    The ingress that answers a scrape renders them from its view, so each series exists once; of a
+    replica that was not heard of lately there is none.
     """
     families = {name: Family("gauge", text, {}) for name, text in VIEW_GAUGES.items()}
-    for snapshot in view.snapshots:
+    oldest_unix_s = now_unix_s - GAUGE_MAX_AGE_S
+    for snapshot in [s for s in view.snapshots if s.taken_unix_s >= oldest_unix_s]:
         info = snapshot.info
         depth_class = info.depth_class
         given = (str(depth_class.depth), depth_class.model, info.name, info.role.value)

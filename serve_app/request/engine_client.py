@@ -351,7 +351,8 @@ class EngineClient:
     async def metrics_page(self) -> bytes:
         """The whole cluster's metrics, own ones as of now. Raises: QuadrigaError."""
         await self._push_metrics()
-        return await self.cluster.metrics() + view_gauges(self._cluster_state.view)
+        page = await self.cluster.metrics()
+        return page + view_gauges(self._cluster_state.view, self.clock.unix_s())
 
     def endpoint_metrics_page(self) -> bytes:
         """The cluster's load as one model server's. Raises: Unavailable: It takes no requests."""

@@ -62,6 +62,13 @@ def test_every_panel_reads_what_is_there() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_exits_that_only_draft_are_seen() -> None:
+    """By default no token leaves early, and the other panels of exits stay flat."""
+    shown = " ".join(e for where, e, _ in dashboard_queries() if where.startswith("exits: "))
+    for name in ("drafted_tokens_total", "accepted_drafts_total", "exit_use"):
+        assert f"quadriga_{name}{{" in shown
+
+
 def test_every_panel_reads_the_chosen_releases_alone() -> None:
     for where, expression, _ in dashboard_queries():
         for selector in vectors(promql.parse(expression)):

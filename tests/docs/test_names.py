@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -16,6 +16,7 @@ from deploy.config_reference import rows, section
 from deploy.grafana import DASHBOARDS
 from quadriga.config.engine import PoolConfig
 from quadriga.config.loader import QuadrigaConfig
+from quadriga.core.replica import ResizeOutcome
 from serve_app.ops.metric_catalogue import catalogue
 from serve_app.ops.metrics import ADAPTERS_INFO
 from tests.docs.pages import DOCUMENTS, ROOT, fences
@@ -120,6 +121,13 @@ def test_every_panel_is_explained_under_its_dashboard() -> None:
         chapter = next(body for name, body in chapters.items() if name.lower() == title.lower())
         explained = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \|$", chapter, re.M)
         assert explained[1:] == [panel.title for row in grid for panel in row], title
+
+
+def test_outcomes_that_the_dashboards_page_names_exist() -> None:
+    text = (ROOT / "docs/dashboards.md").read_text(encoding="utf-8")
+    [row] = re.findall(r"^\| Changes of depth \|.*$", text, re.M)
+    named = set(re.findall(r"`(\w+)`", row))
+    assert named and named <= set(get_args(ResizeOutcome))
 
 
 def test_panels_that_other_pages_name_exist() -> None:

@@ -257,6 +257,22 @@ def test_a_pass_that_is_interrupted_has_filled_nothing_in(checkpoint: Path) -> N
     assert runner.skipped.computed(0, 96).tolist() != before
 
 
+@pytest.mark.parametrize("has_exits", [False, True])
+def test_a_pass_that_lacks_memory_leaves_no_kv_to_send(checkpoint: Path, has_exits: bool) -> None:
+    """What was sent of a sequence that moves is not sent again when the pass has succeeded."""
+    spec = make_spec(checkpoint)
+    runner = NativeRunner.load(replace(spec, exits=spec.checkpoint.exits) if has_exits else spec)
+    start_row(runner, 0, states()[0])
+    before = runner.extents(0)
+    run_it = partial(runner.advance, [0], 0, 1) if has_exits else partial(runner.decode, [0])
+    lacks = torch.OutOfMemoryError("CUDA out of memory")
+    for name in ("run_layers", "candidates" if has_exits else "best"):
+        scarce = patch.object(runner.model.decoder, name, side_effect=lacks)
+        with scarce, pytest.raises(DeviceMemoryExhausted):
+            run_it()
+        assert runner.extents(0) == before
+
+
 def test_the_important_keep_running(checkpoint: Path) -> None:
     spec = make_spec(checkpoint)
     spec = replace(spec, exits=spec.checkpoint.exits)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayError
 
 from actors.rpc import ray_rpc
 from actors.rpc.connections import DirectlyCalled
@@ -34,10 +35,10 @@ class Callee(DirectlyCalled):
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-    async def wait_forever(self) -> None:
+    async def wait_while_connected(self, nonce: bytes) -> None:
         self._num_watchers += 1
         try:
-            await super().wait_forever()
+            await super().wait_while_connected(nonce)
         finally:
             self._num_watchers -= 1
 
@@ -127,13 +128,27 @@ def test_a_stopped_actor_answers_late_and_its_connection_goes_on(
     assert of(caller.is_connected.remote(name))
 
 
-def test_an_ended_call_of_a_death_watch_leaves_nothing_at_the_actor(
-    actors: tuple[Any, str, Any],
-) -> None:
-    """A connection that is dropped takes the call along that waited for the actor's end."""
+@pytest.mark.parametrize("end", ["forgets it", "is killed"])
+def test_a_caller_that_goes_leaves_no_call_waiting(actors: tuple[Any, str, Any], end: str) -> None:
     caller, name, callee = actors
     connect(caller, name)
-
     wait_until(lambda: of(callee.num_watchers.remote()) == 1, DEADLINE_S)
-    of(caller.forget.remote(name))
+    if end == "is killed":
+        ray.kill(caller)
+    else:
+        of(caller.forget.remote(name))
     wait_until(lambda: of(callee.num_watchers.remote()) == 0, DEADLINE_S)
+
+
+def test_a_cancelled_call_takes_no_connection_along(actors: tuple[Any, str, Any]) -> None:
+    """Ray cancels what a cancelled call has started; other calls need the connection still."""
+    caller, name, _ = actors
+    first = caller.call.remote(name, "sleep", DEADLINE_S)  # has the connection made
+    wait_until(lambda: of(caller.is_connected.remote(name)), DEADLINE_S)
+    second = caller.call.remote(name, "sleep", 1.0)
+    of(caller.call.remote(name, "pid"))
+    ray.cancel(first)
+    with pytest.raises(RayError):
+        of(first)
+    assert of(second) is None
+    assert of(caller.is_connected.remote(name))

@@ -188,8 +188,9 @@ def test_an_endpoint_picker_reads_one_series_of_each_name() -> None:
 
 def test_gauges_of_the_view() -> None:
     info = ReplicaInfo("d0", Role.DECODE, DepthClass("m", 8), "n", "i", 4, 100)
-    view = ClusterView(0.0, [ReplicaSnapshot(info, 0.0, num_running=3, used_tokens=50)])
-    values = parse_exposition(view_gauges(view).decode())
+    view = ClusterView(0.0, [ReplicaSnapshot(info, 5.0, num_running=3, used_tokens=50)])
+    values = parse_exposition(view_gauges(view, now_unix_s=10.0).decode())
     labels = '{depth="8",model_name="m",replica="d0",role="decode"}'
     assert values["vllm:num_requests_running" + labels] == 3
     assert values["vllm:kv_cache_usage_perc" + labels] == 0.5
+    assert parse_exposition(view_gauges(view, now_unix_s=20.0).decode()) == {}, "that was long ago"

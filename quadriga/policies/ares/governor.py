@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
@@ -161,6 +161,10 @@ class Governor:
         """Whether a model's predictions are not to be believed now."""
         monitor = self.drift.get(model)
         return monitor is not None and monitor.is_drifting
+
+    def served(self, models: Container[str]) -> None:
+        """Forget what is known of the predictions of other models."""
+        self.drift = {name: monitor for name, monitor in self.drift.items() if name in models}
 
     def ended_lengths(self, model: str, outcomes: Sequence[LengthOutcome]) -> None:
         """Sequences of a model have ended by themselves."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import pickle
 import secrets
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -63,7 +64,7 @@ def on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "ray", stands_for_ray)
     monkeypatch.setattr(ray_rpc, "ray", stands_for_ray)
     monkeypatch.delenv("RAY_USE_TLS", raising=False)
-    for name in ("_handles", "_used_s", "_connections", "_connect_s"):
+    for name in ("_handles", "_used_s", "_connections", "_attempts"):
         monkeypatch.setattr(ray_rpc, name, {})
 
 
@@ -254,9 +255,8 @@ async def through_relay(
 async def test_who_echoes_the_greeting_has_not_proved_anything(callee: Callee) -> None:
     address = await address_of(callee)
     reader, writer = await asyncio.open_connection(address.host, address.port)
-    writer.write(await reader.readexactly(connections.GREETING_BYTES))
-    writer.write(await reader.readexactly(connections.GREETING_BYTES))
-    assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+    writer.write(2 * await reader.readexactly(connections.GREETING_BYTES))
+    assert await asyncio.wait_for(reader.read(), WAIT_S) == b"", "nor is it shown any proof"
     writer.close()
 
 
@@ -291,27 +291,88 @@ async def test_strangers_are_few_and_have_little_time(
     callee: Callee, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "MAX_STRANGERS", 2)
-    monkeypatch.setattr(connections, "GREETING_TIMEOUT_S", 0.2)
     address = await address_of(callee)
-    found = [await asyncio.open_connection(address.host, address.port) for _ in range(3)]
-    ends = [await asyncio.wait_for(reader.read(), WAIT_S) for reader, _ in found]
+    found = [await asyncio.open_connection(address.host, address.port) for _ in range(2)]
+    async with connected(callee) as connection:  # the oldest stranger makes room
+        assert await connection.call("echo", "a friend", timeout_s=WAIT_S) == "a friend"
+    assert len(await asyncio.wait_for(found[0][0].read(), WAIT_S)) == connections.GREETING_BYTES
+    monkeypatch.setattr(connections, "GREETING_TIMEOUT_S", 0.01)
+    late, _ = found[1]
+    found.append(await asyncio.open_connection(address.host, address.port))
+    assert len(await asyncio.wait_for(found[2][0].read(), WAIT_S)) == connections.GREETING_BYTES
+    assert not late.at_eof()
     for _, writer in found:
         writer.close()
-    assert [len(end) for end in ends[:2]] == [connections.GREETING_BYTES] * 2
-    async with connected(callee) as connection:
-        assert await connection.call("echo", "a friend", timeout_s=WAIT_S) == "a friend"
 
 
-async def test_a_frame_beyond_the_limit_ends_the_connection(
+async def test_a_call_that_is_too_large_is_refused_alone(
     callee: Callee, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with connected(callee) as connection:
         monkeypatch.setattr(connections, "MAX_FRAME_BYTES", 100)
-        calling = asyncio.create_task(connection.call("echo", bytes(200), timeout_s=WAIT_S))
-        await connection.lost
+        with pytest.raises(ReplicaError, match="too many for one call") as raised:
+            await connection.call("echo", bytes(200), timeout_s=WAIT_S)
+        assert await connection.call("echo", "small", timeout_s=WAIT_S) == "small"
+    assert raised.value.code == "too_large"
+
+
+async def test_a_frame_beyond_the_limit_ends_the_connection(callee: Callee) -> None:
+    async with connected(callee) as connection:
+        calling = asyncio.create_task(connection.call("wait", timeout_s=WAIT_S))
+        await settled()
+        head = connections._HEAD.pack(connections.MAX_FRAME_BYTES + 1, 0)
+        connection._transport.write(head + bytes(16))  # type: ignore[union-attr]
+        await asyncio.wait_for(connection.lost, WAIT_S)
         connection.fail(ReplicaDied("over"))
         with pytest.raises(ReplicaDied, match="over"):
             await calling
+
+
+@pytest.mark.parametrize("cause", ["an answer", "the connection"])
+async def test_want_of_memory_here_is_no_answer_from_there(
+    callee: Callee, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ingress that has none ends itself where nobody seems to answer."""
+
+    def no_memory(*_: Any) -> Any:
+        raise MemoryError
+
+    async with connected(callee) as connection:
+        stands_for_pickle = SimpleNamespace(
+            dumps=pickle.dumps, loads=no_memory, HIGHEST_PROTOCOL=pickle.HIGHEST_PROTOCOL
+        )
+        calling = asyncio.create_task(connection.call("wait", timeout_s=WAIT_S))
+        await settled()
+        await connection.call("echo", "it is there", timeout_s=WAIT_S)
+        if cause == "an answer":
+            monkeypatch.setattr(connections, "pickle", stands_for_pickle)
+        else:
+            monkeypatch.setattr(connection, "_take", no_memory)
+        callee.gate.set()
+        with pytest.raises(MemoryError):
+            await calling
+
+
+async def test_a_method_that_is_cancelled_fails_its_caller(callee: Callee) -> None:
+    async with connected(callee) as connection:
+        with pytest.raises(ReplicaError, match="the call failed: CancelledError"):
+            await connection.call("fail", asyncio.CancelledError(), timeout_s=WAIT_S)
+
+
+async def test_the_wait_for_an_actors_end_ends_with_the_connection(callee: Callee) -> None:
+    async with connected(callee) as connection:
+        waiting = asyncio.create_task(callee.wait_while_connected(connection.nonce))
+        await connection.call("echo", "it waits", timeout_s=WAIT_S)
+        assert not waiting.done()
+    await asyncio.wait_for(waiting, WAIT_S)
+    await asyncio.wait_for(callee.wait_while_connected(b"unknown"), WAIT_S)
+
+
+async def test_a_peer_out_of_reach_is_noticed_by_the_system(callee: Callee) -> None:
+    async with connected(callee) as connection:
+        sock = connection._transport.get_extra_info("socket")  # type: ignore[union-attr]
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3
 
 
 class Method:
@@ -333,7 +394,7 @@ class Handle:
     def __getattr__(self, name: str) -> Any:
         async def made(*args: Any) -> Any:
             self.through_ray.append(name)
-            if name == "wait_forever":
+            if name == "wait_while_connected":
                 self.is_watched.set()
                 return await self.death
             return await getattr(self.callee, name)(*args)
@@ -393,16 +454,57 @@ async def test_a_broken_connection_to_an_actor_that_lives_leaves_calls_to_ray(
     assert handle.through_ray == ["echo"]
 
 
-async def test_a_connection_that_cannot_be_had_is_not_tried_for_at_every_call(
+async def test_a_connection_that_cannot_be_had_is_tried_for_ever_more_rarely(
+    callee: Callee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(ray_rpc.time, "monotonic", lambda: now_s)
+
+    async def refuse(*_: Any) -> Any:
+        raise OSError("no route")
+
+    monkeypatch.setattr(ray_rpc, "connect", refuse)
+    handle = Handle(callee)
+    ray_rpc.remember_handle("callee", handle)  # type: ignore[arg-type]
+    tried_s = []
+    for _ in range(60):
+        asked = handle.through_ray.count("call_address")
+        await ray_rpc.call("callee", "echo", "by Ray", timeout_s=WAIT_S)
+        await settled()
+        if handle.through_ray.count("call_address") > asked:
+            tried_s.append(now_s - 1000.0)
+        now_s += 1.0
+    assert tried_s == [0.0, 6.0, 16.0, 36.0], "the call after each pause"
+
+
+async def test_an_actor_that_takes_no_connections_is_asked_once(
     callee: Callee, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_USE_TLS", "1")
+    monkeypatch.setattr(ray_rpc, "CONNECT_AGAIN_S", (0.0, 0.0))
     handle = Handle(callee)
     ray_rpc.remember_handle("callee", handle)  # type: ignore[arg-type]
     for _ in range(3):
         await ray_rpc.call("callee", "echo", "by Ray", timeout_s=WAIT_S)
         await settled()
     assert sorted(handle.through_ray) == ["call_address", "echo", "echo", "echo"]
+
+
+async def test_an_idle_handle_goes_with_its_connection_and_a_busy_one_stays(
+    callee: Callee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until_connected(Handle(callee))
+    connection = ray_rpc._connections["callee"]
+    calling = asyncio.create_task(ray_rpc.call("callee", "wait", timeout_s=WAIT_S))
+    await settled()
+    monkeypatch.setattr(ray_rpc, "IDLE_S", -1.0)
+    ray_rpc.remember_handle("another", Handle(callee))  # type: ignore[arg-type]
+    assert "callee" in ray_rpc._handles
+    callee.gate.set()
+    await calling
+    ray_rpc.remember_handle("another", Handle(callee))  # type: ignore[arg-type]
+    await asyncio.wait_for(connection.lost, WAIT_S)
+    assert "callee" not in ray_rpc._handles
 
 
 async def test_a_process_that_is_no_actor_calls_through_ray(

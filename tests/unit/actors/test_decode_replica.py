@@ -17,7 +17,7 @@ from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
 from quadriga.core.grammar import Grammar
 from quadriga.core.kv import TransferOffer
-from quadriga.errors import MigrationFailed
+from quadriga.errors import MigrationFailed, Unavailable
 from quadriga.replica.spans import SequenceSpans
 from quadriga.text.grammar import MAX_KEPT, grammars_of
 from tests.settled import settled
@@ -84,3 +84,28 @@ async def test_the_destination_compiles_a_grammar_while_the_kv_is_on_its_way() -
     await DecodeReplica.reserve(replica, pickle.loads(pickle.dumps(offer)))
     await settled()
     ahead.assert_awaited_once_with(FORM)
+
+
+async def test_a_running_sequence_is_promised_a_row_once_its_grammar_is_compiled() -> None:
+    """It goes on at its source until then, and would stand still for it after its cutover."""
+    receiver, may_end = Mock(reserve=AsyncMock(return_value=0)), asyncio.Event()
+
+    async def slowly(grammar: Grammar | None) -> None:
+        assert grammar == FORM
+        await may_end.wait()
+
+    replica: Any = Mock(info_record=Mock(numerics=""), receiver=receiver, compile_grammar=slowly)
+    replica.leaving.return_value = ()
+    offer = TransferOffer(
+        "t", "s", CLASS, "source", 1, 3, 32, "gloo", 5.0, is_live=True, grammar=FORM
+    )
+    reserving = asyncio.create_task(DecodeReplica.reserve(replica, offer))
+    await settled()
+    receiver.reserve.assert_not_awaited()
+    replica.require_taking.side_effect = Unavailable("draining")
+    may_end.set()
+    with pytest.raises(Unavailable):
+        await reserving
+    replica.require_taking.side_effect = None
+    await DecodeReplica.reserve(replica, offer)
+    receiver.reserve.assert_awaited_once_with(offer)

@@ -55,7 +55,14 @@ class Store:
         self.refs.append(weakref.ref(ref))
         return ref
 
-    async def call(self, peer: str, method: str, *args: Any, timeout_s: float) -> None:
+    async def find_actor(self, peer: str, timeout_s: float) -> str:
+        return f"{peer}'s handle"
+
+    async def call_handle(
+        self, peer: str, handle: str, method: str, *args: Any, timeout_s: float
+    ) -> None:
+        """As Ray carries a call: only it can pass a reference on."""
+        assert (handle, method) == (f"{peer}'s handle", "kv_deliver")
         self.num_delivered += 1
         if self.failure is not None:
             raise self.failure
@@ -69,7 +76,8 @@ class Store:
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     store = Store()
     monkeypatch.setattr(object_store.ray, "put", store.put)
-    monkeypatch.setattr(object_store, "call", store.call)
+    monkeypatch.setattr(object_store, "find_actor", store.find_actor)
+    monkeypatch.setattr(object_store, "call_handle", store.call_handle)
     # The collector seldom comes to a process that serves: what waits for it lies there for long.
     gc.disable()
     yield store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -79,6 +80,33 @@ async def test_a_successor_shows_the_past(monkeypatch: pytest.MonkeyPatch) -> No
     successor.history.sample(successor.hub, now_s=clock.now_s(), now_unix_s=clock.unix_s())
     tokens = successor.history.columns(now_unix_s=clock.unix_s())["tokens_per_s"]
     assert tokens[-5:] == [10, 20, None, None, None], "the time without a controller is a gap"
+
+
+async def test_a_store_that_answers_late_gets_the_newest_values_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, may_write, begun = Store(monkeypatch), threading.Event(), list[str]()
+    monkeypatch.setattr("actors.metrics.metrics_page.KEEP_TIMEOUT_S", 0.05)
+
+    def save(app: str, what: str, value: bytes) -> None:
+        begun.append(what)
+        may_write.wait(20.0)
+        store.save(app, what, value)
+
+    monkeypatch.setattr("actors.controller.controller_store.save", save)
+    page = MetricsPage("app", SystemClock())
+    for tokens in (1, 2, 3):
+        page.push("ingress", counting(tokens))
+        assert f"}} {tokens}" in (await page.show()).decode(), "a scrape does not wait for it"
+    assert begun == ["metrics"], "one writer, however many scrapes"
+    may_write.set()
+    await page.keep()
+    await (successor := MetricsPage("app", SystemClock())).restore()
+    assert "} 3" in (await successor.show()).decode()
+    await page.close()
+    store.kept.clear()
+    await page.keep()
+    assert not store.kept
 
 
 async def test_a_damaged_copy_costs_the_past_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

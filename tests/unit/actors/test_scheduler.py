@@ -51,6 +51,19 @@ async def test_a_new_scheduler_asks_clients_to_retry_until_its_first_route() -> 
         await scheduler.admit(request(model="other"))
 
 
+async def test_what_is_known_of_lengths_goes_with_their_model() -> None:
+    scheduler = Scheduler(plain())
+    made = scheduler._rescheduling
+    for models in (["old", "quadriga-s"], ["quadriga-s"]):
+        for model in models:
+            made.governor.ended_lengths(model, [])
+        await scheduler.configure(plain(), models, 0.0)
+        made.metrics.gauges(made.governor)
+    assert set(made.status()["lengths"]) == {"quadriga-s"}
+    assert b'"quadriga-s"' in made.metrics.registry.snapshot()
+    assert b'"old"' not in made.metrics.registry.snapshot(), "a coverage of 0 would be a failure"
+
+
 async def test_without_helios_the_model_auto_is_unknown() -> None:
     scheduler = Scheduler(plain())
     await scheduler.configure(plain(), ["quadriga-s"], 0.0)
@@ -269,6 +282,26 @@ async def test_without_a_scheduler_depths_are_chosen_alike(
     )
     assert [await placement.find(PREFILLED) for _ in range(2)] == ["d1", "d1"]
     assert await placement.find(replace(PREFILLED, exclude=("d1",))) == second
+
+
+async def test_a_sequence_is_placed_where_rows_are_long_enough() -> None:
+    """An idle replica with less memory looks best, and would refuse it for good."""
+    scheduler, calls = Scheduler(plain()), None
+    placement = DecodePlacement(load_config({}), calls, PlacementTurns({}))  # type: ignore[arg-type]
+    placement._is_scheduler_away = True
+    views = []
+    for name, length, load in (("d0", 32, {}), ("d1", 64, {"num_running": 7})):
+        one = snapshot(name, Role.DECODE, FULL, **load)
+        views.append(replace(one, info=replace(one.info, max_model_len=length)))
+        await scheduler.report(views[-1])
+    placement._view = ClusterView(time.time(), views)
+    for length, chosen in ((32, "d0"), (40, "d1"), (64, "d1")):
+        asked = replace(PREFILLED, max_total_tokens=length)
+        assert [await scheduler.place_now(asked), await placement.find(asked)] == [chosen] * 2
+    longer = replace(PREFILLED, max_total_tokens=65)
+    with pytest.raises(Unavailable, match="sequences of 65 tokens"):
+        await scheduler.place_now(longer)
+    assert await placement.find(longer) is None
 
 
 async def test_copies_of_a_prompt_go_to_one_prefill_replica_and_other_prompts_to_others() -> None:

@@ -96,6 +96,10 @@ def test_a_config_file_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFix
     assert row["context"] == 512
 
 
+def test_a_bundled_model_is_known_by_its_id(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [r["depth"] for r in planned(capsys, "quadriga-l")["rows"]] == [3, 6, 12]
+
+
 def test_without_models_the_paper_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
     line = planned(capsys)
     assert len(line["table_6"]) == 5

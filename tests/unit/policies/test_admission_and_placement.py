@@ -275,6 +275,27 @@ def test_more_than_any_replica_holds() -> None:
         decide(request(1, 1000), snapshot("p", Role.PREFILL), snapshot("d"))
 
 
+def with_rows(length: int, one: ReplicaSnapshot) -> ReplicaSnapshot:
+    """A replica whose sequences may be so long."""
+    one.info = replace(one.info, max_model_len=length)
+    return one
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.MIXED])
+def test_a_sequence_goes_where_rows_are_long_enough(role: Role) -> None:
+    """Rows follow the memory of a node: on a new one they may be shorter."""
+    short = with_rows(64, snapshot("p", role))
+    busy = with_rows(512, snapshot("q", role, waiting_tokens=20, num_waiting=1))
+    decodes = [with_rows(n, snapshot(f"d{n}")) for n in (64, 512)]
+    assert decide(request(40, 20), short, busy, *decodes) == "p"
+    assert decide(request(80, 20), short, busy, *decodes) == "q"
+    for num_answer in (30, 400):
+        found = decide(request(40, num_answer), short, busy, *decodes)
+        assert found == ("p" if role is Role.PREFILL else "q"), "who decodes it needs the room"
+    with pytest.raises(ContextTooLong, match="the largest replica holds 512"):
+        decide(request(100, 413), short, busy, *decodes)
+
+
 def test_a_full_queue_says_when_it_will_have_room() -> None:
     full = snapshot("p", Role.PREFILL, waiting_tokens=100, num_waiting=3, tokens_per_s=5.0)
     with pytest.raises(Overloaded) as caught:

@@ -7,12 +7,14 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import quadriga.background
 from actors.replica.decode import DecodeReplica
+from actors.replica.decode_engine import DecodeEngine
 from quadriga.clock import ManualClock, SystemClock
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.core.kv import KVExtent, KVPart, ResumePoint, TransferOffer
@@ -28,6 +30,7 @@ from quadriga.errors import (
 )
 from quadriga.kv_transport.payload import checksum, pack
 from quadriga.replica.handoff_receiver import HandoffReceiver
+from quadriga.scheduling.idle_check import LEAK_AFTER_S, Leaks
 from quadriga.scheduling.transfer.handoff import LeaseState
 from tests.settled import settled
 
@@ -140,6 +143,32 @@ async def open_transfer(host: TakingHost) -> HandoffReceiver:
     await receiver.reserve(replace(an_offer(), is_live=True))
     receiver.store("source", a_part(0, 0, 1), KV[:, :, :, :1].contiguous())
     return receiver
+
+
+async def test_a_sequence_that_waits_for_its_grammar_behind_others_is_no_leak() -> None:
+    """It is committed and does not run yet; many slow grammars take longer than a leak may."""
+    host, may_join, clock = RefusingHost(KeyError("not asked")), asyncio.Event(), ManualClock()
+
+    async def reserve_row(offer: TransferOffer) -> tuple[int, int]:
+        return 0, NUM_TOKENS
+
+    async def join(*_: object) -> None:
+        await may_join.wait()
+
+    host.reserve_row, host.join = reserve_row, join  # type: ignore[assignment,method-assign]
+    receiver = HandoffReceiver(CLASS, host, clock, ["gloo"])
+    engine: Any = Mock(held=[], _receiver=receiver, _leaks=Leaks())
+    engine.loop.slots.owners, engine._replica.clock = ["s"], clock
+    await receiver.reserve(an_offer())
+    committing = asyncio.create_task(receiver.commit("t", a_state(), []))
+    await settled()
+    assert not DecodeEngine._check(engine)
+    may_join.set()
+    await committing
+    assert DecodeEngine._check(engine), "nobody has it now"
+    clock.advance(LEAK_AFTER_S)
+    with pytest.raises(InvariantViolation, match="unknown sequences"):
+        DecodeEngine._check(engine)
 
 
 async def test_a_commit_may_bring_the_last_kv_and_be_repeated() -> None:

@@ -48,7 +48,8 @@ class Host:
         specs = resolve(self.config, Hardware(4)).replicas
         self.spec = next(s for s in specs if s.role is role)
         self.clock = SystemClock()
-        self.receiver = SimpleNamespace(leases=SimpleNamespace(offers=list, sequences=set))
+        leases = SimpleNamespace(offers=list, sequences=set)
+        self.receiver = SimpleNamespace(leases=leases, joining=frozenset())
         self.report_options = ReportOptions()
         self.name = "replica"
         self.load: Any = None

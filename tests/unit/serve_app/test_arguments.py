@@ -123,3 +123,11 @@ def test_the_demonstration_refuses_alike(
         demo.main(words)
     assert left.value.code == 2
     assert capsys.readouterr().err.startswith("quadriga: ")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["keys", "--help"]])
+def test_help_shows_no_empty_defaults(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    help_text = capsys.readouterr().out
+    assert "options:" in help_text and "(default: )" not in help_text

@@ -192,6 +192,19 @@ async def test_broken_bytes_are_answered_or_the_reason_is_logged(
         assert any("closed the connection of" in line for line in server.lines)
 
 
+async def test_a_stream_to_an_old_client_has_no_chunks(server: Server) -> None:
+    """nginx asks in HTTP/1.0 unless it is told otherwise."""
+    body = b'{"prompt": "a", "max_tokens": 3, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.%d\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+    for version in (0, 1):
+        answer = await server.ask(head % (version, len(body)) + body)
+        headers, _, events = answer.partition(b"\r\n\r\n")
+        assert headers.startswith(b"HTTP/1.1 200")
+        assert (b"chunked" in headers) is (version == 1)
+        assert events.endswith(b"data: [DONE]\n\n") is (version == 0)
+    assert b'\r\n\r\n{"status": "alive"}' in await server.ask(b"GET /live HTTP/1.0\r\n\r\n")
+
+
 async def test_headers_that_are_not_utf8(server: Server) -> None:
     for method, name, target in product(
         ("GET", "HEAD", "POST", "OPTIONS", "DELETE", "BREW"),

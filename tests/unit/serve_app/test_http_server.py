@@ -134,6 +134,19 @@ async def test_a_slash_too_many_redirects_nobody(path: str, stand: Stand) -> Non
     assert path in reply.json()["error"]["message"]
 
 
+async def test_who_names_no_model_gets_the_default(stand: Stand) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "a", "model": ""}),
+        ("/v1/responses", {"input": "a", "model": None}),
+        ("/tokenize", {"prompt": "a", "model": None}),
+        ("/detokenize", {"tokens": [1], "model": None}),
+    ):
+        reply = await stand.http.post(path, json=body)
+        assert reply.json().get("model", "quadriga-s") == "quadriga-s", reply.text
+    listing = await stand.http.get("/v1/models")
+    assert (await stand.http.get("/v1/models/")).json() == listing.json()
+
+
 async def test_every_5xx_has_a_line_in_the_log(
     stand: Stand, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

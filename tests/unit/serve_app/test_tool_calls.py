@@ -160,6 +160,18 @@ async def test_a_form_beside_tools_is_that_of_an_answer_which_calls_none(
     assert "instead" not in grammar.text
 
 
+@pytest.mark.parametrize(
+    "form", [{"guided_json": {}}, {"structured_outputs": {"json": "{}"}}, {"guided_json": "{}"}]
+)
+async def test_other_words_for_json_are_as_good_beside_tools(
+    stand: Stand, form: dict[str, Any]
+) -> None:
+    reply = await stand.http.post(PATH, json=form | {"messages": [USER], "tools": [ADD]})
+    assert reply.status_code == 200, reply.text
+    grammar = stand.cluster.submitted[-1].sampling.grammar
+    assert grammar is not None and " | instead" in grammar.text
+
+
 async def test_the_model_is_told_of_tools_and_of_the_conversation(stand: Stand) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages: Any = [
@@ -194,6 +206,7 @@ def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
         ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [tool()], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         (
             {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "b"}}},
             "tool_choice.function.name",
@@ -201,6 +214,8 @@ def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
         ({"tools": [tool(parameters={"type": 7})], "tool_choice": "required"}, "tools"),
         ({"tools": [tool()], "guided_regex": "a"}, "guided_regex"),
         ({"tools": [tool()], "guided_regex": "a", "response_format": FORM}, "guided_regex"),
+        ({"tools": [tool()], "guided_json": "[" * 5000}, "guided_json"),
+        ({"tools": [tool()], "guided_json": f'{{"enum": ["{"a" * 200_000}"]}}'}, "guided_json"),
         ({"tools": [tool()], "tool_choice": "required", "min_tokens": 3}, "min_tokens"),
         ({"functions": [{"name": "a"}]}, "functions"),
     ],
@@ -211,6 +226,7 @@ async def test_what_is_refused(stand: Stand, fields: dict[str, Any], param: str)
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert error["param"].startswith(param)
+    assert "a object" not in error["message"] and "NamedToolChoice" not in error["message"]
     assert not stand.cluster.submitted
 
 

@@ -84,6 +84,9 @@ def sentence_piece(decoder: decoders.Decoder = LLAMA) -> TextTokenizer:
     return TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=core), "m")
 
 
+SENTENCE_PIECE = sentence_piece()
+
+
 def test_window_keeps_the_spaces_of_a_sentencepiece_vocabulary() -> None:
     pieces = streamed(sentence_piece(), [0, 1, 2, 3, 4, 5, 6])
     assert pieces == ["hello", " world", "s", "", "", "", "😀", ""]
@@ -101,6 +104,17 @@ def test_text_behind_special_tokens_keeps_the_space_that_a_whole_decode_gives_it
         assert said == text.decode(shown, skip_special_tokens=False)
     for before in ([0, 2], [0, *[7] * 9]):
         assert text.detokenizer(after=before).push(1) == " world"
+
+
+@given(st.lists(st.integers(0, 8), max_size=MAX_PENDING_TOKENS))
+def test_any_tokens_of_a_sentencepiece_vocabulary_stream_as_they_decode(ids: list[int]) -> None:
+    assert "".join(streamed(SENTENCE_PIECE, ids)) == SENTENCE_PIECE.decode(ids)
+
+
+def test_a_broken_byte_breaks_no_character_beside_it() -> None:
+    pieces = streamed(SENTENCE_PIECE, [3, 4, 5, 6, 3, 0])
+    assert pieces == ["", "", "", "😀", "", "\ufffd hello", ""]
+    assert SENTENCE_PIECE.decode([3, 3, 4, 5, 6, 0]) == "\ufffd😀 hello"
 
 
 def test_tokens_of_a_sentencepiece_vocabulary_are_named_by_their_bytes() -> None:

@@ -263,6 +263,28 @@ def test_an_answer_that_must_call_can_only_be_calls(form: ToolFormat, is_paralle
     jsonschema.validate(json.loads(good[1]), WEATHER)
 
 
+@pytest.mark.parametrize("named", ["#/$defs/m", "#/properties/n", "#/shared/n", "#", "zod"])
+def test_references_of_a_tools_parameters_hold_beside_a_form(named: str) -> None:
+    number = {"type": "integer"}
+    schema = OBJECT | {
+        "properties": {"n": number, "m": {"$ref": named}},
+        "$defs": {"m": {"anyOf": [{"$ref": "#/shared/n"}]}},
+        "shared": {"n": number},
+    }
+    if named == "zod":  # as its converter writes a schema that has a name
+        schema = {"definitions": {"one": OBJECT | {"properties": {"m": number}}}}
+        schema |= {
+            "$ref": "#/definitions/one",
+            "$schema": "http://json-schema.org/draft-07/schema#",
+        }
+    tools = [{"name": "add", "parameters": schema}]
+    both = LLAMA.grammar(tools, is_parallel=True, ids={}, instead=OBJECT)
+    grammars_of(CHECKPOINT).prepare(both)
+    for value, is_wanted in (('{"m": {"n": 1}}' if named == "#" else "1", True), ('"x"', False)):
+        call = f'{{"name": "add", "parameters": {{"m": {value}}}}}'
+        assert allows(both, TEXT.encode(call, add_special_tokens=False)) is is_wanted
+
+
 @pytest.mark.parametrize("form", [*FORMS, MISTRAL_ARGS, QWEN_TAGS])
 def test_an_answer_that_may_be_json_instead_is_either(form: ToolFormat) -> None:
     calls = form.grammar(TOOLS, is_parallel=True, ids={})
