@@ -19,6 +19,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from loadgen.comparison.pairs import median_ratio
 from loadgen.options import whole
 from loadgen.paper.clocks import ProcessorClock
 from loadgen.paper.drex.closed_loop import ClosedLoopRun
@@ -30,7 +31,6 @@ from loadgen.paper.lossless.lanes import (
     OFF,
     SMOOTH,
     gap_p99_s,
-    median_ratio,
     race,
 )
 from loadgen.report.experiment import publish, say, show

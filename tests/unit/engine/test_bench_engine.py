@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,6 +116,16 @@ def test_percentiles_of_first_tokens_lie_between_the_values_around_them() -> Non
     workload = Workload("w", 2, [WorkloadRequest([1], 1)] * 2)
     [line] = bench._json_lines(results, [workload])
     assert (line["ttft_p50"], line["ttft_p99"]) == (0.5, 0.99)
+
+
+def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
+    results = bench.EngineResults()
+    for ours_s, theirs_s in ((1.0, 3.0), (4.0, 4.0), (2.0, 8.0)):
+        for peer, seconds in (("quadriga", ours_s), ("fast", theirs_s), ("slow", 9.0)):
+            results.add(peer, "w", GeneratedTokens(seconds, [], [], 2.0))
+    assert results.over_fastest(["slow", "fast"], "w", "seconds") == 3.0
+    assert results.over_fastest(["slow", "fast"], "w", "cpu_s") == 1.0
+    assert math.isnan(results.over_fastest([], "w", "seconds"))
 
 
 def test_floor_counts_bytes_and_operations() -> None:
