@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -215,6 +216,14 @@ def test_what_the_model_cannot_take(
         pytest.raises(ConfigError, match=message),
     ):
         peer.prepare([file])
+
+
+def test_a_peer_that_ended_unasked_is_named(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.raises(ConfigError, match="ended before it was asked"))
+        peer = stack.enter_context(PeerProcess("quadriga", tmp_path, 1, "false"))
+        peer._process.wait(10.0)
+        peer.prepare([])
 
 
 def test_usage_errors(checkpoint: Path) -> None:
