@@ -1,6 +1,6 @@
 """`python -m loadgen replay`: what rescheduling would have decided under other settings.
 
-Takes the newest ticks from the service's admin port (`/cluster/ticks`; about 8 MB of them are
+Takes the newest ticks from the service's admin port (`/cluster/ticks`; about 4 MB of them are
 kept), or a file that `scheduler.ares.record_file` or `--save` wrote, and decides each again.
 """
 
