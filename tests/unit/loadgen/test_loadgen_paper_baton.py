@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, PreTrainedModel
 
 from loadgen.__main__ import main
+from loadgen.paper.baton import experiment
 from loadgen.paper.baton.contestants import CONTESTANTS, rows_needed
 from loadgen.paper.baton.experiment import count_ties
 from loadgen.paper.baton.inline import InlineRelay
@@ -154,6 +156,18 @@ def test_tokens_that_differ_without_a_tie_are_an_error(
         count_ties(runner, [query], wanted, wrong)
     with pytest.raises(InvariantViolation, match="request 0 differs at output 3"):
         count_ties(runner, [query], wanted, {0: wanted[0][:3]})
+
+
+@pytest.mark.parametrize("model", ["gpt2"], indirect=True)
+def test_what_was_measured_is_there_though_the_run_is_killed(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--queries", "4", "3", "--batch-mixed", "2", "--batch-brief", "--scale", "0.004"]
+    words += ["--rounds", "2", "--quick", "--out", str(tmp_path)]
+    monkeypatch.setattr(experiment, "_add", Mock(side_effect=KeyboardInterrupt))  # in round 2
+    assert main(["paper", "baton", "--model", str(path), *words]) == 130
+    rows = json.loads((tmp_path / "baton.partial.json").read_text())["rows"]
+    assert {row["contestant"] for row in rows} == {"run_to_completion", "orca", "baton"}
 
 
 @pytest.mark.parametrize("model", ["gpt2"], indirect=True)
