@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -253,6 +254,17 @@ def test_timeouts(servicer: Servicer, client: Client) -> None:
     assert time.monotonic() - begun_s < 8.0, "no wait that cannot help"
 
 
+@pytest.mark.parametrize("timeout_s", [math.inf, math.nan])
+def test_a_timeout_that_is_no_time_is_named(timeout_s: float, client: Client) -> None:
+    with pytest.raises(ValueError, match=r"timeout_s: (inf|nan) is no time"):
+        client.generate("x", timeout_s=timeout_s)
+
+
+def test_pauses_end_at_the_longest_however_often_is_tried() -> None:
+    policy = RetryPolicy(max_attempts=10_000, max_pause_s=0.01)
+    assert (policy.pause_s(Unavailable("x"), 2_000) or 1.0) <= 0.01
+
+
 def test_nobody_there() -> None:
     policy = RetryPolicy(max_attempts=2, first_pause_s=0.001)
     with Client("127.0.0.1:1", retry=policy, timeout_s=5) as client, pytest.raises(Unavailable):
@@ -433,6 +445,24 @@ def test_closing_ends_calls(target: str) -> None:
         list(pieces)
     with pytest.raises(Cancelled, match="was closed"):
         client.models()
+
+
+def test_a_call_whose_client_is_closed_before_it_begins_was_cancelled(target: str) -> None:
+    class Closed(Client):
+        def _connect(self) -> Any:
+            stub = super()._connect()
+            self.close()  # as another thread does
+            return stub
+
+    calls: list[Callable[[Client], object]] = [
+        lambda client: client.generate("x"),
+        lambda client: list(client.stream("x")),
+        lambda client: client.models(),
+        lambda client: client.cancel("r"),
+    ]
+    for call in calls:
+        with pytest.raises(Cancelled, match="the client was closed"):
+            call(Closed(target, timeout_s=5))
 
 
 def test_closing_ends_a_call_that_waits_to_try_again(servicer: Servicer, target: str) -> None:
