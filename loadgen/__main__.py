@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol, cast
 
 from quadriga.errors import QuadrigaError
+from quadriga.files import FULL_DISK
 
 EXIT_OK = 0
 EXIT_USAGE = 2
@@ -230,6 +231,11 @@ def _main(arguments: Sequence[str] | None) -> int:
         return module.run(args)
     except QuadrigaError as exc:
         print(f"error: {exc.message}", file=sys.stderr)
+        return EXIT_USAGE
+    except OSError as exc:
+        if exc.errno not in FULL_DISK:
+            raise
+        print(f"error: {exc}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from quadriga.checkpoint.exits import (
@@ -97,7 +97,4 @@ def save_halves(file: Path, tensors: Mapping[str, Tensor]) -> None:
         if not bool(half.isfinite().all()):
             largest = float(tensors[name].detach().abs().max())
             raise ConfigError(f"{file.name}: {name} does not fit fp16: it has {largest:g}")
-    partial = file.parent / f".{file.name}.partial"
-    save_file(halves, partial, metadata={"format": "pt"})
-    partial.chmod(0o644)
-    partial.replace(file)
+    write_atomically(file, save(halves, metadata={"format": "pt"}))
