@@ -229,11 +229,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         signal.signal(signal.SIGTERM, _terminated)
     try:
         return module.run(args)
-    except QuadrigaError as exc:
-        print(f"error: {exc.message}", file=sys.stderr)
-        return EXIT_USAGE
-    except OSError as exc:
-        if exc.errno not in FULL_DISK:
+    except (QuadrigaError, OSError) as exc:
+        if isinstance(exc, OSError) and exc.errno not in FULL_DISK:
             raise
         print(f"error: {exc}", file=sys.stderr)
         return EXIT_USAGE

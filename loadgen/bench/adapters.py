@@ -185,8 +185,9 @@ def measure(plain: LLM, adapted: LLM, num_tokens: int, repeats: int) -> list[Ada
             timed()  # fills caches
         rounds = [[timed() for timed in turns] for _ in range(repeats)]
         without_s, beside_s, with_s = zip(*rounds, strict=True)
-        middle = map(median, (without_s, beside_s, with_s))
-        costs.append(AdapterCost(rows, *middle, share=median_ratio(with_s, without_s) - 1.0))
+        share = median_ratio(with_s, without_s) - 1.0
+        middle = median(without_s), median(beside_s), median(with_s)
+        costs.append(AdapterCost(rows, *middle, share))
     return costs
 
 

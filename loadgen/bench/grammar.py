@@ -257,9 +257,9 @@ def token_costs(llm: LLM, rows: int, num_tokens: int, repeats: int) -> list[Toke
             (plain, plain_cpu), (form, form_cpu) = (
                 zip(*of, strict=True) for of in (seconds[tokens, "none"], of_form)
             )
-            middle = map(median, (plain, form, plain_cpu, form_cpu))
-            shares = median_ratio(form, plain) - 1.0, median_ratio(form_cpu, plain_cpu) - 1.0
-            costs.append(TokenCost(tokens, name, *middle, *shares))
+            middle = [median(of) for of in (plain, form, plain_cpu, form_cpu)]
+            middle += [median_ratio(form, plain) - 1.0, median_ratio(form_cpu, plain_cpu) - 1.0]
+            costs.append(TokenCost(tokens, name, *middle))
     return costs
 
 

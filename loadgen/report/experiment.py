@@ -130,21 +130,14 @@ def _write_rows(file: Path, rows: Sequence[Mapping[str, Any]], line: Mapping[str
 
 
 def kept_rows(path: Path, parse: Callable[[dict[str, Any]], R]) -> list[R]:
-    """Read the rows that an earlier run published; none where there is no file.
-
-    Raises:
-        ConfigError: They are of another version, or no rows.
-    """
+    """Read the rows that an earlier run published, if one did. Raises: ConfigError: Other rows."""
     if not path.is_file():
         return []
     try:
         return [parse(row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
     except (OSError, *GARBLED) as exc:
-        raise ConfigError(
-            f"--keep: the rows of {path} cannot be read by this version ({exc!r:.100}); leave "
-            "--keep out, or name another --out",
-            param="keep",
-        ) from exc
+        text = f"--keep: the rows of {path} are of another version; leave it out, or name an --out"
+        raise ConfigError(text, param="keep") from exc
 
 
 @contextmanager

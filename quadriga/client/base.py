@@ -28,9 +28,6 @@ class Deadline:
     Args:
         timeout_s: None: nobody asked for a limit. Then the service's own holds, and the client
             waits for `DEFAULT_TIMEOUT_S`.
-
-    Raises:
-        ValueError: It is infinite, or no number.
     """
 
     def __init__(self, timeout_s: float | None) -> None:

@@ -82,8 +82,10 @@ class TuneFolder:
 
 
 def save_maps(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Store the maps for skipped KV in a checkpoint's folder or a folder of tuning."""
-    save_halves(folder / SKIPPED_KV_WEIGHTS, tensors)
+    """Store the maps for skipped KV in a checkpoint's folder or a folder of tuning, not others."""
+    (folder / SKIPPED_KV_WEIGHTS).unlink(missing_ok=True)
+    if tensors:
+        save_halves(folder / SKIPPED_KV_WEIGHTS, tensors)
 
 
 def save_halves(file: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -15,13 +15,7 @@ import numpy.typing as npt
 import torch
 from rich.console import Console
 
-from quadriga.checkpoint.exits import (
-    DEFAULT_THRESHOLD,
-    NEVER,
-    SKIPPED_KV_WEIGHTS,
-    ExitSpec,
-    to_json,
-)
+from quadriga.checkpoint.exits import DEFAULT_THRESHOLD, NEVER, ExitSpec, to_json
 from quadriga.checkpoint.families import NATIVE_ARCHITECTURES
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.checkpoint.json_files import read_object
@@ -229,7 +223,7 @@ class Tuning:
     def _save_exits(self, spec: ExitSpec, tensors: dict[str, torch.Tensor] | None) -> None:
         """All of them stay in `work`, whatever thresholds are chosen later."""
         self._forget(_OF_EXITS)
-        (self.folder.path / SKIPPED_KV_WEIGHTS).unlink(missing_ok=True)
+        save_maps(self.folder.path, {})
         self.made.save_exits(spec, tensors)
         self.folder.save_exits(spec, tensors)
 
@@ -270,9 +264,7 @@ class Tuning:
         with report.progress("answers for the maps", len(some)) as advance:
             maps, unexplained = fit_maps(native(llm), spec, some, advance)
         llm.close()
-        (self.folder.path / SKIPPED_KV_WEIGHTS).unlink(missing_ok=True)  # of other exits
-        if maps:
-            save_maps(self.folder.path, maps)
+        save_maps(self.folder.path, maps)
         self.figures["maps"] = unexplained
 
     def _exits_there(self, part: PartName) -> ExitSpec:

@@ -111,16 +111,12 @@ class EngineResults:
         return statistics.median(g.cpu_s for g in self.runs[peer][workload])
 
     def over_fastest(self, others: Sequence[str], workload: str, figure: str) -> float:
-        """Median of the rounds' ratios of the fastest other engine's `seconds` or `cpu_s` to ours.
-
-        NaN where there is no other.
-        """
-        times = {
-            peer: [getattr(done, figure) for done in self.runs[peer][workload]]
+        """The fastest other one's `seconds` or `cpu_s` over ours, a median of ratios; else NaN."""
+        ours, *times = (
+            [getattr(done, figure) for done in self.runs[peer][workload]]
             for peer in (OURS, *others)
-        }
-        ours = times.pop(OURS)
-        return median_ratio(min(times.values(), key=statistics.median), ours) if times else math.nan
+        )
+        return median_ratio(min(times, key=statistics.median), ours) if times else math.nan
 
 
 def run(args: argparse.Namespace) -> int:

@@ -231,7 +231,7 @@ def test_answers_are_compared_with_an_earlier_run(
     held = (before / "run.jsonl").read_bytes()
     (tmp_path / "link").symlink_to(before)
     assert run(started, tmp_path, *again, "--output", str(tmp_path / "link")) == 2
-    assert "it would be replaced; name another folder" in capsys.readouterr().err
+    assert "holds what --same-as names" in capsys.readouterr().err
     assert (before / "run.jsonl").read_bytes() == held
 
 

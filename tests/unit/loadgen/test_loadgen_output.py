@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -144,10 +145,8 @@ def test_results_are_there_though_nobody_read_the_table(
 def test_a_full_disk_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def no_room(_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device", "a.json")
-
-    monkeypatch.setattr("loadgen.plan.run", no_room)
+    full = OSError(errno.ENOSPC, "No space left on device", "a.json")
+    monkeypatch.setattr("loadgen.plan.run", Mock(side_effect=full))
     assert main(["plan"]) == 2
     assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'a.json'\n"
 

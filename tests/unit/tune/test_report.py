@@ -134,24 +134,10 @@ FIGURES: dict[str, Any] = {
     "unanswered": 3,
     "speed_prompts": 10,
     "speed": [
-        {
-            "batch": 1,
-            "full": 10.0,
-            "exits": 9.0,
-            "drafts": 12.0,
-            "over_full": {"exits": 0.9, "drafts": 1.2},
-            "early": 0.5,
-            "agreed": 0.75,
-        },
-        {
-            "batch": 8,
-            "full": 10.0,
-            "exits": 9.9,
-            "drafts": 9.8,
-            "over_full": {"exits": 0.99, "drafts": 0.98},
-            "early": 0.0,
-            "agreed": None,
-        },
+        {"batch": 1, "full": 10.0, "exits": 9.0, "drafts": 12.0, "early": 0.5, "agreed": 0.75}
+        | {"over_full": {"exits": 0.9, "drafts": 1.2}},
+        {"batch": 8, "full": 10.0, "exits": 9.9, "drafts": 9.8, "early": 0.0, "agreed": None}
+        | {"over_full": {"exits": 0.99, "drafts": 0.98}},
     ],
 }
 

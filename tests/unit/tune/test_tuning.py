@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -295,15 +294,12 @@ def test_nothing_is_said_of_exits_that_nobody_made(
     assert "leaves by default" not in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.parametrize("full", ["states", "head", "training"])
+@pytest.mark.parametrize("where", [states, folder, distillation])
 def test_a_full_disk_is_named(
-    full: str, llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: object, llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(path: Path, content: bytes) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    where = {"states": states, "head": folder, "training": distillation}
-    monkeypatch.setattr(where[full], "write_atomically", no_room)
+    no_room = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(where, "write_atomically", no_room)
     words = ["--out", str(tmp_path), "--prompts", "tasks:4", "--max-tokens", "4", "--layers", "1"]
     with pytest.raises(SystemExit) as left:
         main([str(llama[0]), *words, "--width", "8", "--epochs", "1", "--parts", "exits"])
