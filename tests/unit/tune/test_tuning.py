@@ -304,6 +304,8 @@ def test_a_full_disk_is_named(
     with pytest.raises(SystemExit) as left:
         main([str(llama[0]), *words, "--width", "8", "--epochs", "1", "--parts", "exits"])
     assert "No space left on device; make room, and start it again: it goes on" in str(left.value)
+    no_room.side_effect = KeyboardInterrupt
+    assert main([str(llama[0]), *words, "--width", "8", "--epochs", "1", "--parts", "exits"]) == 130
 
 
 def test_parts_are_not_mixed_whose_run_held_back_other_domains_and_was_killed(
