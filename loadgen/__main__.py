@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol, cast
 
 from quadriga.errors import QuadrigaError
+from quadriga.files import FULL_DISK
 
 EXIT_OK = 0
 EXIT_USAGE = 2
@@ -228,8 +229,10 @@ def _main(arguments: Sequence[str] | None) -> int:
         signal.signal(signal.SIGTERM, _terminated)
     try:
         return module.run(args)
-    except QuadrigaError as exc:
-        print(f"error: {exc.message}", file=sys.stderr)
+    except (QuadrigaError, OSError) as exc:
+        if isinstance(exc, OSError) and exc.errno not in FULL_DISK:
+            raise
+        print(f"error: {exc}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -14,6 +15,8 @@ from pathlib import Path
 from quadriga.errors import ConfigError
 
 LOCK_INTERVAL_S = 0.02
+FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What an `OSError` says where there is no more room."""
 
 
 class LockTimeout(TimeoutError):

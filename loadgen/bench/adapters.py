@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from loadgen.comparison.pairs import median_ratio
 from loadgen.options import whole
 from loadgen.report.experiment import print_line, show
 from quadriga.catalogue.adapters import CONFIG_FILE, WEIGHTS_FILE
@@ -43,17 +44,15 @@ class AdapterCost:
         without_s: On a model that has no adapters.
         beside_s: On one that has, where no row asks for it.
         with_s: With every row the adapter's.
+        share: What the adapter adds to a step, over the step without one: the median of the
+            rounds' own.
     """
 
     rows: int
     without_s: float
     beside_s: float
     with_s: float
-
-    @property
-    def share(self) -> float:
-        """What the adapter adds to a step, over the step without one."""
-        return self.with_s / self.without_s - 1.0
+    share: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,8 +183,11 @@ def measure(plain: LLM, adapted: LLM, num_tokens: int, repeats: int) -> list[Ada
         ]
         for timed in turns:
             timed()  # fills caches
-        seconds = zip(*([timed() for timed in turns] for _ in range(repeats)), strict=True)
-        costs.append(AdapterCost(rows, *(median(of) for of in seconds)))
+        rounds = [[timed() for timed in turns] for _ in range(repeats)]
+        without_s, beside_s, with_s = zip(*rounds, strict=True)
+        share = median_ratio(with_s, without_s) - 1.0
+        middle = median(without_s), median(beside_s), median(with_s)
+        costs.append(AdapterCost(rows, *middle, share))
     return costs
 
 

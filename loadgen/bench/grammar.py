@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import jsonschema  # type: ignore[import-untyped]
 
 from loadgen.bench.random_schemas import random_schema
+from loadgen.comparison.pairs import median_ratio
 from loadgen.options import whole
 from loadgen.report.experiment import print_line, show
 from quadriga.core.grammar import Grammar
@@ -86,6 +87,7 @@ class TokenCost:
         tokens: How they are chosen.
         plain_s, form_s: Seconds a step without and with the form.
         plain_cpu_s, form_cpu_s: Of processor time, which holds on a busy machine too.
+        share, cpu_share: Of the step without it: medians of the rounds' own.
     """
 
     tokens: str
@@ -94,14 +96,8 @@ class TokenCost:
     form_s: float
     plain_cpu_s: float
     form_cpu_s: float
-
-    @property
-    def share(self) -> float:
-        return self.form_s / self.plain_s - 1.0
-
-    @property
-    def cpu_share(self) -> float:
-        return self.form_cpu_s / self.plain_cpu_s - 1.0
+    share: float
+    cpu_share: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -255,12 +251,15 @@ def token_costs(llm: LLM, rows: int, num_tokens: int, repeats: int) -> list[Toke
     for _ in range(repeats):
         for key, timed in contestants.items():
             seconds[key].append(timed())
-    middle = {key: [median(part) for part in zip(*of, strict=True)] for key, of in seconds.items()}
     costs = []
-    for (tokens, name), (form_s, form_cpu_s) in middle.items():
+    for (tokens, name), of_form in seconds.items():
         if name != "none":
-            plain_s, plain_cpu_s = middle[tokens, "none"]
-            costs.append(TokenCost(tokens, name, plain_s, form_s, plain_cpu_s, form_cpu_s))
+            (plain, plain_cpu), (form, form_cpu) = (
+                zip(*of, strict=True) for of in (seconds[tokens, "none"], of_form)
+            )
+            middle = [median(of) for of in (plain, form, plain_cpu, form_cpu)]
+            middle += [median_ratio(form, plain) - 1.0, median_ratio(form_cpu, plain_cpu) - 1.0]
+            costs.append(TokenCost(tokens, name, *middle))
     return costs
 
 

@@ -6,6 +6,7 @@ Two turns of a pair lie side by side in time, so what else the machine does weig
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,11 @@ class PairedRatio:
         if self.low is None or self.high is None:
             return f"{self.ratio:.3f} (one pair)"
         return f"{self.ratio:.3f} ({self.low:.3f} to {self.high:.3f}, {self.num_pairs} pairs)"
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the median of the ratios of rounds that were run together."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def paired_ratio(pairs: Sequence[tuple[float, float]]) -> PairedRatio | None:

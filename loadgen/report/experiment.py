@@ -18,6 +18,9 @@ from rich.table import Table
 
 from loadgen.report import provenance
 from loadgen.report.figures import figures
+from quadriga.checkpoint.json_files import GARBLED
+from quadriga.errors import ConfigError
+from quadriga.files import write_atomically
 
 R = TypeVar("R")
 Columns = Mapping[str, Callable[[R], object]]
@@ -28,6 +31,7 @@ REPORT_WIDTH = 120
 """And of the report of a run."""
 ALL_DIGITS = 17
 """Of a float: none is rounded away."""
+PARTIAL = ".partial.json"
 DPI = 120
 PANEL = (5.5, 3.5)
 """Inches, of a panel of the plots of a run."""
@@ -111,17 +115,29 @@ def publish(
     name: str, headline: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], folder: Path
 ) -> None:
     """Print the headline as the last line, and write it with all rows to `<name>.json`."""
-    line = print_line(name, headline=dict(headline))
-    folder.mkdir(parents=True, exist_ok=True)
-    whole = json.dumps(line | {"rows": figures(rows, ALL_DIGITS)}, indent=1, allow_nan=False)
-    (folder / f"{name}.json").write_text(whole + "\n", encoding="utf-8")
+    _write_rows(folder / f"{name}.json", rows, print_line(name, headline=dict(headline)))
+    (folder / f"{name}{PARTIAL}").unlink(missing_ok=True)
+
+
+def keep_rows(name: str, rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Write the rows there are yet to `<name>.partial.json`: what a run has that is killed."""
+    _write_rows(folder / f"{name}{PARTIAL}", rows, {})
+
+
+def _write_rows(file: Path, rows: Sequence[Mapping[str, Any]], line: Mapping[str, Any]) -> None:
+    whole = json.dumps({**line, "rows": figures(rows, ALL_DIGITS)}, indent=1, allow_nan=False)
+    write_atomically(file, (whole + "\n").encode())
 
 
 def kept_rows(path: Path, parse: Callable[[dict[str, Any]], R]) -> list[R]:
-    """Read the rows that an earlier run published; none where there is no file."""
+    """Read the rows that an earlier run published, if one did. Raises: ConfigError: Other rows."""
     if not path.is_file():
         return []
-    return [parse(row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+    try:
+        return [parse(row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+    except (OSError, *GARBLED) as exc:
+        text = f"--keep: the rows of {path} are of another version; leave it out, or name an --out"
+        raise ConfigError(text, param="keep") from exc
 
 
 @contextmanager

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,6 +31,8 @@ class Deadline:
     """
 
     def __init__(self, timeout_s: float | None) -> None:
+        if timeout_s is not None and not math.isfinite(timeout_s):
+            raise ValueError(f"timeout_s: {timeout_s} is no time; None leaves it to the service")
         self._is_asked = timeout_s is not None
         self._give_up_s = time.monotonic() + (DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
 
@@ -132,7 +137,18 @@ class BaseClient:
             deadline.tell(request)
             metadata = [*metadata, *affinity(request.request_id)]
             self._open.add(request.request_id)
-        return begin(request, metadata=metadata, timeout=deadline.left_s())
+        with self._until_closed():
+            return begin(request, metadata=metadata, timeout=deadline.left_s())
+
+    @contextmanager
+    def _until_closed(self) -> Iterator[None]:
+        """Begin a call. Raises: Cancelled: Another thread closed the client meanwhile."""
+        try:
+            yield
+        except ValueError as exc:  # so gRPC tells of a channel that is closed
+            if not self._is_closed:
+                raise
+            raise Cancelled("the client was closed") from exc
 
     def _is_left(self, request_id: str) -> bool:
         """Forget a request; returns whether the server may still run it, for nobody.

@@ -34,5 +34,5 @@ class RetryPolicy:
             if error.retry_after_s > self.max_pause_s:
                 return None
             return error.retry_after_s * random.uniform(1.0, 1.1)
-        pause_s = min(self.max_pause_s, self.first_pause_s * 2.0 ** (attempt - 1))
+        pause_s = min(self.max_pause_s, self.first_pause_s * 2.0 ** min(attempt - 1, 64))
         return pause_s * random.uniform(0.5, 1.0)

@@ -139,11 +139,10 @@ class Client(BaseClient):
 
     def _cancel(self, request_id: str) -> Any:
         """The call that has the server drop a request, begun."""
-        return self._connect().Cancel.future(
-            pb.CancelRequest(request_id=request_id),
-            metadata=[*self._metadata, *affinity(request_id)],
-            timeout=CANCEL_TIMEOUT_S,
-        )
+        begin = self._connect().Cancel.future
+        request, metadata = pb.CancelRequest(request_id=request_id), affinity(request_id)
+        with self._until_closed():
+            return begin(request, metadata=[*self._metadata, *metadata], timeout=CANCEL_TIMEOUT_S)
 
     def _leave(self, request_id: str) -> None:
         """Have the server drop a request that its caller has left."""

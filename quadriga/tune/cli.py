@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from quadriga.errors import QuadrigaError
-from quadriga.files import only_run
+from quadriga.files import FULL_DISK, only_run
 
 KINDS = ("norm", "mlp", "head", "linear")
 PARTS = ("exits", "thresholds", "maps", "lengths", "report")
 FORMATS = ("layerskip", "ee-llm", "dssd", "linear")
+_GOES_ON = "it goes on where it stopped"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(args)
     except QuadrigaError as exc:
         raise SystemExit(f"error: {exc.message}") from exc
+    except OSError as exc:
+        if exc.errno not in FULL_DISK:
+            raise
+        raise SystemExit(f"error: --out: {exc}; make room, and start it again: {_GOES_ON}") from exc
+    except KeyboardInterrupt:
+        print(f"interrupted; start it again: {_GOES_ON}", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

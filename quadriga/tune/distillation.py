@@ -12,6 +12,7 @@ model's own logits on its own answers, and the shortlist, are ours.
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.weights.checkpoint_weights import Head
+from quadriga.files import write_atomically
 from quadriga.tune.exit_heads import ExitHead, TunedKind
 from quadriga.tune.states import StateStore
 
@@ -186,18 +188,16 @@ class Distiller:
         return self._options.rate * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * share)))
 
     def _save(self) -> None:
-        partial = self._work / f".{STATE_FILE}.partial"
-        torch.save(
-            {
-                "asked": self._asked,
-                "step": self.step,
-                "loss": self.loss,
-                "heads": {depth: head.state_dict() for depth, head in self.heads.items()},
-                "optimizer": self._optimizer.state_dict(),
-            },
-            partial,
-        )
-        partial.replace(self._work / STATE_FILE)
+        state = {
+            "asked": self._asked,
+            "step": self.step,
+            "loss": self.loss,
+            "heads": {depth: head.state_dict() for depth, head in self.heads.items()},
+            "optimizer": self._optimizer.state_dict(),
+        }
+        content = io.BytesIO()  # of a full disk, torch would say what nobody understands
+        torch.save(state, content)
+        write_atomically(self._work / STATE_FILE, content.getvalue())
 
     def _resume(self) -> None:
         file = self._work / STATE_FILE

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from quadriga.checkpoint.exits import (
@@ -82,8 +82,10 @@ class TuneFolder:
 
 
 def save_maps(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Store the maps for skipped KV in a checkpoint's folder or a folder of tuning."""
-    save_halves(folder / SKIPPED_KV_WEIGHTS, tensors)
+    """Store the maps for skipped KV in a checkpoint's folder or a folder of tuning, not others."""
+    (folder / SKIPPED_KV_WEIGHTS).unlink(missing_ok=True)
+    if tensors:
+        save_halves(folder / SKIPPED_KV_WEIGHTS, tensors)
 
 
 def save_halves(file: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -97,7 +99,4 @@ def save_halves(file: Path, tensors: Mapping[str, Tensor]) -> None:
         if not bool(half.isfinite().all()):
             largest = float(tensors[name].detach().abs().max())
             raise ConfigError(f"{file.name}: {name} does not fit fp16: it has {largest:g}")
-    partial = file.parent / f".{file.name}.partial"
-    save_file(halves, partial, metadata={"format": "pt"})
-    partial.chmod(0o644)
-    partial.replace(file)
+    write_atomically(file, save(halves, metadata={"format": "pt"}))

@@ -81,8 +81,9 @@ def measure_speed(
         advance: Called with the number of runs done.
 
     Returns:
-        Per batch size that there are prompts for tokens/s of each way, medians over the rounds, and
-        the share of early tokens and of drafts that agreed; and the answers of the last batch size.
+        Per batch size that there are prompts for tokens/s of each way and their ratio to full depth
+        in the same round, medians over the rounds, and the share of early tokens and of drafts that
+        agreed; and the answers of the last batch size.
     """
     full = llm.runner.spec.checkpoint.num_layers
     rows, answers = [], {}
@@ -113,6 +114,10 @@ def measure_speed(
             {
                 "batch": batch,
                 **{way: statistics.median(values) for way, values in took.items()},
+                "over_full": {
+                    way: statistics.median(a / b for a, b in zip(values, took["full"], strict=True))
+                    for way, values in took.items()
+                },
                 "early": early,
                 "agreed": (counters.accepted - before.accepted) / drafted if drafted else None,
             }

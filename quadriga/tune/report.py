@@ -59,7 +59,7 @@ def write_report(folder: Path, figures: Mapping[str, Any], verdicts: Verdicts | 
 def page_of(figures: Mapping[str, Any]) -> str:
     """All figures as Markdown."""
     parts = [f"# Exits of {figures['model']}\n"]
-    if spec := figures.get("exits"):
+    if (spec := figures.get("exits")) and spec["layers"]:
         sure = ", ".join(f"{k}: {v:.3f}" for k, v in spec.get("sure_from", {}).items())
         parts.append(
             f"Kind `{spec['kind']}`, after layers {', '.join(map(str, spec['layers'])) or 'none'} "
@@ -96,9 +96,9 @@ def page_of(figures: Mapping[str, Any]) -> str:
                     [
                         str(row["batch"]),
                         f"{row['full']:.1f}",
-                        f"{row['exits']:.1f} ({row['exits'] / row['full']:.2f} ×)",
+                        f"{row['exits']:.1f} ({row['over_full']['exits']:.2f} ×)",
                         f"{row['early']:.3f}",
-                        f"{row['drafts']:.1f} ({row['drafts'] / row['full']:.2f} ×)",
+                        f"{row['drafts']:.1f} ({row['over_full']['drafts']:.2f} ×)",
                         "no drafts" if row["agreed"] is None else f"{row['agreed']:.3f}",
                     ]
                     for row in rows
@@ -226,7 +226,9 @@ def given_up(figures: Mapping[str, Any], wanted: Sequence[int]) -> list[str]:
                 "there, and made none"
             )
         for way, what in (("exits", "leaving early"), ("drafts", "drafting")):
-            if slow := [str(r["batch"]) for r in speed if _is_used(r, way) and r[way] < r["full"]]:
+            if slow := [
+                str(r["batch"]) for r in speed if _is_used(r, way) and r["over_full"][way] < 1
+            ]:
                 found.append(f"speed of {what} at batch {', '.join(slow)}: full depth is faster")
     return found
 

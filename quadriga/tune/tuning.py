@@ -18,6 +18,8 @@ from rich.console import Console
 from quadriga.checkpoint.exits import DEFAULT_THRESHOLD, NEVER, ExitSpec, to_json
 from quadriga.checkpoint.families import NATIVE_ARCHITECTURES
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
+from quadriga.checkpoint.json_files import read_object
+from quadriga.checkpoint.tuned import TUNE_FILE
 from quadriga.errors import ConfigError
 from quadriga.files import only_run, write_atomically
 from quadriga.llm import LLM
@@ -133,8 +135,13 @@ class Tuning:
         self._check_work()
         self._figures_file = self.work / "figures.json"
         self.figures: dict[str, Any] = {}
-        if self._figures_file.is_file():
-            self.figures = json.loads(self._figures_file.read_text())
+        for file in (
+            self._figures_file,
+            options.out / report.FIGURES_FILE,
+        ):  # or `work` was deleted
+            if file.is_file():
+                self.figures = json.loads(file.read_text())
+                break
         self.figures |= {"model": self.checkpoint.id, "num_layers": self.checkpoint.num_layers}
         self._verdicts: Verdicts | None = None
 
@@ -154,7 +161,8 @@ class Tuning:
                 seed=options.seed,
                 advance=advance,
             )
-        self._check_parts([answer.id for answer in answers], "prompts that are short enough")
+        fitting = f"prompts that leave room for --max-tokens {options.max_tokens}"
+        self._check_parts([answer.id for answer in answers], fitting)
         self.figures["unanswered"] = len(self.prompts) - len(answers)
         depths = (*self.layers, self.checkpoint.num_layers)
         store = StateStore(
@@ -215,6 +223,7 @@ class Tuning:
     def _save_exits(self, spec: ExitSpec, tensors: dict[str, torch.Tensor] | None) -> None:
         """All of them stay in `work`, whatever thresholds are chosen later."""
         self._forget(_OF_EXITS)
+        save_maps(self.folder.path, {})
         self.made.save_exits(spec, tensors)
         self.folder.save_exits(spec, tensors)
 
@@ -255,8 +264,7 @@ class Tuning:
         with report.progress("answers for the maps", len(some)) as advance:
             maps, unexplained = fit_maps(native(llm), spec, some, advance)
         llm.close()
-        if maps:
-            save_maps(self.folder.path, maps)
+        save_maps(self.folder.path, maps)
         self.figures["maps"] = unexplained
 
     def _exits_there(self, part: PartName) -> ExitSpec:
@@ -345,7 +353,7 @@ class Tuning:
                 self.figures["answers"] = compare_answers(runner, said)
         llm.close()
         self.figures["exits"] = to_json(spec)
-        self.figures["given_up"] = report.given_up(self.figures, self.layers)
+        self.figures["given_up"] = report.given_up(self.figures, self.made.exits.layers)
         self._keep_figures()
         page = report.write_report(self.folder.path, self.figures, self._verdicts)
         self._console.print(page, markup=False)
@@ -397,13 +405,15 @@ class Tuning:
             "seed": options.seed,
         }
         file = self.work / "asked.json"
-        before: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else dict(asked)
         wanted = sorted(options.held_back)
-        held_back: list[str] | None = before.pop("held_back", wanted)
-        if before != asked:
+        before: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else dict(asked)
+        made = read_object(options.out / TUNE_FILE).get("made", {})  # where `work` was deleted
+        held_back: list[str] | None = before.pop("held_back", sorted(made.get("held_back", wanted)))
+        if changed := [name for name, value in asked.items() if before.get(name) != value]:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in changed)
             raise ConfigError(
-                f"--out: {self.work} holds answers to other prompts, or of another seed, "
-                "temperature or length; remove it, or name another folder",
+                f"--out: {self.work} holds answers of another {names}; give the same again, remove "
+                "it, or name another folder",
                 param="out",
             )
         if held_back != wanted and set(options.parts) != set(PARTS):

@@ -99,23 +99,21 @@ def run(args: argparse.Namespace) -> int:
     """Run it; 0 when everything held."""
     check_service(args.model, args.set)
     console = wide_console(WIDTH)
-    began_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="quadriga-overload-") as folder:
-        settings = [f"model={args.model}", *SETTINGS, *args.set]
-        with started_service(settings, log=Path(folder) / "service.log") as service:
-            found = run_event_loop(lambda: Overload(args, service, console).run())
-    failures = judge(found)
-    console.print(table(found))
-    seconds = round(time.monotonic() - began_s, 1)
-    line = print_line(
-        "overload",
-        **figures(found),
-        failures=failures,
-        seconds=seconds,
-        seed=args.seed,
-    )
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "overload.json").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    began_s, found = time.monotonic(), Found()
+    try:
+        with tempfile.TemporaryDirectory(prefix="quadriga-overload-") as folder:
+            settings = [f"model={args.model}", *SETTINGS, *args.set]
+            with started_service(settings, log=Path(folder) / "service.log") as service:
+                run_event_loop(lambda: Overload(args, service, console).run(found))
+    finally:  # the phases that were over are told of a run that is killed, too
+        failures = judge(found)
+        if found.phases:
+            console.print(table(found))
+            seconds = round(time.monotonic() - began_s, 1)
+            facts = figures(found) | {"failures": failures, "seconds": seconds, "seed": args.seed}
+            line = print_line("overload", **facts)
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / "overload.json").write_text(json.dumps(line) + "\n", encoding="utf-8")
     return 1 if failures else 0
 
 
@@ -139,13 +137,12 @@ class Overload:
         assert service.pid is not None
         self._pid = service.pid
 
-    async def run(self) -> Found:
+    async def run(self, found: Found) -> None:
         """All phases, one after the other."""
         seconds = self._args.seconds
         calm_s = self._args.calm_s or min(60.0, seconds / 3)
         self._target = await find_target(self._client, self._args.model)
         self._judge = Judgement(self._target)
-        found = Found()
         await self._closed("warm-up", 4.0)
         capacity = found.phases["capacity"] = await self._closed("capacity", calm_s)
         if not capacity.goodput:
@@ -158,7 +155,6 @@ class Overload:
         recovery = await self._open(found, "recovery", CALM * found.capacity_rps, calm_s)
         over = found.phases["overload"]
         found.recovery_s = recovered_after_s(found.phases["calm"], over, recovery)
-        return found
 
     async def _closed(self, name: str, seconds: float) -> Phase:
         """Keep every slot busy; goodput is of the time after the ramp."""

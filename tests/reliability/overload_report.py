@@ -14,6 +14,7 @@ from loadgen.report.experiment import table_of
 from loadgen.report.metrics import Distribution, tpot_s, ttft_s
 from loadgen.runner import Record
 
+PHASES = ("capacity", "calm", "overload", "recovery")
 PRIORITIES = (0, 1, 2)
 MAX_SLOWER = 2.0
 MIN_GOODPUT = 0.9
@@ -146,6 +147,8 @@ def recovered_after_s(calm: Phase, over: Phase, phase: Phase) -> float | None:
 
 def judge(found: Found) -> list[str]:
     """What did not hold; empty: everything did."""
+    if lacking := [name for name in PHASES if name not in found.phases]:
+        return [f"not measured: {', '.join(lacking)}"]
     calm, over, peak = (found.phases[n] for n in ("calm", "overload", "capacity"))
     failures = [
         f"{phase.name}: {phase.count(Outcome.FAILED)} requests failed: {_first_fault(phase)}"

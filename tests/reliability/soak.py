@@ -106,22 +106,31 @@ def run(args: argparse.Namespace) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         with started_service(settings, log=args.out / "service.log") as service:
             soak = Soak(args, service, console)
-            asyncio.run(soak.run())
-    plot = args.out / "memory.png"
-    soak.plot(plot)
-    console.print(soak.table())
-    (args.out / "memory.json").write_text(json.dumps(soak.samples()), encoding="utf-8")
-    console.print(f"plot: {plot}")
-    print_line("soak", **soak.summary(), seconds=round(time.monotonic() - began_s, 1))
+            try:
+                asyncio.run(soak.run())
+                soak.is_over = True
+            finally:  # what was seen is told of a run that is killed, too
+                plot = args.out / "memory.png"
+                soak.plot(plot)
+                console.print(soak.table())
+                samples = json.dumps(soak.samples())
+                (args.out / "memory.json").write_text(samples, encoding="utf-8")
+                console.print(f"plot: {plot}")
+                print_line("soak", **soak.summary(), seconds=round(time.monotonic() - began_s, 1))
     return 0 if not soak.failures() else 1
 
 
 class Soak:
-    """One run."""
+    """One run.
+
+    Attributes:
+        is_over: It came to its end.
+    """
 
     def __init__(
         self, args: argparse.Namespace, service: ServiceUnderLoad, console: Console
     ) -> None:
+        self.is_over = False
         self._args = args
         self._service = service
         self._console = console
@@ -302,7 +311,7 @@ class Soak:
 
     def failures(self) -> list[str]:
         """All that went wrong; empty: the run passed."""
-        found = list(self._troubles)
+        found = [*self._troubles, *["the run was broken off"] * (not self.is_over)]
         if self._load is None or not self._load.tally.is_ok:
             found.append("answers failed" if self._load is not None else "the run did not begin")
         if self._free is not None and not self._free.tally.is_ok:

@@ -100,19 +100,23 @@ def run(args: argparse.Namespace) -> int:
     """Run it; 0 when no request failed."""
     check_service(args.model, args.set)
     console = wide_console(REPORT_WIDTH)
-    began_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="quadriga-upgrade-") as folder:
-        settings = [f"model={args.model}", *SETTINGS, *args.set]
-        log = Path(folder) / "service.log"
-        with started_service([*settings, *State().settings()], log=log) as service:
-            upgrade = Upgrade(args, service, settings, console)
-            found = asyncio.run(upgrade.run(began_s))
-    if args.node_rounds:
-        run_nodes(args, found, console, began_s)
-    failures = judge(found, wanted_rounds=args.rounds, wanted_nodes=args.node_rounds)
-    console.print(table(found))
-    seconds = round(time.monotonic() - began_s, 1)
-    print_line("upgrade", **figures(found), failures=failures, seconds=seconds, seed=args.seed)
+    began_s, found = time.monotonic(), Found()
+    try:
+        with tempfile.TemporaryDirectory(prefix="quadriga-upgrade-") as folder:
+            settings = [f"model={args.model}", *SETTINGS, *args.set]
+            log = Path(folder) / "service.log"
+            with started_service([*settings, *State().settings()], log=log) as service:
+                upgrade = Upgrade(args, service, settings, console)
+                asyncio.run(upgrade.run(found, began_s))
+        if args.node_rounds:
+            run_nodes(args, found, console, began_s)
+    finally:  # the rounds that were over are told of a run that is killed, too
+        failures = judge(found, wanted_rounds=args.rounds, wanted_nodes=args.node_rounds)
+        if found.rounds:
+            console.print(table(found))
+            seconds = round(time.monotonic() - began_s, 1)
+            facts = figures(found) | {"failures": failures, "seconds": seconds, "seed": args.seed}
+            print_line("upgrade", **facts)
     return 1 if failures else 0
 
 
@@ -133,10 +137,9 @@ class Upgrade:
         self._rng = random.Random(args.seed)
         self._state = State()
 
-    async def run(self, began_s: float) -> Found:
+    async def run(self, found: Found, began_s: float) -> None:
         """All rounds, and the farewell."""
         args = self._args
-        found = Found()
         specs = make_streams(NUM_SPECS, max_tokens=args.max_tokens, seed=args.seed)
         kinds = args.only or KINDS
         async with clients_of(self._service) as clients:
@@ -152,6 +155,7 @@ class Upgrade:
                 seed=args.seed,
                 manners=MANNERS,
             )
+            found.tally = load.tally
             async with cluster_control(self._service) as control:
                 running = asyncio.create_task(load.run())
                 try:
@@ -164,9 +168,7 @@ class Upgrade:
                 finally:
                     load.stop()
                     await running
-            found.tally = load.tally
             await self._farewell(clients, specs, reference, found)
-        return found
 
     async def _round(self, control: ClusterControl, kind: str) -> Round:
         began_s = now_s()

@@ -1,8 +1,9 @@
 """`python -m loadgen bench engine`: offline greedy generation, alone or against other engines.
 
 Every engine runs in a process of its own; rounds are interleaved, so that a disturbance of the
-machine hits all alike, and medians are reported. Loading, compilation and a warm-up of each
-workload stay outside the clock. Results are JSON lines on stdout; progress goes to stderr.
+machine hits all alike; medians are reported, and a ratio is the median of the rounds' own. Loading,
+compilation and a warm-up of each workload stay outside the clock. Results are JSON lines on stdout;
+progress goes to stderr.
 
 Of a GGUF file the engine computes with the weights as they are stored. All other engines, and
 `quadriga-plain`, read an ordinary checkpoint that is written from it, with the same numbers in
@@ -31,6 +32,7 @@ from loadgen.bench.engines.peer_process import PeerProcess, interpreters, is_ins
 from loadgen.bench.engines.peers import PEERS
 from loadgen.bench.engines.quality import measure_quality
 from loadgen.bench.engines.workloads import Workload, WorkloadError, load_workload, make_suite
+from loadgen.comparison.pairs import median_ratio
 from loadgen.options import whole
 from loadgen.report.experiment import print_line, say
 from quadriga.checkpoint.folder import read_checkpoint
@@ -107,6 +109,14 @@ class EngineResults:
     def cpu_s(self, peer: str, workload: str) -> float:
         """Median processor time over the rounds: other programs on the machine are not in it."""
         return statistics.median(g.cpu_s for g in self.runs[peer][workload])
+
+    def over_fastest(self, others: Sequence[str], workload: str, figure: str) -> float:
+        """The fastest other one's `seconds` or `cpu_s` over ours, a median of ratios; else NaN."""
+        ours, *times = (
+            [getattr(done, figure) for done in self.runs[peer][workload]]
+            for peer in (OURS, *others)
+        )
+        return median_ratio(min(times, key=statistics.median), ours) if times else math.nan
 
 
 def run(args: argparse.Namespace) -> int:
@@ -289,10 +299,7 @@ def _print_speeds(
     print(f"{header} {'ratio':>7} {'by cpu':>7} {'floor':>8} {'of floor':>8}")
     for w in workloads:
         ours = w.output_tokens / results.seconds(OURS, w.name)
-        least_s = min((results.seconds(p, w.name) for p in others), default=math.nan)
-        least_cpu_s = min((results.cpu_s(p, w.name) for p in others), default=math.nan)
-        ratio = least_s / results.seconds(OURS, w.name)
-        by_cpu = least_cpu_s / results.cpu_s(OURS, w.name)
+        ratio, by_cpu = (results.over_fastest(others, w.name, of) for of in ("seconds", "cpu_s"))
         floor = w.output_tokens / floor_s(w, costs, rates)
         cells = " ".join(f"{w.output_tokens / results.seconds(p, w.name):14.0f}" for p in columns)
         print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -78,7 +79,8 @@ class PeerProcess:
     ) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # of a peer that ended unasked
+                    pipe.close()
         try:
             self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -32,7 +32,7 @@ from loadgen.paper.baton.queries import (
 )
 from loadgen.paper.baton.record import BatonRow, BatonSetting, QueryRecord
 from loadgen.paper.baton.report import as_row, headline, print_table, write_plots
-from loadgen.report.experiment import publish, say
+from loadgen.report.experiment import keep_rows, publish, say
 from loadgen.report.output import add_out_argument
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.engine.baton.runner import BatonRunner
@@ -127,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
                     f"round {round_ + 1}, {setting.name} set, batch {setting.batch}: "
                     f"{measured.contestant} {measured.seconds:.1f} s"
                 )
+                keep_rows("baton", [as_row(r) for r in rows.values()], args.out)
     print_table(list(rows.values()))
     for path in write_plots(list(rows.values()), args.out):
         say(f"plot: {path}")

@@ -21,7 +21,7 @@ from loadgen.paper.drex.bench import DrexBench, DrexRow
 from loadgen.paper.drex.closed_loop import check_prompts
 from loadgen.paper.drex.quality import run_quality
 from loadgen.paper.drex.report import headline, plain, print_table, read_rows, write_plot
-from loadgen.report.experiment import publish, say
+from loadgen.report.experiment import keep_rows, publish, say
 from loadgen.report.output import add_out_argument
 from quadriga.checkpoint.exits import SkippedKV
 from quadriga.checkpoint.folder import read_checkpoint
@@ -134,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
             rows += bench.measure(policies, thresholds, rounds)
             if not args.quick or batch == max(args.batch):
                 rows += bench.measure_modelled(policies, own)
+            keep_rows("drex", [plain(row) for row in rows], args.out)
     measured = {row.setting.model for row in rows}
     rows += [row for row in kept if row.setting.model not in measured]
     print_table(rows)

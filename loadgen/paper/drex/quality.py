@@ -20,7 +20,7 @@ from loadgen.bench.engines.agreement import first_difference
 from loadgen.load.task_suite import TaskSuite
 from loadgen.paper.drex.closed_loop import ClosedLoopRun, run_closed_loop
 from loadgen.paper.native import load_native
-from loadgen.report.experiment import kept_rows, publish, say, show
+from loadgen.report.experiment import keep_rows, kept_rows, publish, say, show
 from quadriga.checkpoint.exits import NEVER, SKIPPED_KV_WEIGHTS, ExitParams, SkippedKV
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import SystemClock
@@ -86,6 +86,7 @@ def run_quality(args: argparse.Namespace) -> int:
             replay_newest=args.replay_newest,
             threads=args.threads,
         )
+        keep_rows(EXPERIMENT, [asdict(row) for row in rows], args.out)
     measured = {row.model for row in rows}
     rows += [row for row in kept if row.model not in measured]
     print_quality(rows)

@@ -151,8 +151,12 @@ class HeliosBench:
         self._measured: dict[int, tuple[TimedModel, ...]] = {}
         self.settings = plan.settings(plan.memory_bytes or self._memory_bytes())
 
-    def measure(self) -> list[HeliosRow]:
-        """StreamRun everything: rounds outside, and inside a part all contestants in turns."""
+    def measure(self, keep: Callable[[list[HeliosRow]], None] = lambda _: None) -> list[HeliosRow]:
+        """Run everything: rounds outside, and inside a part all contestants in turns.
+
+        Args:
+            keep: Called with the rows there are yet, each time there are more.
+        """
         plan = self._plan
         layers = {m.id: m.num_layers for m in self._checkpoints}
         runs: dict[HeliosSetting, list[StreamRun]] = {setting: [] for setting in self.settings}
@@ -164,6 +168,7 @@ class HeliosBench:
                         f"round {number + 1}, {setting.part}: {setting.contestant} "
                         f"{run.tokens_per_s:,.0f} tokens/s"
                     )
+                keep([summarise(s, found, layers) for s, found in runs.items() if found])
         rows = [summarise(s, found, layers) for s, found in runs.items()]
         alone = {s: found[0] for s, found in runs.items() if s.part == ALONE}
         shadows = self._shadow(alone)

@@ -38,7 +38,7 @@ from loadgen.paper.helios.report import (
     print_tables,
     write_plots,
 )
-from loadgen.report.experiment import publish
+from loadgen.report.experiment import keep_rows, publish
 from loadgen.report.output import add_out_argument
 from quadriga.catalogue.files import require_one_tokenizer, write_catalogue
 from quadriga.catalogue.inspection import inspect
@@ -167,7 +167,7 @@ def _measure(plan: HeliosPlan, out: Path) -> int:
         bench = HeliosBench(plan, lambda line: console.print(line, highlight=False), on_done)
         each = [plan.num_requests(setting) for setting in bench.settings]
         progress.update(bar, total=plan.rounds * sum(each))
-        rows = bench.measure()
+        rows = bench.measure(lambda yet: keep_rows("helios", [plain(row) for row in yet], out))
     print_tables(rows)
     for path in write_plots(rows, out):
         console.print(f"plot: {path}")

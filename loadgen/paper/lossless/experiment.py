@@ -19,6 +19,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from loadgen.comparison.pairs import median_ratio
 from loadgen.options import whole
 from loadgen.paper.clocks import ProcessorClock
 from loadgen.paper.drex.closed_loop import ClosedLoopRun
@@ -30,10 +31,9 @@ from loadgen.paper.lossless.lanes import (
     OFF,
     SMOOTH,
     gap_p99_s,
-    median_ratio,
     race,
 )
-from loadgen.report.experiment import publish, say, show
+from loadgen.report.experiment import keep_rows, publish, say, show
 from loadgen.report.output import add_out_argument
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.checkpoint.packaged_models import DEFAULT_MODEL
@@ -98,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
         has_exits = bool(read_checkpoint(model).exits.layers)
         for slots in args.slots:
             rows += _measure(args, model, slots, _WITH_EXITS if has_exits else _WITHOUT)
+            keep_rows("lossless", [asdict(row) for row in rows], args.out)
     show(
         rows,
         {

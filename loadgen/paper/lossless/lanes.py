@@ -154,8 +154,3 @@ def _exits(name: str, threshold: float, full_s: float) -> ExitParams:
 def gap_p99_s(run: ClosedLoopRun) -> float:
     """The 99th percentile of the times between two deliveries of a sequence."""
     return float(np.percentile(run.gaps_s, 99))
-
-
-def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Of rounds that were run together, the median of the ratios."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))

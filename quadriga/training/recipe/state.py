@@ -1,11 +1,13 @@
 """Training state on disk: weights, moments, data position, schedule; written atomically."""
 
-import os
+import io
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from quadriga.files import write_atomically
 
 LATEST = "latest.pt"  # where a run goes on
 STABLE = "stable.pt"  # the plateau's end, where a later run with another budget goes on
@@ -47,10 +49,9 @@ class Progress:
 
 def save_atomically(payload: dict[str, Any], path: Path) -> None:
     """Write a torch file so that a reader sees the old one or the new one, whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    torch.save(payload, partial)
-    os.replace(partial, path)
+    content = io.BytesIO()
+    torch.save(payload, content)
+    write_atomically(path, content.getvalue())
 
 
 def load(path: Path) -> dict[str, Any]:

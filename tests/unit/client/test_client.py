@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import subprocess
 import sys
@@ -206,6 +207,8 @@ def test_the_servers_wait_is_honoured_and_bounded() -> None:
     assert policy.pause_s(Overloaded("full"), 3) is None
     assert policy.pause_s(InvalidRequest("no"), 1) is None
     pauses = [policy.pause_s(Unavailable("x"), n) or 0.0 for n in (1, 2)]
+    often = RetryPolicy(max_attempts=10_000, max_pause_s=0.01).pause_s(Unavailable("x"), 2_000)
+    assert often is not None and often <= 0.01
     assert 0.05 <= pauses[0] <= 0.1 <= pauses[1] <= 0.2
 
 
@@ -250,6 +253,8 @@ def test_timeouts(servicer: Servicer, client: Client) -> None:
     begun_s = time.monotonic()
     with pytest.raises(Unavailable):
         client.generate("x", timeout_s=8.0)
+    with pytest.raises(ValueError, match="timeout_s: inf is no time"):
+        client.generate("x", timeout_s=math.inf)
     assert time.monotonic() - begun_s < 8.0, "no wait that cannot help"
 
 
@@ -433,6 +438,18 @@ def test_closing_ends_calls(target: str) -> None:
         list(pieces)
     with pytest.raises(Cancelled, match="was closed"):
         client.models()
+
+
+def test_a_call_whose_client_is_closed_before_it_begins_was_cancelled(target: str) -> None:
+    class Closed(Client):
+        def _connect(self) -> Any:
+            stub = super()._connect()
+            self.close()  # as another thread does
+            return stub
+
+    for call in ("generate", "embed", "cancel"):
+        with pytest.raises(Cancelled, match="the client was closed"):
+            getattr(Closed(target, timeout_s=5), call)("x")
 
 
 def test_closing_ends_a_call_that_waits_to_try_again(servicer: Servicer, target: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,6 +119,16 @@ def test_percentiles_of_first_tokens_lie_between_the_values_around_them() -> Non
     assert (line["ttft_p50"], line["ttft_p99"]) == (0.5, 0.99)
 
 
+def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
+    results = bench.EngineResults()
+    for ours_s, theirs_s in ((1.0, 3.0), (4.0, 4.0), (2.0, 8.0)):
+        for peer, seconds in (("quadriga", ours_s), ("fast", theirs_s), ("slow", 9.0)):
+            results.add(peer, "w", GeneratedTokens(seconds, [], [], 2.0))
+    assert results.over_fastest(["slow", "fast"], "w", "seconds") == 3.0
+    assert results.over_fastest(["slow", "fast"], "w", "cpu_s") == 1.0
+    assert math.isnan(results.over_fastest([], "w", "seconds"))
+
+
 def test_floor_counts_bytes_and_operations() -> None:
     costs = ModelCosts(weights=1000, head=100, kv_values=10, attention_flops=40)
     workload = Workload("w", 2, [WorkloadRequest([1] * 4, 3), WorkloadRequest([1] * 4, 3)])
@@ -204,6 +216,14 @@ def test_what_the_model_cannot_take(
         pytest.raises(ConfigError, match=message),
     ):
         peer.prepare([file])
+
+
+def test_a_peer_that_ended_unasked_is_named(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.raises(ConfigError, match="ended before it was asked"))
+        peer = stack.enter_context(PeerProcess("quadriga", tmp_path, 1, "false"))
+        peer._process.wait(10.0)
+        peer.prepare([])
 
 
 def test_usage_errors(checkpoint: Path) -> None:

@@ -38,6 +38,16 @@ def test_a_step_brings_a_token_behind_the_first(monkeypatch: pytest.MonkeyPatch)
     assert adapters._batch(llm, 2, 5, "")() == 1.0
 
 
+def test_a_share_is_the_median_of_those_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps_s = {("plain", ""): [0, 1, 4, 2], ("", ""): [0, 1, 1, 1], ("", NAME): [0, 3, 4, 8]}
+    monkeypatch.setattr(adapters, "BATCHES", (1,))
+    monkeypatch.setattr(adapters, "_batch", lambda llm, *_: iter(steps_s[llm, _[-1]]).__next__)
+    plain: Any = "plain"
+    adapted: Any = ""
+    (cost,) = adapters.measure(plain, adapted, 4, 3)
+    assert (cost.without_s, cost.with_s, cost.share) == (2, 4, 2)
+
+
 def test_the_command_ends_in_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "adapters", "--model", "quadriga-s", "--tokens", "4", "--repeats", "1"]
     assert main(words) == 0

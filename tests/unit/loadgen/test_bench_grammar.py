@@ -48,16 +48,25 @@ def test_the_judge(text: str, is_right: bool) -> None:
     assert is_valid(text, schema) is is_right
 
 
-def test_a_step_is_no_part_of_the_prompts_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_s = [0.0]  # ten for the prompts, one for a token, two more where it has a form
+def test_a_step_is_no_part_of_the_prompts_pass_and_its_share_that_of_the_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_s, calls = [0.0], [0]
+    steps_s = [(1, 1), (1, 3), (4, 4), (2, 8)]  # plain, and with a form; the first warms up
 
     def generate(_: Any, asked: list[Any], **__: Any) -> list[Any]:
-        at_s[0] += 10 + asked[0].max_tokens * (1 if asked[0].grammar is None else 3)
-        return [Mock(ttft_s=0.0, token_ids=[0] * asked[0].max_tokens)]
+        plain_s, form_s = steps_s[calls[0] // 12]  # six contestants, each with its prompts' pass
+        calls[0] += 1
+        at_s[0] += 10
+        if asked[0].max_tokens > 1:
+            at_s[0] += plain_s if asked[0].grammar is None else form_s
+        return [Mock(ttft_s=10.0, token_ids=[0] * asked[0].max_tokens)]
 
-    monkeypatch.setattr(grammar.time, "process_time", lambda: at_s[0])
-    costs = grammar.token_costs(Mock(generate=generate), 1, 5, 1)
-    assert {(c.plain_cpu_s, c.form_cpu_s) for c in costs} == {(1.0, 3.0)}
+    monkeypatch.setattr(
+        grammar, "time", Mock(process_time=lambda: at_s[0], perf_counter=lambda: at_s[0])
+    )
+    costs = grammar.token_costs(Mock(generate=generate), 1, 2, 3)
+    assert {(c.plain_s, c.form_s, c.share, c.cpu_share) for c in costs} == {(2, 4, 2, 2)}
 
 
 def test_the_command_ends_in_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -228,6 +228,11 @@ def test_answers_are_compared_with_an_earlier_run(
     assert summary["faults"] == {"answer": 1} and summary["ok"] == 2
     assert run(started, tmp_path, *again, "--seed", "7") == 2
     assert "sent another load" in capsys.readouterr().err
+    held = (before / "run.jsonl").read_bytes()
+    (tmp_path / "link").symlink_to(before)
+    assert run(started, tmp_path, *again, "--output", str(tmp_path / "link")) == 2
+    assert "holds what --same-as names" in capsys.readouterr().err
+    assert (before / "run.jsonl").read_bytes() == held
 
 
 def test_a_run_finds_nothing_cached_that_an_earlier_one_sent(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -138,6 +140,15 @@ def test_results_are_there_though_nobody_read_the_table(
     assert capsys.readouterr().err == ""
     [path] = tmp_path.glob("*.json")
     assert json.loads(path.read_text())["ended"] == "complete"
+
+
+def test_a_full_disk_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "a.json")
+    monkeypatch.setattr("loadgen.plan.run", Mock(side_effect=full))
+    assert main(["plan"]) == 2
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'a.json'\n"
 
 
 def test_another_broken_pipe_is_still_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, PreTrainedModel
 
 from loadgen.__main__ import main
+from loadgen.paper.baton import experiment
 from loadgen.paper.baton.contestants import CONTESTANTS, rows_needed
 from loadgen.paper.baton.experiment import count_ties
 from loadgen.paper.baton.inline import InlineRelay
@@ -157,11 +159,20 @@ def test_tokens_that_differ_without_a_tie_are_an_error(
 
 
 @pytest.mark.parametrize("model", ["gpt2"], indirect=True)
-def test_the_command(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Tiny sets: a table, six figures, everything in a file, and the headline as the last line."""
     words = ["--queries", "8", "3", "--batch-mixed", "2", "--batch-brief", "2", "--scale", "0.004"]
     words += ["--brief-words", "2", "9", "--rounds", "2", "--out", str(tmp_path)]
     words += ["--quick", "--contestant", *CONTESTANTS]  # the headline's alone, in one round
+    monkeypatch.setattr(experiment, "_add", Mock(side_effect=KeyboardInterrupt))  # in round 2
+    assert main(["paper", "baton", "--model", str(path), *words]) == 130
+    assert len(json.loads((tmp_path / "baton.partial.json").read_text())["rows"]) > 2
+    monkeypatch.undo()
     assert main(["paper", "baton", "--model", str(path), *words]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(result) == {"experiment", "headline", "commit", "machine"}

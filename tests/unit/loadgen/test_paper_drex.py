@@ -16,6 +16,7 @@ from loadgen.paper.drex.closed_loop import ClosedLoopRun
 from loadgen.paper.drex.judged import Decisions
 from loadgen.paper.drex.quality import Quality, _parted_at, choose
 from loadgen.paper.drex.report import headline, plain, print_table, read_rows
+from loadgen.report.experiment import publish
 from quadriga.clock import ManualClock
 from quadriga.errors import ConfigError
 
@@ -82,6 +83,10 @@ def test_the_headline_and_the_rows_on_disk(tmp_path: Path) -> None:
     (tmp_path / "drex.json").write_text(json.dumps({"rows": shown}))
     assert read_rows(tmp_path / "drex.json") == rows
     assert read_rows(tmp_path / "absent.json") == []
+    for damaged in ({"rows": [shown[0] | {"new": 1}]}, {"rows": [{"model": "m"}]}, {}, []):
+        (tmp_path / "drex.json").write_text(json.dumps(damaged))
+        with pytest.raises(ConfigError, match=r"--keep: the rows of .*drex\.json are of"):
+            read_rows(tmp_path / "drex.json")
 
 
 def test_no_exits_at_equal_bytes_are_run_in_every_round_and_lacking_slots_are_said(
@@ -125,6 +130,19 @@ def test_a_batch_that_is_given_is_run_though_it_is_quick(monkeypatch: pytest.Mon
     monkeypatch.setattr(DrexBench, "load", load := Mock(return_value=bench))
     assert main(["paper", "drex", "--quick", "--batch", "3"]) == 2
     assert load.call_args.args[1] == 3 and bench.measure.call_args.args[2] == 1, "one round"
+
+
+def test_what_was_measured_is_there_though_the_run_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = measured("off", 100.0)
+    bench = Mock(measure=Mock(side_effect=[[row], KeyboardInterrupt]))
+    monkeypatch.setattr(DrexBench, "load", Mock(return_value=bench))
+    words = ["paper", "drex", "--quick", "--batch", "3", "4", "--model", "quadriga-s"]
+    assert main([*words, "--out", str(tmp_path)]) == 130
+    assert read_rows(tmp_path / "drex.partial.json") == [row]
+    publish("drex", {}, [plain(row)], tmp_path)
+    assert not (tmp_path / "drex.partial.json").exists() and read_rows(tmp_path / "drex.json")
 
 
 def test_where_no_decision_was_judged_none_is_said_to_be_right(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
+from loadgen.__main__ import main
 from loadgen.load.task_suite import TaskPrompt
 from loadgen.paper.clocks import TurnClock
-from loadgen.paper.helios.bench import DRAFTING, SINGLE, HeliosPlan
+from loadgen.paper.helios.bench import DRAFTING, SINGLE, HeliosBench, HeliosPlan
 from loadgen.paper.helios.control import NAME, READ_AGAIN, REPORT_TOKENS, LocalController
 from loadgen.paper.helios.record import HeldMemory, ServedRequest, Shadow, StreamRun
 from loadgen.paper.helios.replica import LocalReplica
@@ -167,6 +170,21 @@ def test_a_row_holds_medians_and_shares() -> None:
     assert row.breach_share == pytest.approx(0.25)
     assert row.early_share == pytest.approx(0.5)  # three left early, one of them a breach
     assert row.weight_bytes == pytest.approx(150.0) and row.joules_per_token == pytest.approx(1.0)
+
+
+def test_what_was_measured_is_there_though_the_run_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    setting = HeliosSetting(ALONE, "only-s", None, 150, 1)
+    done = run_of(1.0, decoded=Counter({("quadriga-s", 2): 4}))
+    monkeypatch.setattr(
+        HeliosBench, "run_together", Mock(side_effect=[{setting: done}, KeyboardInterrupt])
+    )
+    monkeypatch.setattr(HeliosPlan, "settings", lambda *_: [setting, replace(setting, part=FIXED)])
+    words = ["--quick", "--memory-mib", "99", "--out", str(tmp_path)]
+    assert main(["paper", "helios", *words]) == 130
+    (kept,) = json.loads((tmp_path / "helios.partial.json").read_text())["rows"]
+    assert kept["contestant"] == "only-s" and kept["tokens_per_s"] == 6.0
 
 
 def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:

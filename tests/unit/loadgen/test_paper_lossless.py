@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from unittest.mock import Mock
+
 import pytest
 
+from loadgen.__main__ import main
 from loadgen.paper.clocks import ProcessorClock
 from loadgen.paper.drex.closed_loop import ClosedLoopRun
+from loadgen.paper.lossless import experiment
 from loadgen.paper.lossless.experiment import LosslessRow, headline
 from loadgen.paper.lossless.lanes import (
     ASKED,
@@ -41,6 +47,18 @@ def test_one_token_that_differs_is_told_but_of_bounded_exits(mode: str) -> None:
     assert headline(rows)["identical"]
     rows.append(row(1, mode, 1.0, same=False))
     assert not headline(rows)["identical"]
+
+
+def test_what_was_measured_is_there_though_the_run_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        experiment, "_measure", Mock(side_effect=[[row(1, "off", 1.0)], KeyboardInterrupt])
+    )
+    words = ["--model", "quadriga-s", "--slots", "1", "2", "--out", str(tmp_path)]
+    assert main(["paper", "lossless", *words]) == 130
+    (kept,) = json.loads((tmp_path / "lossless.partial.json").read_text())["rows"]
+    assert LosslessRow(**kept) == row(1, "off", 1.0)
 
 
 def test_the_p99_gap_lies_between_the_gaps_around_it() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
+import json
 import math
 import os
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock, patch
 
@@ -18,6 +22,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from loadgen.__main__ import main
 from loadgen.bench.cluster.service import ServiceUnderLoad
 from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
 from loadgen.checker import Outcome, Verdict
@@ -371,7 +376,7 @@ async def test_who_came_back_in_vain_was_not_let_in_at_the_first_return() -> Non
         until_s = now_s() + 1.9
         tried = await overload_run(server)._insist(make_spec(), now_s(), returns, until_s)
         with pytest.raises(ConfigError, match=r"nothing was served in 0\.2 s"):
-            await overload_run(server).run()
+            await overload_run(server).run(Found())
     assert returns.kept == 0.5
     assert (returns.in_vain, returns.failed, tried.attempts) == (1, 0, 2)
     phase = Phase("overload", 1.0, 1.0, [record(0, Outcome.OK), tried])
@@ -476,6 +481,38 @@ def test_a_soak_without_two_pairs_of_turns_has_not_shown_what_rescheduling_costs
         run._ratio = paired_ratio([(9.0, 10.0)] * pairs)
         (failure,) = (one for one in run.failures() if "rescheduling" in one)
         assert said in failure
+
+
+@pytest.mark.parametrize("name", ["soak", "overload", "upgrade"])
+def test_a_run_that_is_killed_tells_what_it_had(
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module(f"tests.reliability.{name}")
+    service = ServiceUnderLoad("http://127.0.0.1:1", "", None, 1)
+    monkeypatch.setattr(module, "started_service", lambda *_, **__: nullcontext(service))
+
+    async def run(self: Any, told: Any = None, *_: object) -> None:
+        if name == "overload":
+            told.phases |= dict(list(found().phases.items())[:2])
+        elif name == "upgrade":
+            told.rounds += upgraded().rounds
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(getattr(module, name.title()), "run", run)
+    assert main([name]) == 130
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    told = {
+        "soak": "the run was broken off",
+        "overload": "not measured: overload, recovery",
+        "upgrade": "18 rounds were not run",
+    }
+    assert line["experiment"] == name and told[name] in line["failures"]
+    written = {"soak": "memory.json", "overload": "overload.json"}
+    assert name not in written or (tmp_path / "results" / name / written[name]).is_file()
 
 
 def test_a_soak_of_everything_takes_no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from quadriga.checkpoint.exits import EXITS_WEIGHTS, ExitParams, ExitSpec
+from quadriga.checkpoint.exits import EXITS_WEIGHTS, SKIPPED_KV_WEIGHTS, ExitParams, ExitSpec
 from quadriga.checkpoint.folder import on_this_node, read_checkpoint
 from quadriga.checkpoint.length_heads import read_length_heads
 from quadriga.checkpoint.tuned import TUNE_FILE, bundled_for, weights_hash
@@ -23,7 +24,7 @@ from quadriga.errors import ConfigError
 from quadriga.files import file_lock
 from quadriga.llm import LLM
 from quadriga.training.tokenizer import build_tokenizer
-from quadriga.tune import outcome, tuning
+from quadriga.tune import distillation, folder, outcome, states, tuning
 from quadriga.tune.answers import OwnAnswer
 from quadriga.tune.cli import main
 from quadriga.tune.distillation import DistillOptions
@@ -239,8 +240,9 @@ def test_thresholds_need_exits(llama: tuple[Path, Path], tmp_path: Path) -> None
 
 def test_answers_to_other_prompts_are_not_mixed_in(llama: tuple[Path, Path]) -> None:
     model, out = llama
-    with pytest.raises(ConfigError, match="other prompts"):
-        tune(replace(options(model, out), prompts="tasks:5"), Console(quiet=True))
+    other = replace(options(model, out), prompts="tasks:5", max_tokens=11)
+    with pytest.raises(ConfigError, match="of another --prompts and --max-tokens; give the same"):
+        tune(other, Console(quiet=True))
 
 
 def test_prompts_that_leave_no_room_for_an_answer_are_counted(
@@ -251,6 +253,59 @@ def test_prompts_that_leave_no_room_for_an_answer_are_counted(
     lengths = [len(tokenizer.encode(str(p.content))) for p in read_prompts(PROMPTS)]
     assert 0 < (longer := sum(n > room for n in lengths)) < len(lengths)
     assert tune(asked, Console(quiet=True))["unanswered"] == longer
+    none = replace(asked, out=tmp_path / "none", parts=("lengths",), max_tokens=160)
+    with pytest.raises(ConfigError, match="none of 0 prompts that leave room for --max-tokens 160"):
+        tune(none, Console(quiet=True))
+
+
+def test_what_was_found_is_known_though_the_work_was_deleted(
+    llama: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, out = llama[0], tmp_path / "out"
+    tune(options(model, out), Console(quiet=True))
+    shutil.rmtree(out / "work")
+    some = replace(options(model, out), parts=("report",), layers=())
+    with pytest.raises(ConfigError, match="was made with story held back; hold back the same"):
+        tune(replace(some, held_back=()), Console(quiet=True))
+    shutil.rmtree(out / "work")
+    figures = tune(some, Console(quiet=True))
+    assert {"maps", "lengths", "calibration", "cut"} <= figures.keys()
+    assert not [line for line in figures["given_up"] if "maps" in line]
+
+
+def test_maps_of_other_exits_go_where_the_report_says_that_there_are_none(
+    llama: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, out = llama[0], tmp_path / "out"
+    some = replace(options(model, out), parts=("exits", "thresholds", "maps"))
+    tune(some, Console(quiet=True))
+    assert (out / SKIPPED_KV_WEIGHTS).is_file()
+    figures = tune(replace(some, parts=("exits", "report")), Console(quiet=True))
+    assert not (out / SKIPPED_KV_WEIGHTS).exists()
+    assert any("not fitted" in line for line in figures["given_up"])
+
+
+def test_nothing_is_said_of_exits_that_nobody_made(
+    llama: tuple[Path, Path], tmp_path: Path
+) -> None:
+    some = replace(options(llama[0], tmp_path), parts=("lengths", "report"))
+    figures = tune(some, Console(quiet=True))
+    assert not [line for line in figures["given_up"] if line.startswith("exits")]
+    assert "leaves by default" not in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.parametrize("where", [states, folder, distillation])
+def test_a_full_disk_is_named(
+    where: object, llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_room = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(where, "write_atomically", no_room)
+    words = ["--out", str(tmp_path), "--prompts", "tasks:4", "--max-tokens", "4", "--layers", "1"]
+    with pytest.raises(SystemExit) as left:
+        main([str(llama[0]), *words, "--width", "8", "--epochs", "1", "--parts", "exits"])
+    assert "No space left on device; make room, and start it again: it goes on" in str(left.value)
+    no_room.side_effect = KeyboardInterrupt
+    assert main([str(llama[0]), *words, "--width", "8", "--epochs", "1", "--parts", "exits"]) == 130
 
 
 def test_parts_are_not_mixed_whose_run_held_back_other_domains_and_was_killed(
