@@ -230,6 +230,9 @@ class Endpoint:
 
         Raises: Forbidden.
         """
+        page = call.headers.get("origin")
+        if page is None and call.scope["method"] == "POST":
+            return
         config, allowed, remedy = self._engine_client.config, tuple[str, ...](), ""
         is_open = is_loopback(config.admin.host)
         if self._door == "http":
@@ -239,12 +242,11 @@ class Endpoint:
         server = call.scope.get("server") or ("",)
         if not is_open or "*" in allowed or not is_loopback(str(server[0])):
             return
-        field, page = "origin", call.headers.get("origin")
         if page is not None:
-            is_known = page in allowed or is_loopback(hostname(page))
+            field, is_known = "origin", page in allowed or is_loopback(hostname(page))
         else:
             field, page = "host", call.headers.get("host", "")
-            is_known = call.scope["method"] == "POST" or not is_public_name(hostname(page))
+            is_known = not is_public_name(hostname(page))
             is_known = is_known or any(page == origin.partition("://")[2] for origin in allowed)
         if not is_known:
             raise Forbidden(
