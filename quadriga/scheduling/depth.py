@@ -88,16 +88,13 @@ class DepthChanges:
     @property
     def has_work(self) -> bool:
         """Whether a sequence needs its KV to be completed."""
-        batch = self._batch
-        return bool(batch.num_limited) and any(s.needs_layers for s in batch.decoding)
+        return any(s.needs_layers for s in self._batch.decoding)
 
     def repay(self) -> None:
         """Complete a piece of one sequence's KV; one that is parked for it comes first."""
         batch, runner = self._batch, self._batch.resizable
-        if runner is None or not batch.num_limited:
-            return
         waiting = [s for s in batch.decoding if s.needs_layers]
-        if not waiting:
+        if runner is None or not waiting:
             return
         sequence = min(waiting, key=lambda s: not _waits_for_kv(s))
         before = runner.depth_of(sequence.row)
