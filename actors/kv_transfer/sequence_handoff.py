@@ -234,7 +234,6 @@ class PrefillHandoff:
         """Ask for a place and reserve there; after a refusal the next best. None: no room."""
         replica = self._replica
         state = self._state
-        depth_class = replica.spec.engine.depth_class
         refused: list[str] = []
         while True:
             # Replicas that failed this sequence are tried again only when no other is left.
@@ -248,7 +247,7 @@ class PrefillHandoff:
                 transfer = await self._sender.reserve(
                     peer,
                     state,
-                    depth_class,
+                    replica.info_record.depth_class,
                     numerics=replica.info_record.numerics,
                     block_keys=tuple(self._sequence.block_keys),
                 )
@@ -278,7 +277,7 @@ class PrefillHandoff:
         return await self._placement.find(
             PlaceRequest(
                 sequence_id=state.sequence_id,
-                depth_class=self._replica.spec.engine.depth_class,
+                depth_class=self._replica.info_record.depth_class,
                 num_tokens=state.num_tokens,
                 max_total_tokens=state.max_total_tokens,
                 exclude=exclude,
