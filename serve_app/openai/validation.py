@@ -122,7 +122,7 @@ async def chat_request(
     if body.logprobs:
         num_logprobs = _logprobs(body.top_logprobs or 0, limits, "top_logprobs")
     n = _choices(body.n, limits)
-    tools = read_tools(body, model)
+    tools = read_tools(body, model) if body.tools or body.tool_choice else NO_TOOLS
     text = model.tokenizer.render_chat(
         plain_messages(body.messages), tools.told, body.chat_template_kwargs
     )
