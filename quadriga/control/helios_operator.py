@@ -21,7 +21,7 @@ from quadriga.control.model_routing import Route
 from quadriga.control.replica_record import PlaceKey, ReplicaRecord, place_name
 from quadriga.core.replica import DepthClass, ResizeReport, Role
 from quadriga.core.routing import AutoReport
-from quadriga.policies.helios import (
+from quadriga.policies.helios.messages import (
     Choose,
     ControllerTick,
     Event,

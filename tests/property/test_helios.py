@@ -10,13 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quadriga.config.scheduling import HeliosConfig
 from quadriga.core.replica import DepthClass, Role
-from quadriga.policies.helios import (
+from quadriga.policies.helios.history import HistoryTable
+from quadriga.policies.helios.machine import Helios
+from quadriga.policies.helios.messages import (
     Choose,
     ChosenDevice,
     ControllerTick,
     Event,
-    Helios,
-    HistoryTable,
     Order,
     OrderDone,
     OrderFailed,

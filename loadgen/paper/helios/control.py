@@ -16,11 +16,11 @@ from loadgen.paper.helios.replica import LocalReplica
 from quadriga.clock import Clock
 from quadriga.core.replica import Role
 from quadriga.errors import ConfigError
-from quadriga.policies.helios import (
+from quadriga.policies.helios.machine import Helios
+from quadriga.policies.helios.messages import (
     Choose,
     ControllerTick,
     Event,
-    Helios,
     Keep,
     Order,
     OrderDone,

@@ -34,10 +34,10 @@ from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
 from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
-from quadriga.policies.helios import (
+from quadriga.policies.helios.machine import Helios
+from quadriga.policies.helios.messages import (
     ControllerTick,
     Event,
-    Helios,
     Order,
     OrderDone,
     OrderFailed,

@@ -11,12 +11,12 @@ from quadriga.catalogue.sizes import sizes_of
 from quadriga.checkpoint.exits import ExitSpec
 from quadriga.config.scheduling import HeliosConfig
 from quadriga.core.replica import DepthClass, Role
-from quadriga.policies.helios import (
+from quadriga.policies.helios.machine import Helios
+from quadriga.policies.helios.messages import (
     Choose,
     ChosenDevice,
     ControllerTick,
     Event,
-    Helios,
     HeliosPhase,
     Keep,
     Order,

@@ -11,7 +11,9 @@ import pytest
 from quadriga.catalogue.records import DepthRecord
 from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
-from quadriga.policies.helios import ChosenDevice, HistoryTable, pick_candidates
+from quadriga.policies.helios.candidates import pick_candidates
+from quadriga.policies.helios.history import HistoryTable
+from quadriga.policies.helios.messages import ChosenDevice
 from quadriga.policies.helios.plans import Planner
 from quadriga.policies.helios.selection import Chooser, Situation, best_plan
 from tests.unit.policies.helios_harness import (
