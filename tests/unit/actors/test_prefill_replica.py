@@ -75,7 +75,7 @@ class Prefill(PrefillReplica):
         self._tasks = set()
         self.departed = DepartedSequences()
         self._arrived = []
-        self._is_draining = self._is_ending = False
+        self._is_draining = self.is_ending = False
         self.staging = StagingBudget()
 
     def cancel_at(self, peer: str, sequence_id: str, ingress_id: str | None) -> None:
