@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from actors.kv_transfer.placement import DecodePlacement
 from actors.replica.replica import Replica
 from quadriga.background import background
+from quadriga.core.kv import KVSpan
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import remaining_of
 from quadriga.core.routing import PlaceRequest
@@ -26,7 +27,7 @@ from quadriga.errors import (
 from quadriga.observability import tracing
 from quadriga.scheduling.sequence import RunningSequence, SequenceStatus
 from quadriga.scheduling.transfer.handoff import LeaseState
-from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange
+from quadriga.scheduling.transfer.kv_feed import KVFeed
 
 if TYPE_CHECKING:
     from actors.kv_transfer.handoff_sender import HandoffSender, OutgoingTransfer
@@ -209,7 +210,7 @@ class PrefillHandoff:
             index += piece.num_ranges
         return num_bytes
 
-    async def _read_kv(self, span: KVRange) -> Any:
+    async def _read_kv(self, span: KVSpan) -> Any:
         """Copy a range out of its row, between two steps of the engine."""
         sequence = self._sequence
         return await self._replica.engine.call(lambda core: core.read_kv(sequence, span))
