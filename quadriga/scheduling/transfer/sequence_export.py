@@ -270,17 +270,12 @@ class SequenceExport:
         else:
             rest = self._batch.runner.read_rest(sequence.row)
             self._batch.lift(sequence, MOVING)
-        state, sent = sequence.state, books.cut(extents)
+        sent = books.cut(extents)
         waited_at = sequence.next_segment - 1 if sequence.next_segment else None
         if waited_at is not None and extents[waited_at].stop_layer > sent[-1].stop_layer:
             waited_at = None  # its token is run again: what it was waiting behind does not go
         return SequenceRemainder(
-            state=replace(
-                state,
-                output_ids=list(state.output_ids),
-                exit_layers=list(state.exit_layers),
-                logprobs=list(state.logprobs),
-            ),
+            state=sequence.state.copy(),
             reading=_copy(books, extents, None, read),
             resume=ResumePoint(extents=tuple(sent), waited_at=waited_at, rest=rest),
         )
