@@ -53,10 +53,9 @@ class DepthChanges:
         num_repayments: Passes in which positions were run again for layers that came later.
     """
 
-    def __init__(self, batch: DecodeBatch, *, repay_tokens: int = REPAY_TOKENS) -> None:
+    def __init__(self, batch: DecodeBatch) -> None:
         self.num_repayments = 0
         self._batch = batch
-        self._repay_tokens = repay_tokens
 
     def runner(self) -> ResizableRunner:
         """The runner. Raises: ConfigError: Its depth cannot change."""
@@ -98,7 +97,7 @@ class DepthChanges:
             return
         sequence = min(waiting, key=lambda s: not _waits_for_kv(s))
         before = runner.depth_of(sequence.row)
-        left = runner.repay(sequence.row, self._repay_tokens)
+        left = runner.repay(sequence.row, REPAY_TOKENS)
         self.num_repayments += 1
         if left == 0 and runner.depth_of(sequence.row) > before:
             self._settle(sequence)
@@ -110,7 +109,7 @@ class DepthChanges:
         batch, runner = self._batch, self.runner()
         for sequence in batch.decoding:
             if sequence.is_parked and exit_index < sequence.next_segment < len(batch.ends):
-                while runner.repay(sequence.row, self._repay_tokens):
+                while runner.repay(sequence.row, REPAY_TOKENS):
                     self.num_repayments += 1
                 self.num_repayments += 1
                 self._settle(sequence)

@@ -169,17 +169,16 @@ class Call:
         self,
         data: bytes,
         *,
-        status: int = 200,
         headers: Headers | None = None,
         content_type: bytes = b"application/json",
     ) -> None:
         """Send a whole answer."""
         fixed = [(b"content-type", content_type), (b"content-length", str(len(data)).encode())]
-        await self.start(status, fixed + (headers or []))
+        await self.start(200, fixed + (headers or []))
         await self.write(data, more=False)
 
-    async def answer_json(self, value: object, headers: Headers | None = None) -> None:
-        await self.answer(json.dumps(value).encode(), headers=headers)
+    async def answer_json(self, value: object) -> None:
+        await self.answer(json.dumps(value).encode())
 
 
 Handler = Callable[[Call], Awaitable[None]]
