@@ -135,9 +135,7 @@ class SlotTable:
 
         Raises: InvariantViolation: It holds no slot.
         """
-        slot = self._slots.get(sequence_id)
-        if slot is None:
-            raise InvariantViolation(f"sequence {sequence_id} holds no slot")
+        slot = self._slot(sequence_id)
         more = self._rounded(num_tokens) - slot.reserved_tokens
         if more <= 0:
             return True
@@ -156,15 +154,19 @@ class SlotTable:
 
         Raises: InvariantViolation: It holds no slot.
         """
-        slot = self._slots.get(sequence_id)
-        if slot is None:
-            raise InvariantViolation(f"sequence {sequence_id} holds no slot")
+        slot = self._slot(sequence_id)
         freed = slot.reserved_tokens - self._rounded(num_tokens)
         if freed <= 0:
             return 0
         self._slots[sequence_id] = replace(slot, reserved_tokens=slot.reserved_tokens - freed)
         self.reserved_tokens -= freed
         return freed
+
+    def _slot(self, sequence_id: str) -> Slot:
+        slot = self._slots.get(sequence_id)
+        if slot is None:
+            raise InvariantViolation(f"sequence {sequence_id} holds no slot")
+        return slot
 
     def _rounded(self, num_tokens: int) -> int:
         return min(-(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS, self.row_capacity_tokens)

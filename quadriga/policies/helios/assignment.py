@@ -44,7 +44,7 @@ def wanted_classes(
         aside: Replicas that profile or sample, and what they hold for it.
         passing: Those of them that will soon hold another model: strict requests do not count on
             them unless there are no others.
-        strict, waiting: See `Tick`.
+        strict, waiting: See `ControllerTick`.
     """
     wanted = {
         name: aside.get(name) or target or replica.depth_class for name, replica in replicas.items()
