@@ -168,7 +168,7 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ChangeOrder:
     """A change that one replica is asked for.
 
     Attributes:
@@ -185,12 +185,12 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Resize(Order):
+class Resize(ChangeOrder):
     """Load more layers of the model a replica has, or drop some."""
 
 
 @dataclass(frozen=True, slots=True)
-class Switch(Order):
+class Switch(ChangeOrder):
     """Exchange the model: in-flight requests are drained, migrated or prefilled again."""
 
 
@@ -209,7 +209,7 @@ class Choose:
     reason: str
 
 
-Output = Order | Choose | Keep
+Output = ChangeOrder | Choose | Keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +290,7 @@ class Status:
     phase: HeliosPhase
     target: DepthClass | None
     profiling: DepthClass | None
-    order: Order | None
+    order: ChangeOrder | None
     served: int
     window_breaches: float
     window_tokens: int

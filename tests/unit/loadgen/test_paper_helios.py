@@ -36,9 +36,9 @@ from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
 from quadriga.policies.helios.machine import Helios
 from quadriga.policies.helios.messages import (
+    ChangeOrder,
     ControllerTick,
     Event,
-    Order,
     OrderDone,
     OrderFailed,
     Output,
@@ -346,7 +346,7 @@ class FakeMachine:
 
 
 def control_of(
-    *orders: Order,
+    *orders: ChangeOrder,
 ) -> tuple[FakeReplica, FakeMachine, LocalController, list[ServedRequest]]:
     replica, machine, served = FakeReplica(), FakeMachine(), list[ServedRequest]()
     machine.answers[ControllerTick] = list(orders)
