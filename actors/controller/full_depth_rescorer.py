@@ -17,7 +17,7 @@ from quadriga.core.output import EngineOutput, PollReply
 from quadriga.core.request import SamplingParams, SequenceState, TokenLogprob
 from quadriga.core.routing import AutoReport
 from quadriga.errors import QuadrigaError
-from quadriga.policies.helios import UnchangedSampled
+from quadriga.policies.helios.messages import UnchangedSampled
 
 logger = logging.getLogger(__name__)
 

@@ -31,8 +31,14 @@ from quadriga.control.scaling import Scaling
 from quadriga.core.replica import DepthClass, ReplicaSnapshot, ResizeReport
 from quadriga.core.routing import AutoReport
 from quadriga.errors import ConfigError, QuadrigaError
-from quadriga.policies.helios import HistoryTable, Resize
-from quadriga.policies.helios.history import load_table, pack_table, save_table, unpack_table
+from quadriga.policies.helios.history import (
+    HistoryTable,
+    load_table,
+    pack_table,
+    save_table,
+    unpack_table,
+)
+from quadriga.policies.helios.messages import Resize
 from quadriga.replica.resizing import ANSWER_SLACK_S, failure
 
 logger = logging.getLogger(__name__)

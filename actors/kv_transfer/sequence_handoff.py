@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from actors.kv_transfer.placement import DecodePlacement
 from actors.replica.replica import Replica
 from quadriga.background import background
+from quadriga.core.kv import KVSpan
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import remaining_of
 from quadriga.core.routing import PlaceRequest
@@ -26,7 +27,7 @@ from quadriga.errors import (
 from quadriga.observability import tracing
 from quadriga.scheduling.sequence import RunningSequence, SequenceStatus
 from quadriga.scheduling.transfer.handoff import LeaseState
-from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange
+from quadriga.scheduling.transfer.kv_feed import KVFeed
 
 if TYPE_CHECKING:
     from actors.kv_transfer.handoff_sender import HandoffSender, OutgoingTransfer
@@ -209,7 +210,7 @@ class PrefillHandoff:
             index += piece.num_ranges
         return num_bytes
 
-    async def _read_kv(self, span: KVRange) -> Any:
+    async def _read_kv(self, span: KVSpan) -> Any:
         """Copy a range out of its row, between two steps of the engine."""
         sequence = self._sequence
         return await self._replica.engine.call(lambda core: core.read_kv(sequence, span))
@@ -234,7 +235,6 @@ class PrefillHandoff:
         """Ask for a place and reserve there; after a refusal the next best. None: no room."""
         replica = self._replica
         state = self._state
-        depth_class = replica.spec.engine.depth_class
         refused: list[str] = []
         while True:
             # Replicas that failed this sequence are tried again only when no other is left.
@@ -248,7 +248,7 @@ class PrefillHandoff:
                 transfer = await self._sender.reserve(
                     peer,
                     state,
-                    depth_class,
+                    replica.info_record.depth_class,
                     numerics=replica.info_record.numerics,
                     block_keys=tuple(self._sequence.block_keys),
                 )
@@ -278,7 +278,7 @@ class PrefillHandoff:
         return await self._placement.find(
             PlaceRequest(
                 sequence_id=state.sequence_id,
-                depth_class=self._replica.spec.engine.depth_class,
+                depth_class=self._replica.info_record.depth_class,
                 num_tokens=state.num_tokens,
                 max_total_tokens=state.max_total_tokens,
                 exclude=exclude,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from actors.replica.replica import Replica
 from quadriga.config.engine_spec import DTYPE_BYTES
 from quadriga.control.replica_record import ReplicaLoad
+from quadriga.core.kv import KVSpan
 from quadriga.errors import Cancelled
 from quadriga.interfaces import ModelRunner, PrefillChunk
 from quadriga.replica.forecasting import predict_new
@@ -17,7 +18,7 @@ from quadriga.scheduling.prefill_queue import PrefillQueue
 from quadriga.scheduling.prefixes.cache import find_prefix_cache
 from quadriga.scheduling.sequence import NO_ROW, RunningSequence
 from quadriga.scheduling.slots import SlotTable
-from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
+from quadriga.scheduling.transfer.kv_feed import KVFeed, StagingBudget
 from quadriga.scheduling.transfer.rebuild import replays_of
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class PrefillEngine:
         value_bytes = DTYPE_BYTES[spec.dtype]
         self._bytes_per_token_layer = spec.checkpoint.kv_bytes_per_token(1, value_bytes)
         # KV of a step's last layers goes to the event loop with the first tokens, in one wake-up.
-        self._last_kv: list[tuple[KVFeed, KVRange, Any]] = []
+        self._last_kv: list[tuple[KVFeed, KVSpan, Any]] = []
         slots = SlotTable(
             num_rows=spec.num_rows,
             row_capacity_tokens=spec.row_capacity_tokens,
@@ -117,7 +118,7 @@ class PrefillEngine:
             self._last_kv = []
 
     def _deliver(
-        self, last_kv: list[tuple[KVFeed, KVRange, Any]], outputs: list[PrefillOutput]
+        self, last_kv: list[tuple[KVFeed, KVSpan, Any]], outputs: list[PrefillOutput]
     ) -> None:
         """On the event loop: pass on what a step has brought."""
         for feed, span, kv in last_kv:
@@ -142,7 +143,7 @@ class PrefillEngine:
             )
         )
 
-    def read_kv(self, sequence: RunningSequence, span: KVRange) -> Any:
+    def read_kv(self, sequence: RunningSequence, span: KVSpan) -> Any:
         """Copy computed KV of a sequence that still has its row.
 
         Raises:
@@ -196,7 +197,7 @@ class PrefillEngine:
         feed = sequence.feed
         if feed is None:
             return
-        span = feed.join(KVRange(first_layer, num_layers, chunk.start, chunk.stop))
+        span = feed.join(KVSpan(first_layer, first_layer + num_layers, chunk.start, chunk.stop))
         if span is None:
             return
         kv = None
@@ -205,7 +206,7 @@ class PrefillEngine:
                 sequence.row, span.first_layer, span.num_layers, span.start, span.stop
             )
             self._staging.take(kv.nbytes)
-        if span.first_layer + span.num_layers == self.runner.num_layers:
+        if span.stop_layer == self.runner.num_layers:
             self._last_kv.append((feed, span, kv))  # the first token follows in a moment
         else:
             # What is shared comes before the pass, and so do its last layers.

@@ -88,6 +88,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
     Attributes:
         reply_spacing_s: Pause after a poll's reply, per sequence in it; see `OutputDispatcher`.
         calls: To other actors.
+        is_ending: This process is about to end.
         departed: Sequences that were cancelled or taken over by other replicas.
         report_options: What the scheduler last asked for.
         ranks: Starts the others where several share the model; None where one has it all.
@@ -129,7 +130,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self.departed = DepartedSequences()
         self._news = asyncio.Event()
         self._is_draining = False
-        self._is_ending = False
+        self.is_ending = False
         self._leave_by_s: float | None = None
         self.report_options = ReportOptions()
         kind, sink = self.config.transport.kind, self._make_sink()
@@ -189,11 +190,6 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self.loaded(engine, self.info_record.numerics)
         self.info_record = replace(self.info_record, depth_class=engine.depth_class)
         self._news.set()
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether this process is about to end."""
-        return self._is_ending
 
     @property
     def deepest_spec(self) -> EngineSpec:
@@ -366,7 +362,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
     def require_taking(self) -> None:
         """Raises: Unavailable while draining, ending or not yet loaded."""
         self.engine.require_core()
-        if self._is_draining or self._is_ending:
+        if self._is_draining or self.is_ending:
             raise Unavailable(f"{self.name} is draining", code="draining")
 
     def emit(self, emissions: Sequence[tuple[str, EngineOutput]], *, wakes: bool = True) -> None:
@@ -439,7 +435,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
     async def _report_forever(self) -> None:
         """Report the load to the scheduler: at every interval, and when there is news."""
         interval_s = self.config.scheduler.snapshot_interval_s
-        while not self._is_ending:
+        while not self.is_ending:
             if self.engine.is_ready:
                 await self._report(max(interval_s, REPORT_MIN_TIMEOUT_S))
             await asyncio.sleep(REPORT_MIN_GAP_S)
@@ -522,7 +518,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         orphan_s = self.config.lifecycle.orphan_timeout_s
         request_s = self.config.ingress.orphan_request_s
         pause_s = min(1.0, orphan_s / 4, request_s / 4)
-        while not self._is_ending:
+        while not self.is_ending:
             self.mail.stood_still(await overslept_s(self.clock, pause_s))
             if self.mail.silence_s > orphan_s:
                 await self._end(f"no ingress was heard of for {orphan_s:.0f} s")
@@ -588,9 +584,9 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         await self._end(f"the engine is over: {error}")
 
     async def _end(self, reason: str, *, delay_s: float = 0.0) -> None:
-        if self._is_ending:
+        if self.is_ending:
             return
-        self._is_ending = True
+        self.is_ending = True
         logger.info("%s ends: %s", self.name, reason)
         self.mail.close()
         await asyncio.sleep(delay_s)

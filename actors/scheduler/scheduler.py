@@ -327,14 +327,6 @@ class Scheduler(BatchedCalls):
         """A sign of life of an ingress."""
         self._heard_s = self._clock.now_s()
 
-    async def status(self) -> dict[str, Any]:
-        """Loads by replica, and what was moved and why."""
-        return {
-            "replicas": {name: replace(s) for name, s in self._snapshots.items()},
-            "unseen": self._inflight.num_sent(),
-            "rescheduling": self._rescheduling.status(),
-        }
-
     async def operators_view(self) -> dict[str, Any]:
         """Replicas with their forecasts, orders and recent decisions, all as plain values."""
         return self._rescheduling.status()

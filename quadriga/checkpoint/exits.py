@@ -7,6 +7,7 @@ is left by every token, whatever its confidence.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -187,6 +188,22 @@ class ExitParams:
             return least, 0 if is_limited else held
         return 0, 0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, _VALUES_OF(self)
+
+
+_VALUES_OF = attrgetter(*ExitParams.__match_args__)
+
+
+@lru_cache(1024)
+def shared(params: ExitParams) -> ExitParams:
+    """The one object for all requests that ask for the same, as most do."""
+    return params
+
+
+def _received(*values: Any) -> ExitParams:
+    return shared(ExitParams(*values))
+
 
 def read_exit_params(
     asked: ExitParams | None,
@@ -227,7 +244,7 @@ def read_exit_params(
             raise InvalidRequest(
                 f"exits: {model} has no early exits here; leave it out", param="exits"
             )
-        return FULL_DEPTH if depth == full else ExitParams(NEVER, "bounded")
+        return FULL_DEPTH if depth == full else shared(ExitParams(NEVER, "bounded"))
     params = asked or _default_params(exits, depth, full, sla_tbt_s)
     params = replace(params, quality_budget=quality_budget)
     if params.policy == "off" and depth < full and params.threshold == NEVER:
@@ -259,7 +276,7 @@ def read_exit_params(
             param="exit_policy",
         )
     _check_quality_budget(params, deterministic=deterministic)
-    return params
+    return shared(params)
 
 
 def _check_asked(asked: ExitParams) -> None:

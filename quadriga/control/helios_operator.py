@@ -21,12 +21,12 @@ from quadriga.control.model_routing import Route
 from quadriga.control.replica_record import PlaceKey, ReplicaRecord, place_name
 from quadriga.core.replica import DepthClass, ResizeReport, Role
 from quadriga.core.routing import AutoReport
-from quadriga.policies.helios import (
+from quadriga.policies.helios.messages import (
+    ChangeOrder,
     Choose,
     ControllerTick,
     Event,
     Keep,
-    Order,
     OrderDone,
     OrderFailed,
     Output,
@@ -63,7 +63,7 @@ class _UnderWay:
         failures: Of its place when a switch was ordered.
     """
 
-    order: Order
+    order: ChangeOrder
     since_s: float
     failures: int
     before: DepthClass
@@ -222,7 +222,7 @@ class HeliosOperator:
 
     # Orders
 
-    def carry_out(self, order: Order) -> None:
+    def carry_out(self, order: ChangeOrder) -> None:
         """Begin an order: ask for a resize, or let the place hold another model."""
         key = self._key_of(order.replica)
         replica = self.pools.replica_at(key) if key is not None else None

@@ -17,8 +17,10 @@ from quadriga.config.scheduling import HeliosConfig
 from quadriga.control.replica_record import PlaceKey
 from quadriga.core.replica import PARTS, DepthClass, Role
 from quadriga.errors import ConfigError
-from quadriga.policies.helios import ChosenDevice, Helios, HistoryTable
 from quadriga.policies.helios.candidates import Started, start_helios
+from quadriga.policies.helios.history import HistoryTable
+from quadriga.policies.helios.machine import Helios
+from quadriga.policies.helios.messages import ChosenDevice
 
 logger = logging.getLogger(__name__)
 

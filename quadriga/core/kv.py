@@ -66,6 +66,25 @@ class Accepted(CompactPickleMixin):
 
 
 @dataclass(frozen=True, slots=True)
+class KVSpan:
+    """Positions [start, stop) of layers [first_layer, stop_layer)."""
+
+    first_layer: int
+    stop_layer: int
+    start: int
+    stop: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.stop_layer - self.first_layer
+
+    @property
+    def num_cells(self) -> int:
+        """(layer, position) pairs."""
+        return self.num_layers * (self.stop - self.start)
+
+
+@dataclass(frozen=True, slots=True)
 class KVExtent(CompactPickleMixin):
     """What a row holds of the layers [first_layer, stop_layer): positions [0, num_tokens)."""
 

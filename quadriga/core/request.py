@@ -6,7 +6,7 @@ import struct
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
@@ -233,6 +233,15 @@ class SequenceState(RelativeTimeMixin):
     claim: str = ""
     cache_salt: str = ""
     adapter: str = ""
+
+    def copy(self) -> SequenceState:
+        """It as it is now: tokens that come later are not in it."""
+        return replace(
+            self,
+            output_ids=list(self.output_ids),
+            exit_layers=list(self.exit_layers),
+            logprobs=list(self.logprobs),
+        )
 
     def progress(self) -> dict[str, Any]:
         """What became of it so far beside its tokens: the fields that its ingress keeps as well."""

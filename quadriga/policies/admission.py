@@ -172,13 +172,15 @@ def check_room(
         turns = prefill_supply(request, first, num_replicas=max(1, len(prefills)))
         if turns.wait_s > max(limit_s, slower.wait_s):
             slower = turns
-        has_rows = may_hold_more(num_held, sum(s.info.num_slots for s in prefills))
-        if num_held and not (has_rows and _has_memory(first, request)):
-            raise Overloaded(
-                f"{model!r} is overloaded: {num_held} sequences wait for a decode replica, and "
-                f"prefill replicas have {'memory' if has_rows else 'rows'} for no more",
-                retry_after_s=min(max(1.0 / slower.per_s, MIN_WAIT_S), scheduler.max_retry_after_s),
-            )
+        if num_held:
+            has_rows = may_hold_more(num_held, sum(s.info.num_slots for s in prefills))
+            if not has_rows or not _has_memory(first, request):
+                wait_s = max(1.0 / slower.per_s, MIN_WAIT_S)
+                raise Overloaded(
+                    f"{model!r} is overloaded: {num_held} sequences wait for a decode replica, and "
+                    f"prefill replicas have {'memory' if has_rows else 'rows'} for no more",
+                    retry_after_s=min(wait_s, scheduler.max_retry_after_s),
+                )
         in_time = replace(slower, free=slower.free + limit_s * slower.per_s)
         if in_time.free < queues.free:
             short, least_free = in_time, 0.0

@@ -100,12 +100,6 @@ class InflightTracker:
         for of_replica in (self._sent, self._begun, self._sums):
             of_replica.pop(replica, None)
 
-    def num_sent(self) -> dict[str, int]:
-        """Sequences on their way, by replica."""
-        return {
-            name: sum(not s.is_reported for s in sent.values()) for name, sent in self._sent.items()
-        }
-
     def adjust(self, snapshot: ReplicaSnapshot, *, now_s: float) -> ReplicaSnapshot:
         """The report with what it does not show yet."""
         name = snapshot.info.name

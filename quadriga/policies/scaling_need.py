@@ -9,13 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from quadriga.config.scheduling import ScalingConfig
 from quadriga.core.replica import DepthClass, ReplicaSnapshot
-from quadriga.policies.ares.forecast import NUM_COLUMNS, REMAINING, SHARE, TOKENS
-
-_WIRE = np.dtype("<f4")
+from quadriga.policies.ares.forecast import REMAINING, SHARE, TOKENS, numbers, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +118,7 @@ def remaining_work(snapshot: ReplicaSnapshot) -> float:
     forecast = snapshot.forecast
     if forecast is None:
         return float(snapshot.used_tokens)
-    rows = np.frombuffer(forecast.rows, dtype=_WIRE).reshape(-1, NUM_COLUMNS)
+    rows = rows_of(forecast)
     column = REMAINING if forecast.has_predictions else TOKENS
     return float((rows[:, column] * rows[:, SHARE]).sum())
 
@@ -153,8 +149,7 @@ def _look(snapshot: ReplicaSnapshot, horizon_s: float) -> _DemandSeen:
         return _DemandSeen((float(snapshot.used_tokens),), (0.0,), 0.0, count)
     points = sum(at_s <= horizon_s for at_s in forecast.grid_s) if forecast.has_predictions else 1
     points = max(1, points)
-    tokens = np.frombuffer(forecast.tokens, dtype=_WIRE)[:points]
-    load_s = np.frombuffer(forecast.load_s, dtype=_WIRE)[:points]
+    tokens, load_s = numbers(forecast.tokens)[:points], numbers(forecast.load_s)[:points]
     return _DemandSeen(tuple(tokens.tolist()), tuple(load_s.tolist()), forecast.base_s, count)
 
 

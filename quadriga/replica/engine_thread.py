@@ -60,6 +60,10 @@ class EngineThread(Generic[Core]):
             then, and so should the replica be.
         nice: Unix niceness of the thread, and of the threads that it starts, above that of the
             process; where the system has no niceness of threads, it is left as it is.
+
+    Attributes:
+        core: None until it is loaded.
+        error: Why the engine is of no more use; None while it is.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class EngineThread(Generic[Core]):
         self._inbox: queue.SimpleQueue[Callable[[Core], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._is_stopping = self._is_over = False
-        self._error: QuadrigaError | None = None
+        self.error: QuadrigaError | None = None
         self.core: Core | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -80,12 +84,7 @@ class EngineThread(Generic[Core]):
 
     @property
     def is_ready(self) -> bool:
-        return self.core is not None and self._error is None and not self._is_stopping
-
-    @property
-    def error(self) -> QuadrigaError | None:
-        """Why the engine is of no more use; None while it is."""
-        return self._error
+        return self.core is not None and self.error is None and not self._is_stopping
 
     def require_core(self) -> Core:
         """The core, for calls that its contract allows from other threads.
@@ -93,8 +92,8 @@ class EngineThread(Generic[Core]):
         Raises:
             Unavailable: It is not loaded, or over.
         """
-        if self.core is None or self._error is not None or self._is_stopping:
-            state = "has failed" if self._error is not None else "is starting or stopping"
+        if self.core is None or self.error is not None or self._is_stopping:
+            state = "has failed" if self.error is not None else "is starting or stopping"
             raise Unavailable(f"the replica's engine {state}; retry shortly", retry_after_s=1.0)
         return self.core
 
@@ -143,7 +142,7 @@ class EngineThread(Generic[Core]):
 
         if self.core is not None:
             self._inbox.put(fail)
-        elif self._error is None:  # it is loading, and may wait for what is gone
+        elif self.error is None:  # it is loading, and may wait for what is gone
             self._fail(error)
 
     def stop(self) -> None:
@@ -187,7 +186,7 @@ class EngineThread(Generic[Core]):
 
     def _fail(self, error: QuadrigaError) -> None:
         logger.error("the engine is over: %s", error, exc_info=error)
-        self._error = error
+        self.error = error
         self.post(self._on_failure, error)
 
     def _finish_inbox(self) -> None:

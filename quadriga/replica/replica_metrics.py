@@ -23,7 +23,7 @@ from quadriga.observability.cluster_metrics import (
 )
 from quadriga.observability.metric_table import MetricTable
 from quadriga.observability.metrics import Registry
-from quadriga.policies.ares.forecast import seconds_to_full
+from quadriga.policies.ares.forecast import numbers, seconds_to_full
 
 if TYPE_CHECKING:
     from quadriga.control.replica_record import ReplicaLoad
@@ -124,8 +124,8 @@ class ReplicaMetrics:
             if "forecast" in self._others:
                 self._table("forecast").update(None)
             return
-        load = forecast.base_s + np.frombuffer(forecast.load_s, dtype="<f4").astype(np.float64)
-        tokens = np.frombuffer(forecast.tokens, dtype="<f4")
+        load = forecast.base_s + numbers(forecast.load_s).astype(np.float64)
+        tokens = numbers(forecast.tokens)
         ahead = {f"{forecast.grid_s[point]:.3g}": point for point in AHEAD_POINTS}
         asking, depths = source.asking, source.depths_by_tenth
         figures = ForecastFigures(

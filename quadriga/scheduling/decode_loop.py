@@ -287,7 +287,8 @@ class DecodeLoop:
         self.meter.begin(self._clock.now_s())
         emissions = self._expire()
         self.preemption.balance()
-        self.depth.repay()
+        if self.batch.num_limited:
+            self.depth.repay()
         if self.batch.num_budgeted:
             lower_thresholds(self.batch, self.step_time_s)
         while num_able := self.batch.num_decoding - self.batch.num_parked:
@@ -516,7 +517,7 @@ class DecodeLoop:
     @property
     def has_work(self) -> bool:
         batch = self.batch
-        if batch.num_decoding > batch.num_parked or self.depth.has_work:
+        if batch.num_decoding > batch.num_parked or (batch.num_limited and self.depth.has_work):
             return True
         # Where sequences on their way here have the room, a paused one can only wait for them.
         return not batch.num_decoding and batch.num_paused > 0 and self.preemption.may_return

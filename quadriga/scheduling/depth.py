@@ -53,10 +53,9 @@ class DepthChanges:
         num_repayments: Passes in which positions were run again for layers that came later.
     """
 
-    def __init__(self, batch: DecodeBatch, *, repay_tokens: int = REPAY_TOKENS) -> None:
+    def __init__(self, batch: DecodeBatch) -> None:
         self.num_repayments = 0
         self._batch = batch
-        self._repay_tokens = repay_tokens
 
     def runner(self) -> ResizableRunner:
         """The runner. Raises: ConfigError: Its depth cannot change."""
@@ -88,20 +87,17 @@ class DepthChanges:
     @property
     def has_work(self) -> bool:
         """Whether a sequence needs its KV to be completed."""
-        batch = self._batch
-        return bool(batch.num_limited) and any(s.needs_layers for s in batch.decoding)
+        return any(s.needs_layers for s in self._batch.decoding)
 
     def repay(self) -> None:
         """Complete a piece of one sequence's KV; one that is parked for it comes first."""
         batch, runner = self._batch, self._batch.resizable
-        if runner is None or not batch.num_limited:
-            return
         waiting = [s for s in batch.decoding if s.needs_layers]
-        if not waiting:
+        if runner is None or not waiting:
             return
         sequence = min(waiting, key=lambda s: not _waits_for_kv(s))
         before = runner.depth_of(sequence.row)
-        left = runner.repay(sequence.row, self._repay_tokens)
+        left = runner.repay(sequence.row, REPAY_TOKENS)
         self.num_repayments += 1
         if left == 0 and runner.depth_of(sequence.row) > before:
             self._settle(sequence)
@@ -113,7 +109,7 @@ class DepthChanges:
         batch, runner = self._batch, self.runner()
         for sequence in batch.decoding:
             if sequence.is_parked and exit_index < sequence.next_segment < len(batch.ends):
-                while runner.repay(sequence.row, self._repay_tokens):
+                while runner.repay(sequence.row, REPAY_TOKENS):
                     self.num_repayments += 1
                 self.num_repayments += 1
                 self._settle(sequence)

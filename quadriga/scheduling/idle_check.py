@@ -62,8 +62,7 @@ class Leaks:
     A slot changes hands between threads, so an unclaimed one is only a suspect at first.
     """
 
-    def __init__(self, after_s: float = LEAK_AFTER_S) -> None:
-        self._after_s = after_s
+    def __init__(self) -> None:
         self._suspects: dict[str, float] = {}  # sequence → since when
 
     def check(self, held: Collection[str], claimed: Collection[str], *, now_s: float) -> bool:
@@ -74,7 +73,7 @@ class Leaks:
         """
         unclaimed = set(held).difference(claimed)
         self._suspects = {s: self._suspects.get(s, now_s) for s in sorted(unclaimed)}
-        leaked = [s for s, since_s in self._suspects.items() if now_s - since_s >= self._after_s]
+        leaked = [s for s, since_s in self._suspects.items() if now_s - since_s >= LEAK_AFTER_S]
         if leaked:
             raise InvariantViolation(
                 f"{len(leaked)} slots are held for unknown sequences: {leaked[:4]}"

@@ -63,6 +63,9 @@ class OutputDispatcher:
         incarnation: Of the replica's process.
         poll_timeout_s: How long an ingress's polls usually wait.
         spacing_s: Pause per sequence in a reply; 0 answers every poll as soon as there is news.
+
+    Attributes:
+        is_closed: Nothing will be put any more.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class OutputDispatcher:
         self._spacing_s = spacing_s
         self._logs: dict[str, _OutputLog] = {}
         self._any_heard_s = clock.now_s()
-        self._is_closed = False
+        self.is_closed = False
 
     async def poll(self, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
         """Everything pending for an ingress; waits up to `timeout_s` for something.
@@ -88,7 +91,7 @@ class OutputDispatcher:
         while True:
             log.news.clear()
             now_s = self._clock.now_s()
-            is_over = now_s >= give_up_s or self._is_closed
+            is_over = now_s >= give_up_s or self.is_closed
             if is_over or not self._is_held(log, now_s):
                 # What a lost reply held is in here again: the acknowledgement did not cover it.
                 reply = self.collect(ingress_id, ack)
@@ -220,14 +223,9 @@ class OutputDispatcher:
             if log.fetched_s is not None and now_s - log.fetched_s > self._absent_s:
                 self.drop(ingress_id)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether nothing will be put any more."""
-        return self._is_closed
-
     def close(self) -> None:
         """Let every waiting poll return."""
-        self._is_closed = True
+        self.is_closed = True
         for log in self._logs.values():
             log.news.set()
 

@@ -50,6 +50,7 @@ class PrefillQueue:
 
     Attributes:
         num_layers: Layers that are loaded.
+        num_tokens: Waiting to be computed.
     """
 
     def __init__(self, *, max_sequences: int, max_tokens: int, max_age_s: float) -> None:
@@ -58,7 +59,7 @@ class PrefillQueue:
         self._max_tokens = max_tokens
         self._max_age_s = max_age_s
         self._waiting: list[RunningSequence] = []
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._counter = 0
         self._is_turn_of_starving = False
 
@@ -85,13 +86,13 @@ class PrefillQueue:
         self._counter += 1
         sequence.since_s, sequence.order = now_s, self._counter
         bisect.insort(self._waiting, sequence, key=_rank)
-        self._num_tokens += num_tokens
+        self.num_tokens += num_tokens
 
     def _check_room(
         self, ready: list[RunningSequence], num_tokens: int, drain_tokens_per_s: float
     ) -> None:
         is_all = len(ready) == len(self._waiting)
-        queued = self._num_tokens if is_all else sum(num_prefill_tokens(s.state) for s in ready)
+        queued = self.num_tokens if is_all else sum(num_prefill_tokens(s.state) for s in ready)
         is_full = len(ready) >= self._max_sequences
         # One prompt longer than the whole budget may still wait alone.
         if is_full or (ready and queued + num_tokens > self._max_tokens):
@@ -124,7 +125,7 @@ class PrefillQueue:
     def remove(self, sequence: RunningSequence) -> None:
         """Take a waiting sequence out, wherever it stands."""
         self._waiting.remove(sequence)
-        self._num_tokens -= num_prefill_tokens(sequence.state)
+        self.num_tokens -= num_prefill_tokens(sequence.state)
 
     def find(self, sequence_id: str) -> RunningSequence | None:
         """The waiting sequence of this id, or None."""
@@ -141,11 +142,6 @@ class PrefillQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens waiting to be computed."""
-        return self._num_tokens
 
     @property
     def first(self) -> RunningSequence | None:

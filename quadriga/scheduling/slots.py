@@ -39,6 +39,7 @@ class SlotTable:
     Rows are reused lowest first, which keeps the rows in use together.
 
     Attributes:
+        reserved_tokens: Promised to all sequences together.
         on_promise: Called when more was promised, or there is less to promise.
 
     Not thread-safe: the engine's thread owns it.
@@ -58,7 +59,7 @@ class SlotTable:
         self.kv_capacity_tokens = kv_capacity_tokens
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._slots: dict[str, Slot] = {}
-        self._reserved_tokens = 0
+        self.reserved_tokens = 0
         self.on_promise: Callable[[], None] = _nothing
 
     def reserve(
@@ -86,15 +87,15 @@ class SlotTable:
         tokens = self.tokens_wanted(
             max_total_tokens, num_tokens, upper_tokens=upper_tokens, prediction=prediction
         )
-        if not self._free_rows or self._reserved_tokens + tokens > self.kv_capacity_tokens:
+        if not self._free_rows or self.reserved_tokens + tokens > self.kv_capacity_tokens:
             raise KVCacheExhausted(
                 f"no room for {tokens} tokens: {len(self._free_rows)} of {self.num_rows} rows and "
-                f"{self.kv_capacity_tokens - self._reserved_tokens} of {self.kv_capacity_tokens} "
+                f"{self.kv_capacity_tokens - self.reserved_tokens} of {self.kv_capacity_tokens} "
                 "tokens are free"
             )
         slot = Slot(self._free_rows.pop(), tokens)
         self._slots[sequence_id] = slot
-        self._reserved_tokens += tokens
+        self.reserved_tokens += tokens
         self.on_promise()
         return slot
 
@@ -134,16 +135,14 @@ class SlotTable:
 
         Raises: InvariantViolation: It holds no slot.
         """
-        slot = self._slots.get(sequence_id)
-        if slot is None:
-            raise InvariantViolation(f"sequence {sequence_id} holds no slot")
+        slot = self._slot(sequence_id)
         more = self._rounded(num_tokens) - slot.reserved_tokens
         if more <= 0:
             return True
-        if self._reserved_tokens + more > self.kv_capacity_tokens:
+        if self.reserved_tokens + more > self.kv_capacity_tokens:
             return False
         self._slots[sequence_id] = replace(slot, reserved_tokens=slot.reserved_tokens + more)
-        self._reserved_tokens += more
+        self.reserved_tokens += more
         self.on_promise()
         return True
 
@@ -155,15 +154,19 @@ class SlotTable:
 
         Raises: InvariantViolation: It holds no slot.
         """
-        slot = self._slots.get(sequence_id)
-        if slot is None:
-            raise InvariantViolation(f"sequence {sequence_id} holds no slot")
+        slot = self._slot(sequence_id)
         freed = slot.reserved_tokens - self._rounded(num_tokens)
         if freed <= 0:
             return 0
         self._slots[sequence_id] = replace(slot, reserved_tokens=slot.reserved_tokens - freed)
-        self._reserved_tokens -= freed
+        self.reserved_tokens -= freed
         return freed
+
+    def _slot(self, sequence_id: str) -> Slot:
+        slot = self._slots.get(sequence_id)
+        if slot is None:
+            raise InvariantViolation(f"sequence {sequence_id} holds no slot")
+        return slot
 
     def _rounded(self, num_tokens: int) -> int:
         return min(-(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS, self.row_capacity_tokens)
@@ -173,7 +176,7 @@ class SlotTable:
         slot = self._slots.pop(sequence_id, None)
         if slot is None:
             return None
-        self._reserved_tokens -= slot.reserved_tokens
+        self.reserved_tokens -= slot.reserved_tokens
         self._free_rows.append(slot.row)
         self._free_rows.sort(reverse=True)
         return slot
@@ -200,16 +203,12 @@ class SlotTable:
     def num_held(self) -> int:
         return len(self._slots)
 
-    @property
-    def reserved_tokens(self) -> int:
-        return self._reserved_tokens
-
     def check(self) -> None:
         """Verify the table against itself. Raises: InvariantViolation."""
         rows = [slot.row for slot in self._slots.values()] + self._free_rows
         tokens = sum(slot.reserved_tokens for slot in self._slots.values())
-        if sorted(rows) != list(range(self.num_rows)) or tokens != self._reserved_tokens:
+        if sorted(rows) != list(range(self.num_rows)) or tokens != self.reserved_tokens:
             raise InvariantViolation(
                 f"slot table is inconsistent: rows {sorted(rows)} of {self.num_rows}, "
-                f"{tokens} tokens held, {self._reserved_tokens} counted"
+                f"{tokens} tokens held, {self.reserved_tokens} counted"
             )

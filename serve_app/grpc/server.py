@@ -259,9 +259,9 @@ class GrpcServer:
         common = self._name_and_time(message) | {"caller": caller.name}
         if "messages" in fields:
             chat = parse_body(ChatBody, fields)
-            return await chat_request(chat, model, self._limits, models, **common)
+            return await chat_request(chat, self._limits, models, **common)
         body = parse_body(CompletionBody, fields)
-        return await completion_request(body, model, self._limits, models, **common)
+        return await completion_request(body, self._limits, models, **common)
 
     async def _embedding(self, message: Any) -> Request:
         # As above.

@@ -7,7 +7,8 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from quadriga.errors import (
@@ -21,7 +22,9 @@ from quadriga.errors import (
 from serve_app.http.server_metrics import HTTP_SERVER
 from serve_app.http.tls import hostname, is_loopback, is_public_name
 from serve_app.openai.errors import as_quadriga, send_error
-from serve_app.request.engine_client import EngineClient
+
+if TYPE_CHECKING:  # Serve's proxy needs no more than `Call`
+    from serve_app.request.engine_client import EngineClient
 
 logger = logging.getLogger("quadriga.http")
 
@@ -44,20 +47,29 @@ class Call:
     """An ASGI request with its answer.
 
     Attributes:
-        headers: Lower-case names; of a repeated header the last value.
+        route: Method and path, as far as a log or an error needs them.
         status: What was answered; 0 until then.
         failed_status: What an answer that had begun ended in; 0 where it ended well.
+        is_events: The answer is a stream of events.
+        is_complete: All of the answer was sent.
+        is_client_gone: Nobody waits for it any more.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
-        self.receive = receive
+        self._receive = receive
         self._send = send
-        self.headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1")
-            for name, value in scope["headers"]
-        }
+        self.route = f"{scope['method']} {scope['path']}"[:200]
         self.status = self.failed_status = 0
+        self.is_events = self.is_complete = self.is_client_gone = False
+
+    @cached_property
+    def headers(self) -> dict[str, str]:
+        """Lower-case names; of a repeated header the last value."""
+        return {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in self.scope["headers"]
+        }
 
     @property
     def path(self) -> str:
@@ -74,11 +86,6 @@ class Call:
             return dict(parse_qsl(text, max_num_fields=MAX_QUERY_FIELDS))
         except ValueError as exc:
             raise InvalidRequest(f"query: more than {MAX_QUERY_FIELDS} fields") from exc
-
-    @property
-    def route(self) -> str:
-        """Method and path, as far as a log or an error needs them."""
-        return f"{self.scope['method']} {self.path}"[:200]
 
     def check_headers(self, max_headers: int, max_bytes: int) -> None:
         """Raises: HeadersTooLarge."""
@@ -138,28 +145,40 @@ class Call:
                 pass
         hang_up()
 
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self.is_client_gone = self.is_client_gone or message["type"] == "http.disconnect"
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send a piece of the answer."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.is_events = content_type(message).startswith(b"text/event-stream")
+        else:
+            self.is_complete = not message.get("more_body", False)
+        await self._send(message)
+
     async def start(self, status: int, headers: Headers) -> None:
-        self.status = status
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        await self.send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def answer(
         self,
         data: bytes,
         *,
-        status: int = 200,
         headers: Headers | None = None,
         content_type: bytes = b"application/json",
     ) -> None:
         """Send a whole answer."""
         fixed = [(b"content-type", content_type), (b"content-length", str(len(data)).encode())]
-        await self.start(status, fixed + (headers or []))
+        await self.start(200, fixed + (headers or []))
         await self.write(data, more=False)
 
-    async def answer_json(self, value: object, headers: Headers | None = None) -> None:
-        await self.answer(json.dumps(value).encode(), headers=headers)
+    async def answer_json(self, value: object) -> None:
+        await self.answer(json.dumps(value).encode())
 
 
 Handler = Callable[[Call], Awaitable[None]]
@@ -210,6 +229,9 @@ class Endpoint:
 
         Raises: Forbidden.
         """
+        page = call.headers.get("origin")
+        if page is None and call.scope["method"] == "POST":
+            return
         config, allowed, remedy = self._engine_client.config, tuple[str, ...](), ""
         is_open = is_loopback(config.admin.host)
         if self._door == "http":
@@ -219,12 +241,11 @@ class Endpoint:
         server = call.scope.get("server") or ("",)
         if not is_open or "*" in allowed or not is_loopback(str(server[0])):
             return
-        field, page = "origin", call.headers.get("origin")
         if page is not None:
-            is_known = page in allowed or is_loopback(hostname(page))
+            field, is_known = "origin", page in allowed or is_loopback(hostname(page))
         else:
             field, page = "host", call.headers.get("host", "")
-            is_known = call.scope["method"] == "POST" or not is_public_name(hostname(page))
+            is_known = not is_public_name(hostname(page))
             is_known = is_known or any(page == origin.partition("://")[2] for origin in allowed)
         if not is_known:
             raise Forbidden(
@@ -246,6 +267,11 @@ def json_in_parts(answer: dict[str, Any]) -> bytes:
             text = f"[{', '.join(parts)}]"
         fields.append(f"{json.dumps(name)}: {text}")
     return f"{{{', '.join(fields)}}}".encode()
+
+
+def content_type(start: Message) -> bytes:
+    """Of an answer, by its first message."""
+    return bytes(dict(start.get("headers", ())).get(b"content-type", b""))
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

@@ -20,7 +20,6 @@ from serve_app.embeddings.body import EmbeddingsBody, embedding_request
 from serve_app.embeddings.rendering import EmbeddingsFormat
 from serve_app.http.call import Call, Headers, json_in_parts
 from serve_app.openai.bodies import parse_body, parse_json
-from serve_app.openai.models import ModelDirectory
 from serve_app.openai.rendering import CHAT, COMPLETION, AnswerFormat, StreamFormat
 from serve_app.openai.schema import ChatBody, CompletionBody
 from serve_app.openai.validation import chat_request, completion_request
@@ -47,6 +46,7 @@ class HttpGeneration:
 
     def __init__(self, engine_client: EngineClient) -> None:
         self._engine_client = engine_client
+        self._models = engine_client.models
         self._limits = engine_client.config.ingress
         self._warned: set[str] = set()
 
@@ -74,7 +74,7 @@ class HttpGeneration:
         # From here on every way out goes through `leave`.
         watcher = asyncio.ensure_future(call.watch_disconnect(stream.hang_up))
         try:
-            tokenizer = self._engine_client.models.find(request.model).tokenizer
+            tokenizer = self._models.find(request.model).tokenizer
             headers = self._warning_headers(request)
             with self._engine_client.answering():
                 if request.stream:
@@ -103,9 +103,8 @@ class HttpGeneration:
 
     async def _completion(self, data: Any, caller: ApiKey) -> tuple[Request, AnswerFormat]:
         body = parse_body(CompletionBody, data)
-        model = self._models.find(body.model)
         request = await completion_request(
-            body, model, self._limits, self._models, caller=caller.name, **self._name_and_time()
+            body, self._limits, self._models, caller=caller.name, **self._name_and_time()
         )
         return request, COMPLETION
 
@@ -126,14 +125,9 @@ class HttpGeneration:
         return request, EmbeddingsFormat(body)
 
     async def _chat_request(self, body: ChatBody, caller: ApiKey) -> Request:
-        model = self._models.find(body.model)
         return await chat_request(
-            body, model, self._limits, self._models, caller=caller.name, **self._name_and_time()
+            body, self._limits, self._models, caller=caller.name, **self._name_and_time()
         )
-
-    @property
-    def _models(self) -> ModelDirectory:
-        return self._engine_client.models
 
     def _name_and_time(self) -> dict[str, Any]:
         """Of a request that begins now."""

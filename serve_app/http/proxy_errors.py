@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from importlib import import_module
 from typing import Any
 
@@ -30,15 +30,12 @@ from quadriga.errors import (
     Unauthenticated,
     Unavailable,
 )
+from serve_app.http.call import Call, Headers, Message, Receive, Scope, Send, content_type
 from serve_app.http.server_metrics import HTTP_SERVER
 from serve_app.openai.errors import error_frame, send_error
 
 logger = logging.getLogger("quadriga.http")
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 REQUEST_ID = b"x-request-id"
@@ -94,27 +91,60 @@ class OpenAIErrors:
             await self._app(scope, receive, send)
             return
         self._start_pushing()
-        exchange = _Exchange(self._app, scope, receive, send)
+        call = Call(scope, receive, send)
         refusal = unreadable_header(scope["headers"])
         if refusal is not None:
-            await exchange.answer(refusal)
+            await _answer(call, refusal)
             return
         scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in SERVES_HEADERS]
         try:
-            await self._app(scope, exchange.receive, exchange.send)
+            await self._pass_on(call)
         except asyncio.CancelledError:
-            await exchange.end(Unavailable("the server is shutting down", retry_after_s=RETRY_S))
+            await _end(call, Unavailable("the server is shutting down", retry_after_s=RETRY_S))
             raise
         except Exception as exc:  # whatever it is, the client gets the documented form
-            logger.exception("unexpected failure in Serve at %s", exchange.route)
-            await exchange.end(InvariantViolation(f"an internal error ({type(exc).__name__})"))
+            logger.exception("unexpected failure in Serve at %s", call.route)
+            await _end(call, InvariantViolation(f"an internal error ({type(exc).__name__})"))
             return
-        await exchange.end(
-            Unavailable(
-                "the process that answered the request was lost; send it again",
-                retry_after_s=RETRY_S,
+        lost = "the process that answered the request was lost; send it again"
+        await _end(call, Unavailable(lost, retry_after_s=RETRY_S))
+
+    async def _pass_on(self, call: Call) -> None:
+        """Have the application answer; an error in a form of Serve's is exchanged for ours."""
+        held: Message | None = None
+        text = b""
+
+        async def send(message: Message) -> None:
+            nonlocal held, text
+            if message["type"] == "http.response.start" and _is_serves_error(message):
+                held = message
+            elif held is None:
+                await call.send(message)
+            else:
+                text = (text + message.get("body", b""))[:MAX_KEPT_BYTES]
+                if not message.get("more_body", False):
+                    await self._exchange(call, held, text.decode("utf-8", "replace"))
+
+        await self._app(call.scope, call.receive, send)
+
+    async def _exchange(self, call: Call, held: Message, text: str) -> None:
+        """Answer with Serve's status, or a better one, in our words; its own go to the log."""
+        status = held["status"]
+        if status == 404 and not await serve_routes(self._app):
+            error: QuadrigaError = Unavailable(
+                "the service is starting or stopping; retry shortly", retry_after_s=RETRY_S
             )
+            status = error.http_status
+        else:
+            error = _as_ours(status, call.route)
+        logger.log(
+            logging.WARNING if status >= 500 else logging.DEBUG,
+            "Serve's own answer to %s: %d %s",
+            call.route,
+            held["status"],
+            text,
         )
+        await _answer(call, error, status, held["headers"])
 
     # An ingress knows its controller; Serve's proxy has to ask which applications there are.
 
@@ -134,107 +164,59 @@ class OpenAIErrors:
             await asyncio.sleep(PUSH_INTERVAL_S)
 
 
-class _Exchange:
-    """One request, and what of its answer went to the client."""
+async def _end(call: Call, error: QuadrigaError) -> None:
+    """The application is done: make up for an answer that has no end, or no beginning."""
+    if call.is_complete or call.is_client_gone:
+        return
+    if not call.status:
+        await _answer(call, error)
+    elif call.is_events:
+        HTTP_SERVER.log_error(error.http_status, f"{call.route}, in its stream: {error.message}")
+        await call.write(error_frame(error), more=False)
+    # Anything else is cut short: uvicorn closes the connection, which the client notices.
 
-    def __init__(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
-        self._app = app
-        self._receive = receive
-        self._send = send
-        self._headers = scope["headers"]
-        self.route = f"{scope['method']} {scope['path']}"[:200]
-        self._held: Message | None = None
-        self._held_body = b""
-        self._is_started = False
-        self._is_events = False
-        self._is_complete = False
-        self._is_client_gone = False
 
-    async def receive(self) -> Message:
-        message = await self._receive()
-        self._is_client_gone = self._is_client_gone or message["type"] == "http.disconnect"
-        return message
+async def _answer(
+    call: Call, error: QuadrigaError, status: int | None = None, serves: Headers | None = None
+) -> None:
+    """Answer in place of the application.
 
-    async def send(self, message: Message) -> None:
-        """Pass a piece of the answer on, unless it is an error in a form of Serve's."""
-        if message["type"] == "http.response.start":
-            content_type = dict(message.get("headers", ())).get(b"content-type", b"")
-            if message["status"] >= 400 and not content_type.startswith(b"application/json"):
-                self._held = message
-                return
-            self._is_started = True
-            self._is_events = content_type.startswith(b"text/event-stream")
-        elif self._held is not None:
-            self._held_body = (self._held_body + message.get("body", b""))[:MAX_KEPT_BYTES]
-            if not message.get("more_body", False):
-                await self._exchange_error(self._held)
-            return
-        elif not message.get("more_body", False):
-            self._is_complete = True
-        await self._send(message)
+    Args:
+        status: Instead of the error's own.
+        serves: Headers of Serve's answer.
+    """
+    status = error.http_status if status is None else status
+    HTTP_SERVER.count_answer(status, f"{call.route}: {error.message}")
+    request_id = _request_id([*call.scope["headers"], *(serves or [])])
+    await send_error(call.send, error, [(REQUEST_ID, request_id)], status=status)
 
-    async def end(self, error: QuadrigaError) -> None:
-        """The application is done: make up for an answer that has no end, or no beginning."""
-        if self._is_complete or self._is_client_gone:
-            return
-        if not self._is_started:
-            await self.answer(error)
-        elif self._is_events:
-            self._is_complete = True
-            HTTP_SERVER.log_error(
-                error.http_status, f"{self.route}, in its stream: {error.message}"
-            )
-            await self._send({"type": "http.response.body", "body": error_frame(error)})
-        # Anything else is cut short: uvicorn closes the connection, which the client notices.
 
-    async def answer(self, error: QuadrigaError, status: int | None = None) -> None:
-        """Answer in place of the application."""
-        self._is_started = self._is_complete = True
-        status = error.http_status if status is None else status
-        HTTP_SERVER.count_answer(status, f"{self.route}: {error.message}")
-        await send_error(self._send, error, [(REQUEST_ID, self._request_id())], status=status)
+def _request_id(headers: Headers) -> bytes:
+    """The client's, or the one that Serve made, or a new one."""
+    for name, value in headers:
+        if name.lower() == REQUEST_ID and value and _is_text(value):
+            return bytes(value)
+    return str(uuid.uuid4()).encode()
 
-    def _request_id(self) -> bytes:
-        """The client's, or the one that Serve made, or a new one."""
-        held = self._held["headers"] if self._held is not None else []
-        for name, value in [*self._headers, *held]:
-            if name.lower() == REQUEST_ID and value and _is_text(value):
-                return bytes(value)
-        return str(uuid.uuid4()).encode()
 
-    async def _exchange_error(self, held: Message) -> None:
-        """Answer with Serve's status, or a better one, in our words; its own go to the log."""
-        status = held["status"]
-        text = self._held_body.decode("utf-8", "replace")
-        if status == 404 and not await serve_routes(self._app):
-            error: QuadrigaError = Unavailable(
-                "the service is starting or stopping; retry shortly", retry_after_s=RETRY_S
-            )
-            status = error.http_status
-        else:
-            error = self._error(status)
-        logger.log(
-            logging.WARNING if status >= 500 else logging.DEBUG,
-            "Serve's own answer to %s: %d %s",
-            self.route,
-            held["status"],
-            text,
-        )
-        await self.answer(error, status)
+def _is_serves_error(start: Message) -> bool:
+    """Whether an answer that begins so is an error in a form of Serve's."""
+    return start["status"] >= 400 and not content_type(start).startswith(b"application/json")
 
-    def _error(self, status: int) -> QuadrigaError:
-        """Serve's status as an error of ours."""
-        fallback = InvalidRequest if status < 500 else InvariantViolation
-        error_class = _BY_STATUS.get(status, fallback)
-        messages = {
-            404: f"there is no route {self.route}",
-            405: f"there is no route {self.route}",
-            408: "the request was not done within the time that this server allows",
-            429: "the service has as many requests as it takes; retry shortly",
-            503: "no process can take the request now; retry shortly",
-        }
-        message = messages.get(status, f"the request failed with status {status}")
-        return error_class(message, retry_after_s=RETRY_S if error_class.retryable else None)
+
+def _as_ours(status: int, route: str) -> QuadrigaError:
+    """Serve's status as an error of ours."""
+    fallback = InvalidRequest if status < 500 else InvariantViolation
+    error_class = _BY_STATUS.get(status, fallback)
+    messages = {
+        404: f"there is no route {route}",
+        405: f"there is no route {route}",
+        408: "the request was not done within the time that this server allows",
+        429: "the service has as many requests as it takes; retry shortly",
+        503: "no process can take the request now; retry shortly",
+    }
+    message = messages.get(status, f"the request failed with status {status}")
+    return error_class(message, retry_after_s=RETRY_S if error_class.retryable else None)
 
 
 def unreadable_header(headers: list[tuple[bytes, bytes]]) -> InvalidRequest | None:

@@ -29,15 +29,11 @@ CLOSE_REASONS = (
 
 
 class ThrottledLog:
-    """Logs the first event of a kind at once, and then one line per interval for all that follow.
+    """Warns of the first event of a kind at once, and then in one line per interval of all that
+    follow."""
 
-    Args:
-        level: Of `logging`.
-    """
-
-    def __init__(self, target: logging.Logger, level: int) -> None:
+    def __init__(self, target: logging.Logger) -> None:
         self._logger = target
-        self._level = level
         self._kinds: dict[str, _Kind] = {}
 
     def add(self, kind: str, message: str) -> None:
@@ -50,7 +46,7 @@ class ThrottledLog:
         state = self._kinds.setdefault(kind, _Kind())
         if now_s - state.logged_s >= LOG_INTERVAL_S:
             state.logged_s = now_s
-            self._logger.log(self._level, "%s", message)
+            self._logger.warning("%s", message)
             return
         state.num_since += 1
         state.message = message
@@ -75,7 +71,7 @@ class ThrottledLog:
         num, state.num_since = state.num_since, 0
         state.logged_s = time.monotonic()
         more = f" ({num} such events since the last line)" if num > 1 else ""
-        self._logger.log(self._level, "%s%s", state.message, more)
+        self._logger.warning("%s%s", state.message, more)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,8 +116,7 @@ class HttpServerMetrics:
         )
         self.is_used = False
         self.is_pushed = False
-        self._closings = ThrottledLog(logger, logging.WARNING)
-        self._errors = ThrottledLog(logger, logging.WARNING)
+        self._closings, self._errors = ThrottledLog(logger), ThrottledLog(logger)
 
     def count_closing(self, reason: str, client: object, message: str) -> None:
         """Count and log a connection that is closed."""

@@ -66,18 +66,9 @@ def check_pieces(*texts: bytes) -> None:
 def _name_lone_surrogate(data: bytes) -> None:
     """Raises: InvalidRequest naming the field, if there is one."""
     try:
-        value = json.loads(data)
+        stack: list[tuple[object, str]] = [(json.loads(data), "")]
     except (ValueError, RecursionError):
         return
-    check_unicode(value)
-
-
-def check_unicode(value: object, path: str = "") -> None:
-    """Refuse lone surrogates anywhere in a decoded JSON value.
-
-    Raises: InvalidRequest naming the field.
-    """
-    stack: list[tuple[object, str]] = [(value, path)]
     while stack:
         item, where = stack.pop()
         if isinstance(item, str):

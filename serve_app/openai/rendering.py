@@ -129,7 +129,7 @@ class ChoicesFormat(StreamFormat):
         parts = []
         for delta in deltas:
             shown = self._news(stream, delta, tokenizer)
-            reason = stream_finish(stream, delta)
+            reason = delta.finish if request.tools is None else stream_finish(stream, delta)
             finish = f'"{reason}"' if reason is not None else "null"
             ids = f',"token_ids":{delta.token_ids}' if request.return_token_ids else ""
             if request.eta_in_chunks:
@@ -232,13 +232,10 @@ class ChatFormat(ChoicesFormat):
         table = "null"
         if delta.logprobs is not None:
             table = json.dumps(_chat_logprobs(delta.logprobs, tokenizer), separators=(",", ":"))
-        news = read_news(stream, delta)
-        text, found, calls = news.text, news.calls, ""
-        content = "null" if found and not text else quote(text)
-        if found:
-            shown = [_call_delta(stream.request, delta.choice, call) for call in found]
-            calls = f',"tool_calls":{json.dumps(shown, separators=(",", ":"))}'
-        return f'"delta":{{{role}"content":{content}{calls}}},"logprobs":{table}'
+        content = quote(delta.text)
+        if stream.request.tools is not None:
+            content = _content_and_calls(stream, delta)
+        return f'"delta":{{{role}"content":{content}}},"logprobs":{table}'
 
     def _message(
         self, request: Request, sequence: SequenceRequest, tokenizer: TextTokenizer
@@ -261,6 +258,16 @@ class ChatFormat(ChoicesFormat):
             "logprobs": _chat_logprobs(sequence.state.logprobs, tokenizer) if wants else None,
             "finish_reason": shown_finish(sequence.finish, len(calls)),
         }
+
+
+def _content_and_calls(stream: OutputStream, delta: OutputDelta) -> str:
+    """What a chunk brings of an answer that may call: its text, and behind it news of calls."""
+    news = read_news(stream, delta)
+    if not news.calls:
+        return quote(news.text)
+    shown = [_call_delta(stream.request, delta.choice, call) for call in news.calls]
+    calls = json.dumps(shown, separators=(",", ":"))
+    return f'{quote(news.text) if news.text else "null"},"tool_calls":{calls}'
 
 
 def _call_delta(request: Request, choice: int, call: CallNews) -> dict[str, Any]:

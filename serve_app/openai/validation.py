@@ -51,7 +51,6 @@ ASK_FOR_NOTHING: dict[str, tuple[object, ...]] = {
 
 async def completion_request(
     body: CompletionBody,
-    model: ServedModel,
     limits: IngressConfig,
     models: ModelDirectory,
     *,
@@ -64,9 +63,9 @@ async def completion_request(
     Args:
         caller: At whose expense a new grammar is compiled.
 
-    Raises: InvalidRequest, ContextTooLong.
+    Raises: InvalidRequest, ContextTooLong, UnknownModel.
     """
-    n = _choices(body.n, limits)
+    model, n = models.find(body.model), _choices(body.n, limits)
     if body.best_of is not None and body.best_of != n:
         raise InvalidRequest(
             f"best_of: {body.best_of} must equal n ({n}); ranking more is not supported",
@@ -101,7 +100,6 @@ async def completion_request(
 
 async def chat_request(
     body: ChatBody,
-    model: ServedModel,
     limits: IngressConfig,
     models: ModelDirectory,
     *,
@@ -114,15 +112,16 @@ async def chat_request(
     Args:
         caller: As of `completion_request`.
 
-    Raises: InvalidRequest, ContextTooLong.
+    Raises: InvalidRequest, ContextTooLong, UnknownModel.
     """
+    model = models.find(body.model)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs: true", param="top_logprobs")
     num_logprobs = None
     if body.logprobs:
         num_logprobs = _logprobs(body.top_logprobs or 0, limits, "top_logprobs")
     n = _choices(body.n, limits)
-    tools = read_tools(body, model)
+    tools = read_tools(body, model) if body.tools or body.tool_choice else NO_TOOLS
     text = model.tokenizer.render_chat(
         plain_messages(body.messages), tools.told, body.chat_template_kwargs
     )

@@ -33,8 +33,6 @@ from quadriga.text import StopMatcher, TextTokenizer
 from quadriga.text.tool_parser import ToolCalling, ToolParser
 from serve_app.request.sequence_request import SequenceRequest
 
-NO_STOPS = StopMatcher(())
-"""Shared by all sequences without stop strings: it keeps no state."""
 Answer = TypeVar("Answer")
 LOGPROBS_AT_ONCE = 256
 """Tokens with log-probabilities, of all choices, in one piece of a stream: some milliseconds."""
@@ -167,7 +165,7 @@ class Request:
                     priority=self.priority,
                     cache_salt=self.cache_salt,
                 )
-                stops = StopMatcher(self.stop) if self.stop else NO_STOPS
+                stops = StopMatcher(self.stop) if self.stop else None
                 text = tokenizer.detokenizer(marks, prompt_ids if self.continues else ())
                 sequence = SequenceRequest(len(self.sequences), state, text, stops)
                 sequence.is_auto = self.is_auto

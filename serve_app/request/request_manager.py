@@ -314,16 +314,7 @@ class RequestManager:
         sequence.replica = replica
         self.output_poller.watch(replica, name)
         # A copy: it is sent in a moment, with others, and the sequence may be renamed until then.
-        state = sequence.state
-        await self._cluster.submit(
-            replica,
-            replace(
-                state,
-                output_ids=list(state.output_ids),
-                exit_layers=list(state.exit_layers),
-                logprobs=list(state.logprobs),
-            ),
-        )
+        await self._cluster.submit(replica, sequence.state.copy())
         if sequence.is_named(name):
             sequence.last_contact_s = self._clock.now_s()
         else:  # it ended, or was lost, while it was being submitted

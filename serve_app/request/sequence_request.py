@@ -90,7 +90,11 @@ class SequenceRequest:
     """
 
     def __init__(
-        self, index: int, state: SequenceState, detokenizer: Detokenizer, stops: StopMatcher
+        self,
+        index: int,
+        state: SequenceState,
+        detokenizer: Detokenizer,
+        stops: StopMatcher | None,
     ) -> None:
         self.index = index
         self.state = state
@@ -336,9 +340,10 @@ class SequenceRequest:
                 self._note_logprob(output.logprobs[i])
             if output.depth:
                 self._note_depth(output.depth)
-            piece = self._detokenizer.push(token_id) if i < hidden else ""
-            shown, met = self._stops.push(piece)
-            self.pieces.append(shown)
+            piece, met = self._detokenizer.push(token_id) if i < hidden else "", False
+            if self._stops is not None:
+                piece, met = self._stops.push(piece)
+            self.pieces.append(piece)
             if met:
                 self.finish = FinishReason.STOP
                 return i + 1 - skip
@@ -369,6 +374,10 @@ class SequenceRequest:
             self.spans.append((model, depth, 1))
 
     def _finish(self, reason: FinishReason) -> None:
-        shown, met = self._stops.push(self._detokenizer.flush())
-        self.tail = shown if met else shown + self._stops.flush()
-        self.finish = FinishReason.STOP if met else reason
+        self.tail, self.finish = self._detokenizer.flush(), reason
+        if self._stops is not None:
+            self.tail, met = self._stops.push(self.tail)
+            if met:
+                self.finish = FinishReason.STOP
+            else:
+                self.tail += self._stops.flush()

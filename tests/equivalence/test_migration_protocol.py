@@ -76,7 +76,7 @@ class Side(DecodeReplica):
         self.info_record = ReplicaInfo(
             name, Role.DECODE, bench.runner.spec.depth_class, "", name, 6, 576
         )
-        self._is_draining = self._is_ending = False
+        self._is_draining = self.is_ending = False
         self.departed, self._accepted, self._arrived = DepartedSequences(), [], []
         self._news = asyncio.Event()
         self.receiver = HandoffReceiver(

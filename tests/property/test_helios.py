@@ -10,14 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quadriga.config.scheduling import HeliosConfig
 from quadriga.core.replica import DepthClass, Role
-from quadriga.policies.helios import (
+from quadriga.policies.helios.history import HistoryTable
+from quadriga.policies.helios.machine import Helios
+from quadriga.policies.helios.messages import (
+    ChangeOrder,
     Choose,
     ChosenDevice,
     ControllerTick,
     Event,
-    Helios,
-    HistoryTable,
-    Order,
     OrderDone,
     OrderFailed,
     ReplicaReport,
@@ -81,7 +81,7 @@ class HeliosLife(RuleBasedStateMachine):
         self.strict: dict[str, int] = {}
         self.waiting: dict[str, int] = {}
         self.now_s = 0.0
-        self.order: Order | None = None
+        self.order: ChangeOrder | None = None
         self.target_held_s: float | None = None
         self.target: DepthClass | None = None
         self.tick(0.0)
@@ -111,7 +111,7 @@ class HeliosLife(RuleBasedStateMachine):
             assert self.now_s - self.target_held_s >= self.config.dwell_loads * LOAD_S
         self.target, self.target_held_s = choice.depth_class, None
 
-    def ordered(self, order: Order) -> None:
+    def ordered(self, order: ChangeOrder) -> None:
         assert order.depth_class in CLASSES
         member = self.replicas[order.replica]
         assert member.depth_class != order.depth_class, "an order for what is there"

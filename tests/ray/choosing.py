@@ -19,8 +19,8 @@ from actors.rpc.lookup import controller_name, forget_actor, get_actor
 from quadriga.config.loader import load_config
 from quadriga.core.replica import DepthClass
 from quadriga.errors import QuadrigaError
-from quadriga.policies.helios import HistoryTable, RequestFinished
-from quadriga.policies.helios.history import save_table
+from quadriga.policies.helios.history import HistoryTable, save_table
+from quadriga.policies.helios.messages import RequestFinished
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.http.server import HttpServer
 from serve_app.openai.models import ModelDirectory

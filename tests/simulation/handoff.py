@@ -24,6 +24,7 @@ from actors.replica.prefill import PrefillReplica
 from actors.rpc.rpc_batcher import RpcBatcher
 from quadriga.background import background
 from quadriga.config.loader import load_config
+from quadriga.core.kv import KVSpan
 from quadriga.core.output import EngineOutput
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.core.request import SamplingParams, SequenceState
@@ -33,7 +34,7 @@ from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.sequence import RunningSequence
-from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
+from quadriga.scheduling.transfer.kv_feed import KVFeed, StagingBudget
 from quadriga.scheduling.transfer.placement_turns import PlacementTurns
 from quadriga.scheduling.transfer.sequence_export import StepPhase
 from tests.simulation.choices import Choices
@@ -59,7 +60,7 @@ SETTLED_S = 45.0
 END_S = 70.0
 
 
-def some_kv(span: KVRange) -> torch.Tensor:
+def some_kv(span: KVSpan) -> torch.Tensor:
     """KV that tells its layer and its position: [num_layers, 2, 1, num_tokens, 1]."""
     layers = torch.arange(span.first_layer, span.first_layer + span.num_layers)
     positions = torch.arange(span.start, span.stop)
@@ -91,13 +92,13 @@ class Rows:
         """As if each key was of one position."""
         num_held = len(set(block_keys) & self.kept)
         if num_held:
-            self.write_kv(row, 0, 0, some_kv(KVRange(0, 2, 0, num_held)))
+            self.write_kv(row, 0, 0, some_kv(KVSpan(0, 2, 0, num_held)))
         return num_held
 
     def join(self, state: SequenceState, resume: object, depth: int) -> None:
         if state.sequence_id not in self.promised:
             raise InvariantViolation(f"{state.sequence_id} has no row")
-        span = KVRange(0, 2, 0, len(PROMPT))
+        span = KVSpan(0, 2, 0, len(PROMPT))
         wanted = some_kv(span)
         for layer in range(2):
             for position in range(span.stop):
@@ -253,9 +254,9 @@ class World(Network):
         self.prefill.sequences[SEQUENCE] = sequence
         self.prefill._start_handoff(sequence)
         await asyncio.sleep(0.01)
-        sequence.feed.add(KVRange(0, 2, 0, 2), None)
+        sequence.feed.add(KVSpan(0, 2, 0, 2), None)
         await asyncio.sleep(0.01)
-        sequence.feed.add(KVRange(0, 2, 2, len(PROMPT)), None)
+        sequence.feed.add(KVSpan(0, 2, 2, len(PROMPT)), None)
         state.output_ids.append(FIRST_TOKEN)
         self.prefill._take_outputs(
             [(sequence, EngineOutput(SEQUENCE, state.epoch, 0, token_ids=[FIRST_TOKEN]))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from quadriga.checkpoint.exits import (
     ExitCounters,
     ExitParams,
     ExitSpec,
+    read_exit_params,
     read_exits,
 )
 from quadriga.errors import ConfigError
@@ -130,3 +132,13 @@ def test_replay_newest_is_a_small_whole_number(tmp_path: Path, value: object) ->
 def test_replay_newest_is_read(tmp_path: Path) -> None:
     write(tmp_path, {"layers": [2], "replay_newest": 5})
     assert read_exits(tmp_path, 4).replay_newest == 5
+
+
+def test_requests_that_ask_for_the_same_share_one_object_in_every_process() -> None:
+    exits = ExitSpec((2,))
+    one, other = (read_exit_params(None, exits, "m", depth=4, full=4) for _ in range(2))
+    assert one is other and one.policy == "lossless"
+    here = pickle.loads(pickle.dumps(one, 5))
+    assert here is pickle.loads(pickle.dumps(one, 5)) is one
+    strict = ExitParams(0.5, "strict", 3, 0.02)
+    assert pickle.loads(pickle.dumps(strict)) == strict

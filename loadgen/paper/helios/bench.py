@@ -32,8 +32,9 @@ from quadriga.config.scheduling import HeliosConfig
 from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
 from quadriga.llm import LLM
-from quadriga.policies.helios import ChosenDevice, Helios
 from quadriga.policies.helios.candidates import start_helios
+from quadriga.policies.helios.machine import Helios
+from quadriga.policies.helios.messages import ChosenDevice
 
 PAPER_RULE = 1.0
 """`helios.max_changed_share`: breaches alone count."""

@@ -16,13 +16,13 @@ from loadgen.paper.helios.replica import LocalReplica
 from quadriga.clock import Clock
 from quadriga.core.replica import Role
 from quadriga.errors import ConfigError
-from quadriga.policies.helios import (
+from quadriga.policies.helios.machine import Helios
+from quadriga.policies.helios.messages import (
+    ChangeOrder,
     Choose,
     ControllerTick,
     Event,
-    Helios,
     Keep,
-    Order,
     OrderDone,
     OrderFailed,
     ReplicaReport,
@@ -63,7 +63,7 @@ class LocalController:
         self._replica = replica
         self._clock = clock
         self._on_served = on_served
-        self._order: Order | None = None
+        self._order: ChangeOrder | None = None
         self._tokens = 0
         self._breaches = 0
         self._unread: dict[str, deque[ServedRequest]] = {}
@@ -198,7 +198,7 @@ class LocalController:
                 self._order = output
 
 
-def _said(output: Order | Choose | Keep) -> str:
+def _said(output: ChangeOrder | Choose | Keep) -> str:
     kind = type(output).__name__.lower()
     where = "" if isinstance(output, Keep) else f" {output.depth_class}"
     return f"{kind}{where}: {output.reason}"

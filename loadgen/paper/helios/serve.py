@@ -19,7 +19,7 @@ from loadgen.paper.helios.replica import LocalReplica, ReplicaLimits, TimedModel
 from quadriga.catalogue.energy import EnergyMeter
 from quadriga.core.replica import DepthClass
 from quadriga.errors import InvariantViolation
-from quadriga.policies.helios import Helios
+from quadriga.policies.helios.machine import Helios
 
 TURN_S = 0.25
 COUNTED = ("switches", "resizes", "trips", "profiles")

@@ -26,13 +26,13 @@ from quadriga.policies.ares.forecast import (
     NUM_LOADS,
     StepCosts,
     load_rows,
+    numbers,
     shares,
     sizes,
     with_usual_lengths,
 )
 from quadriga.policies.ares.settings import AresSettings
 
-_WIRE = np.dtype("<f4")
 NEVER_FULL = NUM_LOADS
 
 
@@ -240,7 +240,7 @@ def no_rows(cluster: ClusterForecast) -> NDArray[np.int64]:
 
 
 def _stacked(parts: list[bytes], columns: int) -> NDArray[np.float32]:
-    return np.frombuffer(b"".join(parts), dtype=_WIRE).reshape(-1, columns)
+    return numbers(b"".join(parts)).reshape(-1, columns)
 
 
 def comparable(snapshots: Sequence[ReplicaSnapshot]) -> list[ReplicaSnapshot]:

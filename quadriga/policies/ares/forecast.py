@@ -246,9 +246,14 @@ def packed_anew(forecast: LoadForecast, rows: NDArray[np.float32], step_s: float
     )
 
 
+def numbers(packed: bytes) -> NDArray[np.float32]:
+    """The numbers of a field of a forecast."""
+    return np.frombuffer(packed, dtype=_WIRE)
+
+
 def rows_of(forecast: LoadForecast) -> NDArray[np.float32]:
     """The rows as packed: [num_rows, NUM_COLUMNS]."""
-    return np.frombuffer(forecast.rows, dtype=_WIRE).reshape(-1, NUM_COLUMNS)
+    return numbers(forecast.rows).reshape(-1, NUM_COLUMNS)
 
 
 def with_usual_lengths(
@@ -368,7 +373,7 @@ def with_fixed(forecast: LoadForecast, sequence_ids: Collection[str]) -> LoadFor
 
 def seconds_to_full(forecast: LoadForecast, capacity_tokens: int) -> float:
     """Seconds until the forecast exceeds the KV memory; infinite where it never does."""
-    tokens = np.frombuffer(forecast.tokens, dtype=_WIRE).astype(np.float64)
+    tokens = numbers(forecast.tokens).astype(np.float64)
     over = np.flatnonzero(tokens > capacity_tokens)
     if not len(over):
         return float("inf")
@@ -382,5 +387,5 @@ def seconds_to_full(forecast: LoadForecast, capacity_tokens: int) -> float:
 
 
 def _plus(packed: bytes, rows: NDArray[np.float64]) -> bytes:
-    total = np.frombuffer(packed, dtype=_WIRE).astype(np.float64) + rows.sum(axis=0)
+    total = numbers(packed).astype(np.float64) + rows.sum(axis=0)
     return bytes(total.astype(_WIRE).tobytes())

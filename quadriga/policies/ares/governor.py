@@ -42,29 +42,19 @@ if TYPE_CHECKING:
     from quadriga.policies.ares.recording import RecordedTick
 
 
+NOMINAL_COVERAGE = 0.8
+"""Share that a calibrated head keeps inside its range."""
+DISTRUST_BELOW, TRUST_ABOVE = 0.6 * NOMINAL_COVERAGE, 0.8 * NOMINAL_COVERAGE
+MIN_ENDED = 50
+"""Nothing is concluded from fewer ended sequences."""
+_RATE = 0.02  # of the moving averages, with each of them
+
+
 class DriftMonitor:
-    """Watches the share of true lengths inside the predicted range.
+    """Watches the share of true lengths inside the predicted range."""
 
-    Args:
-        nominal: Share that a calibrated head keeps inside its range.
-        rate: Weight of one ended sequence in the moving average.
-        enter_below: Predictions are distrusted below this share of the nominal one.
-        leave_above: They are trusted again above this share of it.
-        min_count: Nothing is concluded from fewer ended sequences.
-    """
-
-    def __init__(
-        self,
-        *,
-        nominal: float = 0.8,
-        rate: float = 0.02,
-        enter_below: float = 0.6,
-        leave_above: float = 0.8,
-        min_count: int = 50,
-    ) -> None:
-        self._rate, self._min_count = rate, min_count
-        self._enter, self._leave = enter_below * nominal, leave_above * nominal
-        self.coverage = nominal
+    def __init__(self) -> None:
+        self.coverage = NOMINAL_COVERAGE
         self.mean_error = 0.0
         self.num_ended = 0
         self.is_drifting = False
@@ -79,14 +69,14 @@ class DriftMonitor:
         """
         inside = prediction.lower <= remaining_tokens <= prediction.upper
         error = abs(prediction.mean - remaining_tokens)
-        self.coverage += self._rate * (float(inside) - self.coverage)
-        self.mean_error += self._rate * (error - self.mean_error)
+        self.coverage += _RATE * (float(inside) - self.coverage)
+        self.mean_error += _RATE * (error - self.mean_error)
         self.num_ended += 1
-        if self.num_ended < self._min_count:
+        if self.num_ended < MIN_ENDED:
             return
-        if self.coverage < self._enter:
+        if self.coverage < DISTRUST_BELOW:
             self.is_drifting = True
-        elif self.coverage > self._leave:
+        elif self.coverage > TRUST_ABOVE:
             self.is_drifting = False
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from quadriga.core.replica import ReplicaSnapshot
-from quadriga.policies.ares.forecast import seconds_to_full
+from quadriga.policies.ares.forecast import numbers, seconds_to_full
 
 SHOWN_POINTS = (0, 1, 3, 5, 8, 10)
 """Of the horizon: with a step of 20 ms, now and 0.4, 1.1, 2.9, 13 and 34 s ahead."""
-_WIRE = np.dtype("<f4")
 
 
 def replica_view(snapshot: ReplicaSnapshot, *, now_unix_s: float) -> dict[str, Any]:
@@ -26,8 +23,7 @@ def replica_view(snapshot: ReplicaSnapshot, *, now_unix_s: float) -> dict[str, A
     points: list[dict[str, float]] = []
     full_s = math.inf
     if forecast is not None:
-        load = np.frombuffer(forecast.load_s, dtype=_WIRE)
-        tokens = np.frombuffer(forecast.tokens, dtype=_WIRE)
+        load, tokens = numbers(forecast.load_s), numbers(forecast.tokens)
         points = [
             {
                 "ahead_s": forecast.grid_s[i],

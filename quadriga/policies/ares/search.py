@@ -1,4 +1,4 @@
-"""Best-first search for the moves that remove the most variance; see `selection` for the sums."""
+"""Best-first search for the moves that remove the most variance; see `rescheduler` for the sums."""
 
 from __future__ import annotations
 

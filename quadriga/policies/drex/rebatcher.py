@@ -64,7 +64,6 @@ class DrexRebatcher:
         deterministic: bool = False,
         survey_every: int = 0,
         overhead_s: float = 20e-6,
-        seed: int = 0,
         clock: Clock | None = None,
     ) -> None:
         self.costs = costs
@@ -75,7 +74,7 @@ class DrexRebatcher:
         self.overhead_s = overhead_s
         self._counters = counters
         self._deterministic = deterministic
-        self._random = Random(seed)
+        self._random = Random(0)
         num_exits = costs.num_segments - 1
         self._left_by = [_PRIOR] * num_exits
         self._times_seen = [0] * num_exits

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from quadriga.core.replica import DepthClass, Role
-from quadriga.policies.helios.messages import Order, ReplicaReport, Resize, Switch
+from quadriga.policies.helios.messages import ChangeOrder, ReplicaReport, Resize, Switch
 
 Depths = Mapping[str, tuple[int, ...]]
 """Model → depths it may be loaded to, ascending."""
@@ -44,7 +44,7 @@ def wanted_classes(
         aside: Replicas that profile or sample, and what they hold for it.
         passing: Those of them that will soon hold another model: strict requests do not count on
             them unless there are no others.
-        strict, waiting: See `Tick`.
+        strict, waiting: See `ControllerTick`.
     """
     wanted = {
         name: aside.get(name) or target or replica.depth_class for name, replica in replicas.items()
@@ -155,19 +155,19 @@ class PendingAction:
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._num_orders = 0
         self._failed: dict[tuple[str, DepthClass], tuple[float, float]] = {}  # until when, delay
-        self.order: Order | None = None
+        self.order: ChangeOrder | None = None
 
     def write(
         self, replica: str, now: DepthClass, then: DepthClass, reason: str, now_s: float
-    ) -> Order:
+    ) -> ChangeOrder:
         """Order a change; there must be none under way."""
         assert self.order is None
         self._num_orders += 1
-        kind: type[Order] = Resize if now.model == then.model else Switch
+        kind: type[ChangeOrder] = Resize if now.model == then.model else Switch
         self.order = kind(self._num_orders, replica, then, now_s + self._timeout_s, reason)
         return self.order
 
-    def take(self, order_id: int) -> Order | None:
+    def take(self, order_id: int) -> ChangeOrder | None:
         """The order that an answer is about, which is over then; None for a stale answer."""
         order = self.order
         if order is None or order.order_id != order_id:
@@ -179,7 +179,7 @@ class PendingAction:
         """Whether the one under way should have been answered."""
         return self.order is not None and now_s >= self.order.deadline_s
 
-    def back_off(self, order: Order, now_s: float, *, is_held_up: bool) -> float:
+    def back_off(self, order: ChangeOrder, now_s: float, *, is_held_up: bool) -> float:
         """Do not ask for the same again for a while; returns for how long.
 
         Args:
@@ -191,7 +191,7 @@ class PendingAction:
         self._failed[key] = (now_s + delay_s, delay_s)
         return delay_s
 
-    def succeeded(self, order: Order) -> None:
+    def succeeded(self, order: ChangeOrder) -> None:
         """The replica did as ordered."""
         self._failed.pop((order.replica, order.depth_class), None)
 

@@ -71,10 +71,7 @@ class HistoryRow:
     def add(self, request: RequestFinished) -> None:
         """Take a served request in."""
         self._scale(FORGETTING)
-        for layers, tokens in request.exit_tokens.items():
-            self.exit_tokens[layers] = self.exit_tokens.get(layers, 0.0) + tokens
-        for layers, tokens in request.sure_tokens.items():
-            self.sure_tokens[layers] = self.sure_tokens.get(layers, 0.0) + tokens
+        self._add_exits(request.exit_tokens, request.sure_tokens)
         self.breaches += request.breaches
         self.nll += request.nll
         self.scored += request.scored_tokens
@@ -91,6 +88,11 @@ class HistoryRow:
             self.joules += request.joules
             self.joule_tokens += request.output_tokens
             self.energy_source = request.energy_source
+
+    def _add_exits(self, exits: Mapping[int, float], sure: Mapping[int, float]) -> None:
+        for known, more in ((self.exit_tokens, exits), (self.sure_tokens, sure)):
+            for layers, tokens in more.items():
+                known[layers] = known.get(layers, 0.0) + tokens
 
     def _scale(self, factor: float) -> None:
         for name in _SUMS:
@@ -113,10 +115,7 @@ class HistoryRow:
         self._scale(FORGETTING**newer.num_requests)
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(newer, name))
-        for layers, tokens in newer.exit_tokens.items():
-            self.exit_tokens[layers] = self.exit_tokens.get(layers, 0.0) + tokens
-        for layers, tokens in newer.sure_tokens.items():
-            self.sure_tokens[layers] = self.sure_tokens.get(layers, 0.0) + tokens
+        self._add_exits(newer.exit_tokens, newer.sure_tokens)
         self.num_requests += newer.num_requests
         self.energy_source = newer.energy_source or self.energy_source
 

@@ -168,8 +168,8 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Resize:
-    """Load more layers of the model a replica has, or drop some.
+class ChangeOrder:
+    """A change that one replica is asked for.
 
     Attributes:
         order_id: To be named in the answer.
@@ -185,14 +185,13 @@ class Resize:
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
-    """Exchange the model: in-flight requests are drained, migrated or prefilled again."""
+class Resize(ChangeOrder):
+    """Load more layers of the model a replica has, or drop some."""
 
-    order_id: int
-    replica: str
-    depth_class: DepthClass
-    deadline_s: float
-    reason: str
+
+@dataclass(frozen=True, slots=True)
+class Switch(ChangeOrder):
+    """Exchange the model: in-flight requests are drained, migrated or prefilled again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +209,7 @@ class Choose:
     reason: str
 
 
-Order = Resize | Switch
-Output = Resize | Switch | Choose | Keep
+Output = ChangeOrder | Choose | Keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +290,7 @@ class Status:
     phase: HeliosPhase
     target: DepthClass | None
     profiling: DepthClass | None
-    order: Order | None
+    order: ChangeOrder | None
     served: int
     window_breaches: float
     window_tokens: int

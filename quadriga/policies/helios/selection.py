@@ -24,14 +24,6 @@ ACCURACY_TIE = 0.01
 """Perplexities closer than this share are the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelChoice:
-    """A plan, and why."""
-
-    plan: PoolPlan
-    reason: str
-
-
 def admissible(plans: Sequence[PoolPlan], slo: Objective, slack: float) -> list[PoolPlan]:
     """The plans that are accurate enough for an objective."""
     best = min((p.perplexity for p in plans), default=1.0)
@@ -51,16 +43,13 @@ def over_limit(plan: PoolPlan, limit: float) -> str | None:
     )
 
 
-def best_plan(plans: Sequence[PoolPlan], slo: Objective, slack: float) -> ModelChoice | None:
+def best_plan(plans: Sequence[PoolPlan], slo: Objective, slack: float) -> PoolPlan | None:
     """The best plan of all; None where there is none."""
     allowed = admissible(plans, slo, slack)
     by_energy = all(p.joules_per_prompt is not None for p in allowed)
-    best = min(
+    return min(
         allowed, key=lambda p: (*figures(p, slo, by_energy), str(p.depth_class)), default=None
     )
-    if best is None:
-        return None
-    return ModelChoice(best, f"{best.depth_class} is best for {slo}: {shown(best, slo)}")
 
 
 def is_better(new: PoolPlan, old: PoolPlan, slo: Objective, margin: float) -> bool:
@@ -202,13 +191,13 @@ class Chooser:
         """
         slo, slack, margin = self._config.slo, self._config.perplexity_slack, self._config.margin
         plans, refused = self._plans(now, lambda p: True)
-        best = best_plan(plans, slo, slack)
-        if best is None:
+        chosen = best_plan(plans, slo, slack)
+        if chosen is None:
             reasons = refused.values() or ["no candidate could be profiled"]
             return ChoiceReason(None, "; ".join(reasons))
-        chosen = best.plan
+        best = f"{chosen.depth_class} is best for {slo}: {shown(chosen, slo)}"
         missed = [why for p, why in refused.items() if is_better(p, chosen, slo, 0.0)]
-        reason = "; ".join([best.reason, *missed])
+        reason = "; ".join([best, *missed])
         if chosen.depth_class == now.target:
             return ChoiceReason(None, f"{reason}; it serves already")
         current = next((p for p in plans if p.depth_class == now.target), None)
@@ -242,8 +231,7 @@ class Chooser:
                 continue
             slo, slack = self._config.slo, self._config.perplexity_slack
             fair = replace(plan, perplexity=min(plan.perplexity, current.perplexity))
-            best = best_plan([current, fair], slo, slack)
-            if best is not None and best.plan is current:
+            if best_plan([current, fair], slo, slack) is current:
                 serving = f"{current.depth_class}, which serves: {shown(current, slo)}"
                 found[model] = (
                     f"{model} is not profiled: with all tokens at its first exit it would do "
@@ -274,14 +262,14 @@ class Chooser:
             why = "; ".join(refused.values()) or "no other model's exit would do"
             return ChoiceReason(full, f"{broken}; {why}")
         if full is None:
-            return ChoiceReason(best.plan, f"{broken}; the rest of its layers cannot be loaded")
-        more, switch = self._cost(full, now), self._cost(best.plan, now)
+            return ChoiceReason(best, f"{broken}; the rest of its layers cannot be loaded")
+        more, switch = self._cost(full, now), self._cost(best, now)
         is_switch = switch.total_s < (1.0 - self._config.margin) * more.total_s
         compared = (
             f"loading all {full.depth_class.depth} layers costs {more}, switching to "
-            f"{best.plan.depth_class} {switch}"
+            f"{best.depth_class} {switch}"
         )
-        return ChoiceReason(best.plan if is_switch else full, f"{broken}; {compared}")
+        return ChoiceReason(best if is_switch else full, f"{broken}; {compared}")
 
     def _plans(
         self, now: Situation, wanted: Callable[[PoolPlan], bool]

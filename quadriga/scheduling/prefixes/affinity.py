@@ -8,16 +8,25 @@ computing that it would have cost anyway.
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
-
-from quadriga.scheduling.prefixes.keys import block_keys
+from collections.abc import Iterator, Sequence
 
 MARK_TOKENS = 64
 MAX_MARKS = 65_536
 """Remembered at once; the least recently used go."""
 Mark = tuple[int, bytes]
 """Tokens of a prompt's beginning, and its name."""
+
+
+def block_keys(tokens: Sequence[int], size: int, root: str) -> Iterator[bytes]:
+    """The key of every whole block of `size` tokens: of all tokens up to its end, and of `root`."""
+    key = hashlib.blake2b(root.encode(), digest_size=32).digest()
+    for stop in range(size, len(tokens) + 1, size):
+        block = array("q", tokens[stop - size : stop]).tobytes()
+        key = hashlib.blake2b(key + block, digest_size=32).digest()
+        yield key
 
 
 def prefix_marks(prompt_ids: Sequence[int], cache_salt: str) -> tuple[Mark, ...]:

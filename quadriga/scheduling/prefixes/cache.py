@@ -28,7 +28,7 @@ from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SequenceState
 from quadriga.interfaces import ModelRunner, SharingRunner
 from quadriga.scheduling.meters import PrefixTotals
-from quadriga.scheduling.prefixes.keys import block_keys
+from quadriga.scheduling.prefixes.affinity import block_keys
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.rebuild import num_prefill_tokens

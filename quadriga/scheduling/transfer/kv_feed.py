@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from quadriga.core.kv import KVSpan
 
 MIN_PART_BYTES = 256 << 10
 MAX_JOINED_BYTES = 1 << 20
 STAGING_BYTES = 64 << 20
 """KV copied out of the rows ahead of its sending, over all sequences of a replica."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVRange:
-    """Layers [first_layer, first_layer + num_layers) at positions [start, stop)."""
-
-    first_layer: int
-    num_layers: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +23,7 @@ class KVPiece:
         copies: Their staged copies, in order of layers; None where one is missing.
     """
 
-    span: KVRange
+    span: KVSpan
     num_ranges: int
     copies: list[Any] | None
 
@@ -79,14 +71,14 @@ class KVFeed:
         self.wants_copies = True
         self._num_layers = num_layers
         self._bytes_per_token_layer = bytes_per_token_layer
-        self._held: KVRange | None = None  # of the engine thread alone
+        self._held: KVSpan | None = None  # of the engine thread alone
         self._staging = staging
-        self._ranges: list[KVRange] = []
+        self._ranges: list[KVSpan] = []
         self._copies: dict[int, Any] = {}
         self._is_complete = False
         self._changed = asyncio.Event()
 
-    def join(self, span: KVRange) -> KVRange | None:
+    def join(self, span: KVSpan) -> KVSpan | None:
         """Hold layers back until they are a part worth sending; on the engine thread.
 
         A short prompt's KV goes as one part, a long one's group by group while the next group is
@@ -100,14 +92,13 @@ class KVFeed:
             What is to be added to the feed now; None: nothing yet.
         """
         if self._held is not None and span.first_layer:
-            num_layers = self._held.num_layers + span.num_layers
-            span = KVRange(self._held.first_layer, num_layers, span.start, span.stop)
-        is_last = span.first_layer + span.num_layers == self._num_layers
+            span = replace(span, first_layer=self._held.first_layer)
+        is_last = span.stop_layer == self._num_layers
         is_ready = is_last or self._bytes_of(span) >= MIN_PART_BYTES
         self._held = None if is_ready else span
         return span if is_ready else None
 
-    def add(self, span: KVRange, kv: Any) -> None:
+    def add(self, span: KVSpan, kv: Any) -> None:
         """Append a range, with its copy where one was made."""
         if kv is not None and self.wants_copies:
             self._copies[len(self._ranges)] = kv
@@ -143,8 +134,7 @@ class KVFeed:
             index, start = stop, max(first.start, held_tokens)
             if start < first.stop:
                 break
-        num_layers = last.first_layer + last.num_layers - first.first_layer
-        span = KVRange(first.first_layer, num_layers, start, first.stop)
+        span = KVSpan(first.first_layer, last.stop_layer, start, first.stop)
         # What the destination has in part is read again: copies are cut on no stream of a device.
         is_whole = None not in copies and start == first.start
         return KVPiece(span, stop - begin, copies if is_whole else None)
@@ -153,7 +143,7 @@ class KVFeed:
         """Ranges [index, end) make one part: the same positions, layer after layer."""
         first = self._ranges[index]
         end = index + 1
-        layer = first.first_layer + first.num_layers
+        layer = first.stop_layer
         num_bytes = self._bytes_of(first)
         while end < len(self._ranges):
             span = self._ranges[end]
@@ -162,12 +152,12 @@ class KVFeed:
             is_here = (span.start, span.stop) == (first.start, first.stop)
             if not (is_next and is_here) or num_bytes > MAX_JOINED_BYTES:
                 break
-            layer += span.num_layers
+            layer = span.stop_layer
             end += 1
         return end
 
-    def _bytes_of(self, span: KVRange) -> int:
-        return span.num_layers * (span.stop - span.start) * self._bytes_per_token_layer
+    def _bytes_of(self, span: KVSpan) -> int:
+        return span.num_cells * self._bytes_per_token_layer
 
     def _take_copy(self, index: int) -> Any:
         """The staged copy of a range, once; None when there is none (any more)."""

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from quadriga.core.kv import KVExtent, ResumePoint
+from quadriga.core.kv import KVExtent, KVSpan, ResumePoint
 from quadriga.core.request import SequenceState
 from quadriga.errors import InvariantViolation, MigrationFailed
 from quadriga.scheduling.decode_batch import AT_EXIT, MOVING, PAUSED, RUNNING, DecodeBatch
@@ -42,21 +42,6 @@ MAX_REMAINDER_TOKENS = 4
 """Positions per layer that may be left for the cutover."""
 MIN_PIECE_TOKENS = 16
 """Positions of all layers in a piece, at least: many more than a step adds, so that it ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVSpan:
-    """Positions [start, stop) of layers [first_layer, stop_layer)."""
-
-    first_layer: int
-    stop_layer: int
-    start: int
-    stop: int
-
-    @property
-    def num_cells(self) -> int:
-        """(layer, position) pairs."""
-        return (self.stop_layer - self.first_layer) * (self.stop - self.start)
 
 
 class PreCopy:
@@ -137,8 +122,7 @@ class PreCopy:
             left = max(max_cells, MIN_PIECE_TOKENS * len(self._sent))
             piece = []
             for span in spans:
-                layers = span.stop_layer - span.first_layer
-                stop = min(span.stop, span.start + left // layers)
+                stop = min(span.stop, span.start + left // span.num_layers)
                 if stop > span.start:
                     piece.append(KVSpan(span.first_layer, span.stop_layer, span.start, stop))
                     left -= piece[-1].num_cells
@@ -286,17 +270,12 @@ class SequenceExport:
         else:
             rest = self._batch.runner.read_rest(sequence.row)
             self._batch.lift(sequence, MOVING)
-        state, sent = sequence.state, books.cut(extents)
+        sent = books.cut(extents)
         waited_at = sequence.next_segment - 1 if sequence.next_segment else None
         if waited_at is not None and extents[waited_at].stop_layer > sent[-1].stop_layer:
             waited_at = None  # its token is run again: what it was waiting behind does not go
         return SequenceRemainder(
-            state=replace(
-                state,
-                output_ids=list(state.output_ids),
-                exit_layers=list(state.exit_layers),
-                logprobs=list(state.logprobs),
-            ),
+            state=sequence.state.copy(),
             reading=_copy(books, extents, None, read),
             resume=ResumePoint(extents=tuple(sent), waited_at=waited_at, rest=rest),
         )

@@ -31,8 +31,8 @@ from quadriga.core.migration import MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, ResizeReport, Role
 from quadriga.core.routing import AutoReport
 from quadriga.errors import ConfigError, ReplicaDied
-from quadriga.policies.helios import OrderDone, OrderFailed, Resize, Switch
 from quadriga.policies.helios.history import unpack_table
+from quadriga.policies.helios.messages import OrderDone, OrderFailed, Resize, Switch
 from tests.settled import settled
 
 S2, S4, S8 = (DepthClass("quadriga-s", k) for k in (2, 4, 8))

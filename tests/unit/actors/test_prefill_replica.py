@@ -14,11 +14,12 @@ from actors.kv_transfer.sequence_handoff import PrefillHandoff
 from actors.replica.prefill import PrefillReplica
 from quadriga.clock import ManualClock
 from quadriga.config.loader import load_config
+from quadriga.core.kv import KVSpan
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.errors import DeadlineExceeded, MigrationFailed, Overloaded, QuadrigaError
 from quadriga.replica.departed_sequences import DepartedSequences
-from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
+from quadriga.scheduling.transfer.kv_feed import KVFeed, StagingBudget
 
 
 class Loop:
@@ -75,7 +76,7 @@ class Prefill(PrefillReplica):
         self._tasks = set()
         self.departed = DepartedSequences()
         self._arrived = []
-        self._is_draining = self._is_ending = False
+        self._is_draining = self.is_ending = False
         self.staging = StagingBudget()
 
     def cancel_at(self, peer: str, sequence_id: str, ingress_id: str | None) -> None:
@@ -100,7 +101,7 @@ class Prefill(PrefillReplica):
         sequence.feed = KVFeed(self.staging, 2, 1)
         self._start_handoff(sequence)
         self.staging.take(8)
-        sequence.feed.add(KVRange(0, 2, 0, 2), SimpleNamespace(nbytes=8))
+        sequence.feed.add(KVSpan(0, 2, 0, 2), SimpleNamespace(nbytes=8))
 
     async def settle(self) -> None:
         async with asyncio.timeout(5.0):

@@ -34,7 +34,7 @@ async def test_a_replica_that_ends_frees_its_engine(
     replica: Any = SimpleNamespace(
         name="r",
         mail=OutputDispatcher("a", SystemClock(), 0.05),
-        _is_ending=False,
+        is_ending=False,
         _close=step("closed", failure),
         transport=SimpleNamespace(close=step("transport")),
         _push_metrics=step("pushed"),

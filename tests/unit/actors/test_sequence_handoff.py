@@ -19,7 +19,7 @@ from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from quadriga.clock import ManualClock, SystemClock
 from quadriga.config.loader import load_config
 from quadriga.core.grammar import Grammar
-from quadriga.core.kv import Accepted, KVPart, ResumePoint, TransferOffer
+from quadriga.core.kv import Accepted, KVPart, KVSpan, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.core.routing import ClusterView, PlaceRequest, ReportOptions
@@ -34,7 +34,7 @@ from quadriga.errors import (
 from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.transfer.handoff import LeaseState
-from quadriga.scheduling.transfer.kv_feed import KVFeed, KVRange, StagingBudget
+from quadriga.scheduling.transfer.kv_feed import KVFeed, StagingBudget
 from quadriga.scheduling.transfer.placement_turns import PlacementTurns
 from tests.settled import settled
 
@@ -272,7 +272,7 @@ class Prefill:
         self.sequence.state.output_ids.append(7)
         asked = SimpleNamespace(call=self.place, tell=calls.tell)
         handoff, feed = a_handoff(self.replica, self.sequence, sender, asked)
-        feed.add(KVRange(0, 2, 0, 2), KV)
+        feed.add(KVSpan(0, 2, 0, 2), KV)
         handoff.prompt_done()
         try:
             self.owners.append(await handoff.run())

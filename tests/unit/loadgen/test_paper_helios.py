@@ -37,11 +37,11 @@ from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
 from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
-from quadriga.policies.helios import (
+from quadriga.policies.helios.machine import Helios
+from quadriga.policies.helios.messages import (
+    ChangeOrder,
     ControllerTick,
     Event,
-    Helios,
-    Order,
     OrderDone,
     OrderFailed,
     Output,
@@ -364,7 +364,7 @@ class FakeMachine:
 
 
 def control_of(
-    *orders: Order,
+    *orders: ChangeOrder,
 ) -> tuple[FakeReplica, FakeMachine, LocalController, list[ServedRequest]]:
     replica, machine, served = FakeReplica(), FakeMachine(), list[ServedRequest]()
     machine.answers[ControllerTick] = list(orders)

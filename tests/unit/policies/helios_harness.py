@@ -11,15 +11,15 @@ from quadriga.catalogue.sizes import sizes_of
 from quadriga.checkpoint.exits import ExitSpec
 from quadriga.config.scheduling import HeliosConfig
 from quadriga.core.replica import DepthClass, Role
-from quadriga.policies.helios import (
+from quadriga.policies.helios.machine import Helios
+from quadriga.policies.helios.messages import (
+    ChangeOrder,
     Choose,
     ChosenDevice,
     ControllerTick,
     Event,
-    Helios,
     HeliosPhase,
     Keep,
-    Order,
     OrderDone,
     OrderFailed,
     Output,
@@ -111,7 +111,7 @@ class Cluster:
     in_flight: int = 0
     in_flight_tokens: int = 0
     now_s: float = 0.0
-    order: Order | None = None
+    order: ChangeOrder | None = None
     trace: list[str] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
 
@@ -152,7 +152,7 @@ class Cluster:
     def fail(self, error: str = "no memory") -> list[Output]:
         return self.tell(OrderFailed(self.take().order_id, error))
 
-    def take(self) -> Order:
+    def take(self) -> ChangeOrder:
         assert self.order is not None
         order, self.order = self.order, None
         return order

@@ -275,7 +275,7 @@ def test_a_calibrated_head_is_not_taken_for_drift() -> None:
 
 
 def test_few_endings_prove_nothing() -> None:
-    monitor = DriftMonitor(min_count=50)
+    monitor = DriftMonitor()
     for _ in range(49):
         monitor.ended(LengthPrediction(1.0, 0.0, 2.0), 1000.0)
     assert not monitor.is_drifting

@@ -9,8 +9,10 @@ import pytest
 
 from quadriga.catalogue.records import CatalogueModel, DepthRecord
 from quadriga.core.replica import DepthClass
-from quadriga.policies.helios import ChosenDevice, Helios, HistoryTable, Keep
 from quadriga.policies.helios.exit_distribution import recorded_exits, steadied
+from quadriga.policies.helios.history import HistoryTable
+from quadriga.policies.helios.machine import Helios
+from quadriga.policies.helios.messages import ChosenDevice, Keep
 from quadriga.policies.helios.plans import Planner
 from tests.unit.policies.helios_harness import (
     L32,

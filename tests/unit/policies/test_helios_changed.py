@@ -11,15 +11,10 @@ import pytest
 from quadriga.catalogue.records import CatalogueModel, DepthRecord
 from quadriga.config.scheduling import HeliosConfig
 from quadriga.core.replica import DepthClass, Role
-from quadriga.policies.helios import (
-    ChosenDevice,
-    Helios,
-    HistoryRow,
-    HistoryTable,
-    ReplicaReport,
-    UnchangedSampled,
-)
 from quadriga.policies.helios.exit_distribution import expected_changed, steadied_changed
+from quadriga.policies.helios.history import HistoryRow, HistoryTable
+from quadriga.policies.helios.machine import Helios
+from quadriga.policies.helios.messages import ChosenDevice, ReplicaReport, UnchangedSampled
 from quadriga.policies.helios.plans import Planner
 from quadriga.policies.helios.selection import ChoiceReason, Chooser, Situation
 from tests.unit.policies.helios_harness import (

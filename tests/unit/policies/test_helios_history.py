@@ -12,15 +12,17 @@ import pytest
 
 from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
-from quadriga.policies.helios import HistoryRow, HistoryTable, RequestFinished, UnchangedSampled
 from quadriga.policies.helios.history import (
     FORGETTING,
     MAX_ROWS,
+    HistoryRow,
+    HistoryTable,
     load_table,
     pack_table,
     save_table,
     unpack_table,
 )
+from quadriga.policies.helios.messages import RequestFinished, UnchangedSampled
 from tests.unit.policies.helios_harness import S6, S24, finished
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from quadriga.core.replica import DepthClass, Role
-from quadriga.policies.helios import (
+from quadriga.policies.helios.machine import Helios
+from quadriga.policies.helios.messages import (
     ChosenDevice,
-    Helios,
     HeliosPhase,
     Keep,
     OrderDone,

@@ -11,7 +11,9 @@ import pytest
 from quadriga.catalogue.records import DepthRecord
 from quadriga.core.replica import DepthClass
 from quadriga.errors import ConfigError
-from quadriga.policies.helios import ChosenDevice, HistoryTable, pick_candidates
+from quadriga.policies.helios.candidates import pick_candidates
+from quadriga.policies.helios.history import HistoryTable
+from quadriga.policies.helios.messages import ChosenDevice
 from quadriga.policies.helios.plans import Planner
 from quadriga.policies.helios.selection import Chooser, Situation, best_plan
 from tests.unit.policies.helios_harness import (
@@ -155,10 +157,10 @@ def test_perplexity_outranks_speed() -> None:
     plans = [p for m in (SMALL, LARGE) for p in made.plans(m.id, 1.0)]
     best = best_plan(plans, "throughput", 0.02)
     assert best is not None
-    assert best.plan.depth_class == L9
+    assert best.depth_class == L9
     response = best_plan(plans, "response", 0.02)
     assert response is not None
-    assert response.plan.depth_class == S6, "response looks at time alone"
+    assert response.depth_class == S6, "response looks at time alone"
 
 
 def test_what_is_on_record_warns_of_a_shallow_exit() -> None:
@@ -173,7 +175,7 @@ def test_what_is_on_record_warns_of_a_shallow_exit() -> None:
         made = Planner([known], paper_config(), ChosenDevice(value_bytes=2), table)
         best = best_plan(made.plans("opt-1.3b", 1.0), "throughput", 0.02)
         assert best is not None
-        assert best.plan.depth_class.depth == expected
+        assert best.depth_class.depth == expected
     # Six layers of 73 % of the tokens, twelve of the rest: less than the profile's 24 of 22.3 %.
     plan = made.plan(DepthClass("opt-1.3b", 12), 1.0)
     assert plan is not None

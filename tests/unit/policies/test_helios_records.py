@@ -9,8 +9,8 @@ import pytest
 
 from quadriga.catalogue.records import DepthRecord
 from quadriga.core.replica import DepthClass
-from quadriga.policies.helios import ChosenDevice, HistoryTable
-from quadriga.policies.helios.history import HistoryRow
+from quadriga.policies.helios.history import HistoryRow, HistoryTable
+from quadriga.policies.helios.messages import ChosenDevice
 from quadriga.policies.helios.plans import RECORD_TOKENS, Planner
 from tests.unit.policies.helios_harness import (
     L32,

@@ -7,8 +7,8 @@ import pytest
 from quadriga.config.scheduling import HeliosConfig
 from quadriga.core.replica import DepthClass, Role
 from quadriga.errors import ConfigError
-from quadriga.policies.helios import ChosenDevice, ControllerTick, ReplicaReport
 from quadriga.policies.helios.candidates import start_helios
+from quadriga.policies.helios.messages import ChosenDevice, ControllerTick, ReplicaReport
 
 
 def test_the_defaults_serve_the_bundled_family() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors.replica.decode_engine import DecodeEngine
-from actors.replica.mixed_engine import MixedEngine
+from actors.replica.mixed import MixedEngine
 from actors.replica.prefill_engine import PrefillEngine
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.clock import SystemClock

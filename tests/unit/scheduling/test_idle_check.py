@@ -47,7 +47,7 @@ def test_a_violation_goes_up() -> None:
 
 
 def test_a_slot_nobody_claims_is_a_leak_after_a_while() -> None:
-    leaks = Leaks(after_s=30.0)
+    leaks = Leaks()
     assert not leaks.check(["a"], {"a", "b"}, now_s=0.0)
     assert leaks.check(["a", "b"], {"a"}, now_s=1.0), "b changes hands, maybe"
     assert leaks.check(["b"], set(), now_s=30.0)

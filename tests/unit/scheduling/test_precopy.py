@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga.core.kv import KVExtent
+from quadriga.core.kv import KVExtent, KVSpan
 from quadriga.errors import InvariantViolation, MigrationFailed
 from quadriga.scheduling.transfer.sequence_export import (
     MAX_REMAINDER_TOKENS,
     MIN_PIECE_TOKENS,
-    KVSpan,
     PreCopy,
 )
 

@@ -56,7 +56,7 @@ async def port(monkeypatch: pytest.MonkeyPatch, request: Any) -> AsyncIterator[i
     monkeypatch.setattr(doorman, "configure_logging", lambda *_, **__: None)
     monkeypatch.setattr(LimitedHttpProtocol, "max_open", 0)
     monkeypatch.setattr(LimitedHttpProtocol, "_review", None)
-    monkeypatch.setattr(HTTP_SERVER, "_closings", ThrottledLog(logging.getLogger(), 30))
+    monkeypatch.setattr(HTTP_SERVER, "_closings", ThrottledLog(logging.getLogger()))
     SEEN.clear()
     assert doorman.guard()
     config = uvicorn.Config(answer, port=0, lifespan="off", log_config=None)
@@ -394,7 +394,7 @@ async def test_many_events_make_two_lines(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(http_server_metrics, "LOG_INTERVAL_S", 0.1)
-    log = ThrottledLog(logging.getLogger("quadriga.http"), logging.WARNING)
+    log = ThrottledLog(logging.getLogger("quadriga.http"))
     for number in range(500):
         log.add("a kind", f"event {number}")
     await until(lambda: len(caplog.messages) == 2, within_s=PATIENCE_S)
