@@ -20,7 +20,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from actors.rpc.connections import Connection, broken, connect
 from quadriga.background import background
-from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError
+from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError, is_known_death
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,8 @@ async def _connect(name: str, handle: ActorHandle[Any], node: str, pause_s: floa
         connection = await connect(name, address, CONNECT_TIMEOUT_S)
         pause_s = CONNECT_AGAIN_S[0]
     except Exception as exc:  # a border: whatever it is, calls go through Ray
-        level = logging.WARNING if pause_s == CONNECT_AGAIN_S[0] else logging.INFO
+        is_news = pause_s == CONNECT_AGAIN_S[0] and not is_known_death(exc)
+        level = logging.WARNING if is_news else logging.INFO
         logger.log(level, "calls to %s go through Ray, as there is no connection: %s", name, exc)
     if name in _attempts:
         _attempts[name] = time.monotonic() + pause_s, min(2 * pause_s, CONNECT_AGAIN_S[1])
