@@ -230,7 +230,7 @@ async def _busy(under_test: ServiceUnderTest, rng: random.Random) -> str:
     give_up_s = now_s() + REACHED_TIMEOUT_S
     while now_s() < give_up_s:
         names = await under_test.agent.call("serving", "decode")
-        busy = []
+        busy: list[str] = []
         for name in names:
             with suppress(AgentError):  # of an earlier cell it may die only now
                 busy += [name] if await under_test.agent.call("running", name) else []
