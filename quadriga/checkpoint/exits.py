@@ -7,6 +7,7 @@ is left by every token, whatever its confidence.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -263,7 +264,12 @@ def read_exit_params(
 
 
 def _check_asked(asked: ExitParams) -> None:
-    """Raises: InvalidRequest: There is no such threshold or policy."""
+    """Raises: InvalidRequest: It is none, or there is no such threshold or policy."""
+    if not isinstance(asked, ExitParams):
+        raise InvalidRequest(f"exits: must be ExitParams, got {asked!r:.40}", param="exits")
+    for name in ("threshold", "max_depth", "sla_tbt_s", "quality_budget"):
+        if not isinstance(value := getattr(asked, name), Real):
+            raise InvalidRequest(f"exits: {name} {value!r:.40} is no number", param="exits")
     if asked.policy not in (policies := get_args(ExitPolicy)):
         raise InvalidRequest(
             f"exit_policy: {asked.policy!r:.40} is none of {', '.join(policies)}",
