@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from numbers import Integral
 from typing import Any
 
 from quadriga.checkpoint.exits import ExitParams, read_exit_params
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.adapters import find_adapter
-from quadriga.core.request import WHOLE_NUMBERS, SamplingParams, SequenceState
+from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import ContextTooLong, InvalidRequest
 from quadriga.text import AnswerText, TextTokenizer
 
@@ -62,8 +62,9 @@ class InputProcessor:
                 f"sampling: {len(given)} for {len(asked)} prompts; give one, or one for each",
                 param="sampling",
             )
-        is_list = isinstance(stop, Collection) and not isinstance(stop, str)
-        is_text = is_list and all(isinstance(s, str) and s for s in stop)
+        is_text = isinstance(stop, list | tuple | set) and all(
+            isinstance(s, str) and s for s in stop
+        )
         if not is_text or (stop and self._tokenizer is None):
             raise InvalidRequest(
                 f"stop: must be strings that are not empty, of an LLM with text; got {stop!r:.80}",
@@ -132,9 +133,6 @@ class InputProcessor:
                 f"sampling: must be SamplingParams, got {sampling!r:.40}", param="sampling"
             )
         sampling.check(checkpoint.vocab_size)
-        given = ((name, getattr(sampling, name)) for name in WHOLE_NUMBERS)
-        whole: dict[str, Any] = {name: int(n) for name, n in given if n is not None}
-        sampling = replace(sampling, **whole)
         if sampling.grammar is not None:
             from quadriga.text.grammar import grammars_of  # as torch, not with this module
 
@@ -161,10 +159,7 @@ def _each(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     """The prompts, also where one alone was given; arrays as lists."""
     given = _plain(prompts)
     if isinstance(given, Mapping) or not hasattr(given, "__getitem__"):
-        raise InvalidRequest(
-            f"prompts: must be text, token ids, messages, or a list of them, got {given!r:.40}",
-            param="prompts",
-        )
+        raise InvalidRequest(f"prompts: {given!r:.40} is no prompt, nor a list", param="prompts")
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], Integral | Mapping))
     return [given] if is_one else [_plain(prompt) for prompt in given]
 

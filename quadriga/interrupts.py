@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 
 @contextmanager
@@ -15,21 +14,19 @@ def held_back() -> Iterator[None]:
 
     Only where Python's own handler would raise it: on the main thread. Contexts may be nested.
     """
-    own = signal.default_int_handler
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not own:
-        yield
-        return
-    came: list[int] = []
+    own, came = signal.default_int_handler, list[int]()
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def note(number: int, _: object) -> None:
         signal.signal(signal.SIGINT, own)
         came.append(number)
 
-    signal.signal(signal.SIGINT, note)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_own := is_main and signal.getsignal(signal.SIGINT) is own:
+        signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, own)
+        if is_own:
+            signal.signal(signal.SIGINT, own)
         if came:
             raise KeyboardInterrupt

@@ -66,8 +66,7 @@ class LLM:
         from quadriga.config.loader import load_config
         from quadriga.config.resolve import Hardware, resolve
 
-        named = os.fspath(model) if isinstance(model, os.PathLike) else model
-        config = load_config({"model": named, **settings})
+        config = load_config({"model": str(model), **settings})
         deployment = resolve(config, Hardware(os.cpu_count() or 1, torch.cuda.device_count()))
         replicas = deployment.replicas
         chunk_tokens = next(r.engine.pass_tokens for r in replicas if r.role.does(Role.PREFILL))

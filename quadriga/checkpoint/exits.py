@@ -265,11 +265,9 @@ def read_exit_params(
 
 def _check_asked(asked: ExitParams) -> None:
     """Raises: InvalidRequest: It is none, or there is no such threshold or policy."""
-    if not isinstance(asked, ExitParams):
-        raise InvalidRequest(f"exits: must be ExitParams, got {asked!r:.40}", param="exits")
-    for name in ("threshold", "max_depth", "sla_tbt_s", "quality_budget"):
-        if not isinstance(value := getattr(asked, name), Real):
-            raise InvalidRequest(f"exits: {name} {value!r:.40} is no number", param="exits")
+    numbers = ("threshold", "max_depth", "sla_tbt_s", "quality_budget")
+    if not all(isinstance(getattr(asked, name, None), Real) for name in numbers):
+        raise InvalidRequest(f"exits: {asked!r:.200} is no ExitParams of numbers", param="exits")
     if asked.policy not in (policies := get_args(ExitPolicy)):
         raise InvalidRequest(
             f"exit_policy: {asked.policy!r:.40} is none of {', '.join(policies)}",

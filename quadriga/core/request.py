@@ -99,25 +99,18 @@ class SamplingParams(CompactPickleMixin):
                 raise InvalidRequest(
                     f"{name}: {value!r:.80} must be {what}in {low}..{high}", param=name
                 )
-        for name in ("stop_token_ids", "logit_bias"):
-            if not isinstance(value := getattr(self, name), tuple | list):
-                raise InvalidRequest(f"{name}: {value!r:.80} must be a list", param=name)
-        ids: tuple[Any, ...] = self.stop_token_ids
-        pairs: tuple[Any, ...] = self.logit_bias
-        for token_id in ids:
-            if not isinstance(token_id, Integral):
+        for name, kinds in (("stop_token_ids", (Integral,)), ("logit_bias", (Integral, Real))):
+            value, what = getattr(self, name), "pairs of id and value" if kinds[1:] else "ids"
+            is_list = isinstance(value, tuple | list)
+            entries = [e if isinstance(e, tuple | list) else (e,) for e in value] if is_list else []
+            is_right = [len(e) == len(kinds) and all(map(isinstance, e, kinds)) for e in entries]
+            if not is_list or not all(is_right):
+                raise InvalidRequest(f"{name}: {value!r:.80} must be a list of {what}", param=name)
+        for token_id, bias in self.logit_bias:
+            if not 0 <= token_id < vocab_size or not bias <= 1e6:  # -inf bans, NaN does not pass
                 raise InvalidRequest(
-                    f"stop_token_ids: {token_id!r:.80} is no token id", param="stop_token_ids"
-                )
-        for pair in pairs:
-            is_pair = isinstance(pair, tuple | list) and len(pair) == 2
-            token_id, bias = pair if is_pair else (pair, None)
-            is_known = isinstance(token_id, Integral) and 0 <= int(token_id) < vocab_size
-            # -inf bans, NaN does not pass.
-            if not is_known or not isinstance(bias, Real) or not bias <= 1e6:
-                raise InvalidRequest(
-                    f"logit_bias: {bias!r:.80} for {token_id!r:.80}; it has pairs, whose ids are "
-                    f"below {vocab_size}, values up to 1e6",
+                    f"logit_bias: {bias} for {token_id}; ids are below {vocab_size}, values up to "
+                    "1e6",
                     param="logit_bias",
                 )
         if self.pooling not in (None, *get_args(Pooling)):
@@ -136,11 +129,7 @@ class SamplingParams(CompactPickleMixin):
                 param="max_tokens",
             )
         if not isinstance(self.grammar, Grammar | None):
-            raise InvalidRequest(
-                f"grammar: must be a Grammar, as Grammar.json_schema makes one; got "
-                f"{self.grammar!r:.80}",
-                param="grammar",
-            )
+            raise InvalidRequest(f"grammar: {self.grammar!r:.80} is no Grammar", param="grammar")
         if self.grammar is not None and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise InvalidRequest(
@@ -164,7 +153,6 @@ SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
     "num_prompt_logprobs": (0, 1000),
 }
 """Of `SamplingParams`; those of requests are narrower."""
-WHOLE_NUMBERS = [name for name, (low, _) in SAMPLING_BOUNDS.items() if isinstance(low, int)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,8 +136,7 @@ class ColocatedLoop:
         """Run sequences to their ends, and yield their outputs, pass by pass.
 
         Several runs may be read in turn: the one that is read runs the passes, for all. Closing
-        the generator lets go of the sequences that have not ended. Ctrl-C waits for the end of a
-        pass: other runs go on, and new ones may begin.
+        the generator lets go of the sequences that have not ended. Ctrl-C waits for a pass's end.
         """
         waiting, run = deque(states), _Run()
         most = AHEAD * self.decode.slots.num_rows
