@@ -62,7 +62,9 @@ class InputProcessor:
                 f"sampling: {len(given)} for {len(asked)} prompts; give one, or one for each",
                 param="sampling",
             )
-        is_text = not isinstance(stop, str) and all(isinstance(s, str) and s for s in stop)
+        is_text = isinstance(stop, list | tuple | set) and all(
+            isinstance(s, str) and s for s in stop
+        )
         if not is_text or (stop and self._tokenizer is None):
             raise InvalidRequest(
                 f"stop: must be strings that are not empty, of an LLM with text; got {stop!r:.80}",
@@ -110,7 +112,7 @@ class InputProcessor:
         field: str,
     ) -> SequenceState:
         checkpoint, most = self._spec.checkpoint, self._max_tokens
-        if not isinstance(prompt, Sequence):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
             raise InvalidRequest(
                 f"{field}: must be text, token ids or messages, got {prompt!r:.40}", param=field
             )
@@ -126,6 +128,10 @@ class InputProcessor:
         ids = [int(t) for t in ids]  # of numpy too
         if sampling is None:
             sampling = SamplingParams(max(1, most - len(ids)), **asdict(checkpoint.sampling))
+        if not isinstance(sampling, SamplingParams):
+            raise InvalidRequest(
+                f"sampling: must be SamplingParams, got {sampling!r:.40}", param="sampling"
+            )
         sampling.check(checkpoint.vocab_size)
         if sampling.grammar is not None:
             from quadriga.text.grammar import grammars_of  # as torch, not with this module
@@ -152,6 +158,8 @@ class InputProcessor:
 def _each(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     """The prompts, also where one alone was given; arrays as lists."""
     given = _plain(prompts)
+    if isinstance(given, Mapping) or not hasattr(given, "__getitem__"):
+        raise InvalidRequest(f"prompts: {given!r:.40} is no prompt, nor a list", param="prompts")
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], Integral | Mapping))
     return [given] if is_one else [_plain(prompt) for prompt in given]
 

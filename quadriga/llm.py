@@ -57,7 +57,7 @@ class LLM:
         ConfigError: A setting is wrong or has no meaning here, or the model cannot be loaded.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
         for name in {name.split(".")[0] for name in settings}.difference(SETTINGS):
             known = ", ".join(SETTINGS)
             raise ConfigError(f"{name}: an LLM takes {known} alone; leave it out", param=name)
@@ -66,7 +66,7 @@ class LLM:
         from quadriga.config.loader import load_config
         from quadriga.config.resolve import Hardware, resolve
 
-        config = load_config({"model": model, **settings})
+        config = load_config({"model": str(model), **settings})
         deployment = resolve(config, Hardware(os.cpu_count() or 1, torch.cuda.device_count()))
         replicas = deployment.replicas
         chunk_tokens = next(r.engine.pass_tokens for r in replicas if r.role.does(Role.PREFILL))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from numbers import Real
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -280,7 +281,10 @@ def read_exit_params(
 
 
 def _check_asked(asked: ExitParams) -> None:
-    """Raises: InvalidRequest: There is no such threshold or policy."""
+    """Raises: InvalidRequest: It is none, or there is no such threshold or policy."""
+    numbers = ("threshold", "max_depth", "sla_tbt_s", "quality_budget")
+    if not all(isinstance(getattr(asked, name, None), Real) for name in numbers):
+        raise InvalidRequest(f"exits: {asked!r:.200} is no ExitParams of numbers", param="exits")
     if asked.policy not in (policies := get_args(ExitPolicy)):
         raise InvalidRequest(
             f"exit_policy: {asked.policy!r:.40} is none of {', '.join(policies)}",

@@ -110,8 +110,8 @@ def locate(model: str, *, cache_dir: str | Path | None = None) -> Path:
     if "/" not in model or model.startswith((".", "/", "~")) or path.suffix == GGUF_SUFFIX:
         raise ConfigError(
             f"model: {model!r} is neither bundled ({', '.join(bundled_models())}) "
-            f"nor packaged ({', '.join(PACKAGED_MODELS)}) "
-            "nor a directory or GGUF file here, nor a hub id (org/name)",
+            f"nor packaged ({', '.join(PACKAGED_MODELS)}) nor a hub id (org/name), and there is no "
+            f"folder or GGUF file {path.absolute()}; mend the name or the path",
             param="model",
         )
     from huggingface_hub import snapshot_download
@@ -157,7 +157,11 @@ def read_checkpoint(
         raise ConfigError(
             f"model: {path / 'config.json'} lacks or garbles the field {exc}", param="model"
         ) from exc
-    heads_path = _heads_path(path, heads, facts.num_layers, facts.hidden_size)
+    try:
+        heads_path = _heads_path(path, heads, facts.num_layers, facts.hidden_size)
+        fingerprint = _fingerprint(path, heads_path)
+    except OSError as exc:  # nobody may read them, or a link leads nowhere
+        raise ConfigError(f"model: weights cannot be read: {exc}", param="model") from exc
     return Checkpoint(
         id=model_id or _public_name(model, path),
         path=path,
@@ -170,7 +174,7 @@ def read_checkpoint(
         max_model_len=facts.max_positions,
         eos_token_ids=eos_token_ids,
         exits=read_exits(heads_path, facts.num_layers),
-        fingerprint=_fingerprint(path, heads_path),
+        fingerprint=fingerprint,
         sampling=_sampling(path, generation),
         source=_source(model),
         heads_path=heads_path,
@@ -227,7 +231,7 @@ def _public_name(model: str, path: Path) -> str:
     source = Path(model).expanduser()
     if source.is_file():
         return source.name.removesuffix(GGUF_SUFFIX)
-    return path.name if source.is_dir() else model.rsplit("/", 1)[-1]
+    return path.name if source.is_dir() or path.parent == ASSETS else model.rsplit("/", 1)[-1]
 
 
 def _generation_config(path: Path) -> dict[str, Any]:

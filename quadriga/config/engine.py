@@ -149,7 +149,7 @@ class EngineConfig(Section):
         "auto",
         description="Compiled kernels on CPUs, CUDA graphs on GPUs. auto: on CPUs start eager and "
         "swap the kernels in when they are ready, or as wait, with deterministic or weights above "
-        "1 GiB; on GPUs as wait; wait: compile, or record, before serving; off: stay eager.",
+        "2 GiB (float32); on GPUs as wait; wait: compile or record before serving; off: eager.",
     )
     cache_dir: str | None = Field(
         None,

@@ -99,9 +99,13 @@ class SamplingParams(CompactPickleMixin):
                 raise InvalidRequest(
                     f"{name}: {value!r:.80} must be {what}in {low}..{high}", param=name
                 )
-        for name in ("stop_token_ids", "logit_bias"):
-            if not isinstance(value := getattr(self, name), tuple | list):
-                raise InvalidRequest(f"{name}: {value!r:.80} must be a list", param=name)
+        for name, kinds in (("stop_token_ids", (Integral,)), ("logit_bias", (Integral, Real))):
+            value, what = getattr(self, name), "pairs of id and value" if kinds[1:] else "ids"
+            is_list = isinstance(value, tuple | list)
+            entries = [e if isinstance(e, tuple | list) else (e,) for e in value] if is_list else []
+            is_right = [len(e) == len(kinds) and all(map(isinstance, e, kinds)) for e in entries]
+            if not is_list or not all(is_right):
+                raise InvalidRequest(f"{name}: {value!r:.80} must be a list of {what}", param=name)
         for token_id, bias in self.logit_bias:
             if not 0 <= token_id < vocab_size or not bias <= 1e6:  # -inf bans, NaN does not pass
                 raise InvalidRequest(
@@ -124,6 +128,8 @@ class SamplingParams(CompactPickleMixin):
                 f"num_prompt_logprobs or pooling) and at least min_tokens ({self.min_tokens})",
                 param="max_tokens",
             )
+        if not isinstance(self.grammar, Grammar | None):
+            raise InvalidRequest(f"grammar: {self.grammar!r:.80} is no Grammar", param="grammar")
         if self.grammar is not None and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise InvalidRequest(

@@ -20,6 +20,7 @@ import torch
 
 from quadriga.checkpoint.exits import ExitSpec
 from quadriga.config.engine_spec import EngineSpec
+from quadriga.config.kv_memory import weight_bytes
 from quadriga.engine.kernels.build import BuildUnavailable, build_library, cached_library
 from quadriga.engine.kernels.library import (
     CDraft,
@@ -44,8 +45,8 @@ from quadriga.interfaces import DraftPlan
 logger = logging.getLogger(__name__)
 
 _ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
-_BACKGROUND_BYTES = 1 << 30
-"""Greatest checkpoint that serves while kernels compile, for which memory has to hold it twice."""
+_BACKGROUND_BYTES = 2 << 30
+"""Of weights in float32, at most, that serve so while kernels compile, and then are read anew."""
 
 
 @dataclass(slots=True)
@@ -468,8 +469,7 @@ def find_kernels(spec: EngineSpec) -> Kernels:
     try:
         path = cached_library(spec.cache_dir)
         if path is None and spec.compile == "auto":
-            files = spec.checkpoint.path.glob("*.safetensors")
-            if sum(file.stat().st_size for file in files) <= _BACKGROUND_BYTES:
+            if weight_bytes(spec.checkpoint, 4, matrices=4) <= _BACKGROUND_BYTES:
                 return Kernels(in_background=True)
         return Kernels(_loaded(path or build_library(spec.cache_dir)))
     except BuildUnavailable as exc:

@@ -56,7 +56,7 @@ def uniforms(
         seeds: Any int64; negative ones count as their two's complement.
         choices, positions: Non-negative, below 2^32.
     """
-    key = np.array([(s & _MASK, (s >> 32) & _MASK) for s in seeds], dtype=np.uint64)
+    key = np.array([(s & _MASK, (s >> 32) & _MASK) for s in map(int, seeds)], dtype=np.uint64)
     counter = np.array(
         [(p, c, 0, 0) for p, c in zip(positions, choices, strict=True)], dtype=np.uint64
     )

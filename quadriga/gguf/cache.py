@@ -51,6 +51,8 @@ def converted_folder(file: Path, cache: Path) -> Path:
             the cache cannot be written.
     """
     root = cache / "gguf"
+    if not file.exists():
+        raise ConfigError(f"model: there is no file {file}; mend its path", param="model")
     try:
         state = _state(file)
     except OSError as exc:

@@ -20,6 +20,7 @@ from quadriga.core.replica import Reservation
 from quadriga.core.request import SequenceState
 from quadriga.errors import InvariantViolation
 from quadriga.interfaces import ModelRunner, PrefillChunk
+from quadriga.interrupts import held_back
 from quadriga.policies.rebatching import Rebatcher
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.prefill_loop import PrefillLoop, PrefillOutput
@@ -135,25 +136,27 @@ class ColocatedLoop:
         """Run sequences to their ends, and yield their outputs, pass by pass.
 
         Several runs may be read in turn: the one that is read runs the passes, for all. Closing
-        the generator lets go of the sequences that have not ended.
+        the generator lets go of the sequences that have not ended. Ctrl-C waits for a pass's end.
         """
         waiting, run = deque(states), _Run()
         most = AHEAD * self.decode.slots.num_rows
         try:
             while waiting or run.names or run.outputs:
-                while waiting and len(self._runs) < most:
-                    state = waiting.popleft()
-                    self._runs[state.sequence_id] = run
-                    run.names.add(state.sequence_id)
-                    self.submit(state)
-                if not run.outputs:
-                    self._deliver()
+                with held_back():
+                    while waiting and len(self._runs) < most:
+                        state = waiting.popleft()
+                        self._runs[state.sequence_id] = run
+                        run.names.add(state.sequence_id)
+                        self.submit(state)
+                    if not run.outputs:
+                        self._deliver()
                 if run.outputs:
                     outputs, run.outputs = run.outputs, []
                     yield outputs
         finally:
-            for name in list(run.names):
-                self.release(name)
+            with held_back():
+                for name in list(run.names):
+                    self.release(name)
 
     def _deliver(self) -> None:
         """Run one pass, and hand its outputs to their runs. Raises: InvariantViolation."""
@@ -176,11 +179,12 @@ class ColocatedLoop:
 
     def release(self, sequence_id: str) -> None:
         """Let go of a sequence, whatever its status is; an unknown one is no error."""
-        self._forget(sequence_id)
-        if self.decode.export.held(sequence_id) is not None:
-            self.decode.leave(sequence_id)
-        else:
-            self.prefill.release(sequence_id)
+        with held_back():
+            self._forget(sequence_id)
+            if self.decode.export.held(sequence_id) is not None:
+                self.decode.leave(sequence_id)
+            else:
+                self.prefill.release(sequence_id)
 
     def compute_prompts(self) -> list[EngineOutput]:
         """Run prompts while there is room for more; returns their first tokens."""

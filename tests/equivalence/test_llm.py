@@ -247,7 +247,7 @@ def test_nothing_is_loaded_where_the_tokenizer_is_missing(
 ) -> None:
     monkeypatch.setattr("quadriga.llm.load_runner", lambda spec: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
-        LLM(str(save(build("llama"), tmp_path)))
+        LLM(save(build("llama"), tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -280,6 +280,22 @@ def test_nothing_is_loaded_where_the_tokenizer_is_missing(
         ([5], {"sampling": replace(GREEDY, logit_bias={5: 1.0})}, "logit_bias: .* must be a list"),
         ([5], {"sampling": replace(GREEDY, stop_token_ids=5)}, "stop_token_ids: 5 must be a list"),
         ([5], {"sampling": SamplingParams(0, pooling="max")}, "pooling: 'max' is no pooling"),  # type: ignore[arg-type]
+        (None, {}, "prompts: None is no prompt, nor a list"),
+        ({"role": "user", "content": "a"}, {}, "is no prompt, nor a list"),
+        ((p for p in ("a", "b")), {}, "is no prompt, nor a list"),
+        (b"a", {}, r"prompts\.0: must be text, token ids or messages, got b'a'"),
+        ([5], {"sampling": {"max_tokens": 5}}, "sampling: must be SamplingParams, got {'max"),
+        ([5], {"sampling": replace(GREEDY, logit_bias=(5,))}, "a list of pairs of id and value"),
+        ([5], {"sampling": replace(GREEDY, logit_bias=((5.5, 1.0),))}, "must be a list of pairs"),
+        (
+            [5],
+            {"sampling": replace(GREEDY, stop_token_ids=("</s>",))},
+            "'</s>',.* must be a list of ids",
+        ),
+        ([5], {"sampling": replace(GREEDY, grammar={"type": "object"})}, "is no Grammar"),
+        ([5], {"stop": None}, "stop: must be strings"),
+        ([5], {"exits": "strict"}, "exits: 'strict' is no ExitParams"),
+        ([5], {"exits": ExitParams(0.9, "bounded", "4")}, "max_depth='4'.* of numbers"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_input_is_named_before_anything_runs(
@@ -296,6 +312,9 @@ def test_lists_and_numbers_of_numpy_are_taken(llm: LLM) -> None:
     ids: Any = list(np.array([5, 6, 7]))
     assert tokens_of(llm.generate(ids, GREEDY)) == [known]
     ends: Any = [known[2]]
+    seed: Any = np.int32(7)
+    drawn = [llm.generate([ids], replace(DRAWN, seed=s)) for s in (7, seed)]
+    assert tokens_of(drawn[0]) == tokens_of(drawn[1])
     asked = replace(GREEDY, ignore_eos=False, stop_token_ids=ends)
     (output,) = llm.generate([ids], asked)
     assert output.token_ids == known[: known.index(known[2]) + 1]

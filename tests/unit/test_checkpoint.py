@@ -126,6 +126,24 @@ def test_a_path_that_is_not_here_and_no_hub_id_is_refused(model: str) -> None:
         read_checkpoint(model)
 
 
+def test_a_path_that_is_not_here_is_shown_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"GGUF file {tmp_path}/tiny.gguf; mend"):
+        read_checkpoint("tiny.gguf")
+
+
+def test_weights_behind_a_link_that_leads_nowhere_are_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "annex" / "0123")
+    with pytest.raises(ConfigError, match=r"weights cannot be read: .*model\.safetensors"):
+        read(tmp_path, None)
+
+
+def test_a_bundled_model_has_its_name_with_a_slash_behind() -> None:
+    assert read_checkpoint("quadriga-s/").id == "quadriga-s"
+
+
 def test_a_download_that_breaks_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def lose(*_: object, **__: object) -> None:
         raise RuntimeError("the connection was lost")  # as hf_xet does; proxies raise others

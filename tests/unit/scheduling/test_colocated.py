@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,12 @@ from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.errors import InvariantViolation
+from quadriga.interrupts import held_back
 from quadriga.scheduling.colocated import ColocatedLoop
+from quadriga.scheduling.decode_batch import DecodeBatch
+from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.prefill_loop import PrefillLoop
+from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import EOS, FakeRunner, expected_output
 
 
@@ -182,3 +189,65 @@ def test_a_stall_is_an_error_and_no_endless_loop() -> None:
     loop = ColocatedLoop(runner, spec_of(runner, kv_capacity_tokens=16), clock=ManualClock())
     with pytest.raises(InvariantViolation, match="1 sequences wait, and nothing can run"):
         list(loop.run([state_of("wide", [1] * 20, 20)]))
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C is Python's own, whoever runs the tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        (SlotTable, "reserve"),
+        (PrefillLoop, "hand_over"),
+        (DecodeBatch, "_to_end"),
+        (DecodeLoop, "_commit"),
+        (DecodeBatch, "free_row"),
+    ],
+)
+def test_an_interrupt_in_the_midst_of_a_pass_tears_nothing(
+    interrupts: None, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
+) -> None:
+    """Ctrl-C in a notebook: its call is over, another one's tokens are all there, all is free."""
+    runner = FakeRunner(2)
+    loop = ColocatedLoop(runner, spec_of(runner), clock=ManualClock())
+    other = loop.run([state_of("other", [5], 20)])
+    said = next(other)
+    original, calls = getattr(owner, method), list[int]()
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        calls.append(0)
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(owner, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(loop.run([state_of(str(i), [8, i], 3) for i in range(3)]))
+    assert calls and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    loop.check()
+    said += [emission for news in other for emission in news]
+    assert read(said) == {"other": expected_output([5], 20)}
+    (done,) = read([e for news in loop.run([state_of("next", [8], 6)]) for e in news]).values()
+    assert done == expected_output([8], 6)
+    assert runner.attached == {} and loop.decode.slots.num_held == 0
+
+
+def test_a_second_interrupt_does_not_wait(interrupts: None) -> None:
+    came = []
+
+    def press_twice() -> None:
+        with held_back(), held_back():
+            signal.raise_signal(signal.SIGINT)
+            came.append("the first waits")
+            signal.raise_signal(signal.SIGINT)
+            came.append("so does the second")
+
+    with pytest.raises(KeyboardInterrupt):
+        press_twice()
+    assert came == ["the first waits"]
