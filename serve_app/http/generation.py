@@ -20,6 +20,7 @@ from serve_app.embeddings.body import EmbeddingsBody, embedding_request
 from serve_app.embeddings.rendering import EmbeddingsFormat
 from serve_app.http.call import Call, Headers, json_in_parts
 from serve_app.openai.bodies import parse_body, parse_json
+from serve_app.openai.models import ModelDirectory
 from serve_app.openai.rendering import CHAT, COMPLETION, AnswerFormat, StreamFormat
 from serve_app.openai.schema import ChatBody, CompletionBody
 from serve_app.openai.validation import chat_request, completion_request
@@ -46,7 +47,6 @@ class HttpGeneration:
 
     def __init__(self, engine_client: EngineClient) -> None:
         self._engine_client = engine_client
-        self._models = engine_client.models
         self._limits = engine_client.config.ingress
         self._warned: set[str] = set()
 
@@ -128,6 +128,10 @@ class HttpGeneration:
         return await chat_request(
             body, self._limits, self._models, caller=caller.name, **self._name_and_time()
         )
+
+    @property
+    def _models(self) -> ModelDirectory:
+        return self._engine_client.models
 
     def _name_and_time(self) -> dict[str, Any]:
         """Of a request that begins now."""

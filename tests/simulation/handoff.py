@@ -151,7 +151,7 @@ def outfit(replica: Any, world: World, name: str, role: Role) -> None:
     replica.spans = SequenceSpans(name, replica.clock)
     replica.mail = SimpleNamespace(expect=lambda ingress_id: None)
     replica.info_record = ReplicaInfo(name, role, CLASS, "", name, 8, 512)
-    replica._is_draining = replica._is_ending = False
+    replica._is_draining = replica.is_ending = False
     replica.departed, replica._arrived = DepartedSequences(), []
 
 

@@ -77,7 +77,7 @@ class Decode(DecodeReplica):
         )
         self.metrics = SimpleNamespace(migrated=lambda *_: None)  # type: ignore[assignment]
         self.info_record = ReplicaInfo(name, Role.DECODE, CLASS, "", name, 4, 1024)
-        self._is_draining = self._is_ending = False
+        self._is_draining = self.is_ending = False
         self.departed, self._arrived = DepartedSequences(), []
         runner = TensorRunner(4)
         loop = DecodeLoop(
