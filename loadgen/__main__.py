@@ -229,10 +229,13 @@ def _main(arguments: Sequence[str] | None) -> int:
         signal.signal(signal.SIGTERM, _terminated)
     try:
         return module.run(args)
-    except (QuadrigaError, OSError) as exc:
-        if isinstance(exc, OSError) and exc.errno not in FULL_DISK:
-            raise
+    except QuadrigaError as exc:
         print(f"error: {exc}", file=sys.stderr)
+        return EXIT_USAGE
+    except OSError as exc:
+        if exc.errno not in FULL_DISK:
+            raise
+        print(f"error: {exc}; make room on the disk, and start it again", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130

@@ -33,10 +33,10 @@ def run(args: argparse.Namespace) -> int:
     if args.stream == "false" and (args.slo_ttft_s or args.slo_tpot_s):
         raise ConfigError("--slo-ttft-s, --slo-tpot-s: not for --stream false", param="stream")
     earlier = EarlierAnswers.read(args.same_as) if args.same_as else None
-    held = earlier and args.output and (args.output / report.RESULTS_FILE).resolve()
-    if earlier and held == earlier.path.resolve():
-        text = f"--output: {args.output} holds what --same-as names; name another folder"
-        raise ConfigError(text, param="output")
+    if earlier and args.output:
+        if (args.output / report.RESULTS_FILE).resolve() == earlier.path.resolve():
+            text = f"--output: {args.output} holds what --same-as names; name another folder"
+            raise ConfigError(text, param="output")
     with output_folder(args.output) as folder:
         result, summary = run_event_loop(lambda: _run(args, arrivals, console, folder, earlier))
         title = f"{describe(args)} over {args.transport}"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from quadriga.errors import ConfigError
 
@@ -39,19 +40,34 @@ def cache_folder(configured: str | Path | None = None) -> Path:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file by a complete one: a reader sees the old one or the new one, never half."""
+    with replaced(path) as stream:
+        stream.write(content)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """As `write_atomically`, of what is written to the stream.
+
+    Raises:
+        OSError: With the file's name; also where `torch.save` hides it behind an error of its own.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         Path(name).chmod(mode)
         Path(name).replace(path)
-    except BaseException:
+    except BaseException as exc:
         Path(name).unlink(missing_ok=True)
-        raise
+        cause = exc.__context__ if isinstance(exc, RuntimeError) else exc
+        if not isinstance(cause, OSError):
+            raise
+        cause.filename = cause.filename or str(path)
+        raise cause from None
 
 
 def cut_half_line(file: Path) -> None:

@@ -159,7 +159,8 @@ def _each(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     """The prompts, also where one alone was given; arrays as lists."""
     given = _plain(prompts)
     if isinstance(given, Mapping) or not hasattr(given, "__getitem__"):
-        raise InvalidRequest(f"prompts: {given!r:.40} is no prompt, nor a list", param="prompts")
+        kinds = "text, token ids or messages, or a list of these"
+        raise InvalidRequest(f"prompts: must be {kinds}, got {given!r:.40}", param="prompts")
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], Integral | Mapping))
     return [given] if is_one else [_plain(prompt) for prompt in given]
 

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits until what it would tear is whole."""
+"""Ctrl-C that waits for the end of a pass."""
 
 from __future__ import annotations
 

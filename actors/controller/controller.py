@@ -8,7 +8,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 from actors.controller import controller_store
 from actors.controller.drain import LeavingNodes
@@ -77,7 +76,7 @@ class Controller(DirectlyCalled):
         self._is_ending = False
         self._is_started = asyncio.Event()
         self._wanting = asyncio.Lock()
-        self._resolving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._resolving: dict[str, asyncio.Task[Desired]] = {}
         self._num_asked = self._newest_wanted = 0
         self._leaving = LeavingNodes(self._wake.set)
         self._manager = ReplicaManager(
@@ -111,17 +110,24 @@ class Controller(DirectlyCalled):
         number = self._num_asked = self._num_asked + 1
         await self._is_started.wait()
         # A model that is fetched holds one thread, however many ingresses ask again meanwhile.
-        async with self._resolving.setdefault(json.dumps(config), asyncio.Lock()):
-            last, least_gpus = self._desired, 0.0
-            if last is not None and last.config == config:
-                least_gpus = last.hardware.num_gpus
-            desired = await asyncio.to_thread(resolve_here, config, least_gpus)
+        asked = json.dumps(config)
+        if asked not in self._resolving:
+            self._resolving[asked] = background(self._resolve(config))
+            self._resolving[asked].add_done_callback(lambda _: self._resolving.pop(asked))
+        desired = await asyncio.shield(self._resolving[asked])
         async with self._wanting:
             if not self._is_ending and number > self._newest_wanted:  # a later one stays
                 await self._want(desired)
                 self._newest_wanted = number
         if self._is_ending:
             await asyncio.Event().wait()
+
+    async def _resolve(self, config: dict[str, Any]) -> Desired:
+        """What a configuration means on this cluster. Raises: ConfigError."""
+        last, least_gpus = self._desired, 0.0
+        if last is not None and last.config == config:
+            least_gpus = last.hardware.num_gpus
+        return await asyncio.to_thread(resolve_here, config, least_gpus)
 
     async def _want(self, desired: Desired) -> None:
         """Store what is desired, and go by it from then on. Raises: ConfigError."""

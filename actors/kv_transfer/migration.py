@@ -35,7 +35,7 @@ from quadriga.core.migration import (
 )
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import SequenceState
-from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaDied
+from quadriga.errors import ContextTooLong, MigrationFailed, QuadrigaError, ReplicaDied
 from quadriga.observability import tracing
 from quadriga.policies.ares.orders import REASONS
 from quadriga.scheduling.transfer.handoff import LeaseState
@@ -104,6 +104,8 @@ class Migration:
                 numerics=self._replica.info_record.numerics,
             )
         except QuadrigaError as exc:
+            if isinstance(exc, ContextTooLong) or exc.code == "busy":
+                self._at_fault = ""  # for others there may be room
             self._conclude("refused", _reason(exc))
             return
         self._replica.remember_peer(transfer.peer)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 KEEP_EVERY_S = 10.0
 KEEP_TIMEOUT_S = 2.0
-"""Nobody waits longer for the store; what is being written is written."""
+"""Nobody waits longer for the store; a write that is under way goes on."""
 
 
 class MetricsPage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Container, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -22,11 +23,14 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.replica import ReplicaSnapshot
 from quadriga.core.request import ResumableSequence, SequenceState
 from quadriga.engine import load_runner
-from quadriga.errors import MigrationFailed, QuadrigaError, TakenOver, UnknownModel
+from quadriga.errors import MigrationFailed, Overloaded, QuadrigaError, TakenOver, UnknownModel
 from quadriga.interfaces import KVSink, ModelRunner
 from quadriga.replica.forecasting import load_lengths
 from quadriga.scheduling.transfer.handoff import LeaseState, check_numerics, still_busy
 from quadriga.scheduling.transfer.sequence_export import StepPhase
+
+COMPILE_WAIT_S = 1.5
+"""A call that reserves waits so long for a grammar: others travel in the same batch."""
 
 
 class DecodeReplica(Replica[DecodeEngine]):
@@ -93,13 +97,14 @@ class DecodeReplica(Replica[DecodeEngine]):
             KVCacheExhausted, ContextTooLong: No room now, or ever.
             Unavailable: Draining, or the weights are not loaded yet.
             MigrationFailed: Cancelled, stale, or not for this replica.
-            Overloaded: Code "busy": it is on its way from here, or its last row is not free yet.
+            Overloaded: Code "busy": it is on its way from here, its last row is not free yet, or
+                its grammar takes long to compile.
             InvalidRequest: The grammar of a running one cannot be compiled here.
         """
         self.require_taking()
         if offer.is_live:
             # It goes on at its source meanwhile; after the commit it would stand still for it.
-            await self.compile_grammar(offer.grammar)
+            await self._compile_before(offer.grammar)
             self.require_taking()
         self._require_wanted(offer.sequence_id)
         check_numerics(offer, self.info_record.numerics)
@@ -110,6 +115,23 @@ class DecodeReplica(Replica[DecodeEngine]):
         if offer.grammar is not None and not offer.is_live:
             background(self._compile_ahead(offer.grammar))
         return Accepted(self.info_record, held_tokens)
+
+    async def _compile_before(self, grammar: Grammar | None) -> None:
+        """Compile the grammar of a sequence that may come; it stays among the newest for a while.
+
+        Raises: Overloaded, code "busy": It takes longer than other calls of the batch can wait.
+        """
+        if grammar is None:
+            return
+        try:
+            async with asyncio.timeout(COMPILE_WAIT_S):
+                await asyncio.shield(background(self.compile_grammar(grammar)))
+        except TimeoutError:
+            raise Overloaded(
+                f"{self.name} still compiles the grammar; ask again in a moment",
+                code="busy",
+                retry_after_s=COMPILE_WAIT_S,
+            ) from None
 
     async def _compile_ahead(self, grammar: Grammar) -> None:
         """Compile the grammar of a sequence that is on its way here; `join` waits for it.

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 GREETING_BYTES = 32
 GREETING_TIMEOUT_S = 5.0
-MAX_STRANGERS = 64
+MAX_STRANGERS = 1024
 """Connections to one actor that have not proved yet that they have the key; of more, the oldest are
 closed."""
 KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
@@ -214,7 +214,8 @@ class _CalledEnd(_End):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._server.strangers.pop(self, None)
-        self._server.callers.pop(self._peer_nonce, None)
+        if self._server.callers.get(self._peer_nonce) is self:
+            del self._server.callers[self._peer_nonce]
 
     def _arrived(self, number: int, content: bytes) -> None:
         background(self._answer(number, content))

@@ -198,7 +198,7 @@ async def _keep(name: str, handle: ActorHandle[Any], connection: Connection) -> 
     error: QuadrigaError = broken(name)
     death = background(_death(name, handle, connection.nonce))
     try:
-        if _handles.get(name) is not handle:  # forgotten meanwhile
+        if _handles.get(name) is not handle or name in _connections:  # forgotten, or made twice
             return
         _connections[name] = connection
         ends: set[asyncio.Future[Any]] = {death, connection.lost}

@@ -1,6 +1,6 @@
 """Small calls to one actor, made at about the same time, go together as one call.
 
-A call between actors costs a fixed price on both sides, whatever it carries. Sequences that are
+A call between actors takes both sides processor time, whatever it carries. Sequences that are
 prefilled together ask for places, rows and commits at the same moments, so their calls go together.
 Each caller gets its own result or its own error.
 """

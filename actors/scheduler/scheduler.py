@@ -202,8 +202,8 @@ class Scheduler(BatchedCalls):
         )
         if not alive:
             raise Unavailable(
-                f"no decode replica of {request.depth_class} is taking sequences of "
-                f"{request.max_total_tokens} tokens",
+                f"no decode replica of {request.depth_class} with rows of "
+                f"{request.max_total_tokens} tokens or more is taking sequences",
                 retry_after_s=1.0,
             )
         groups = self._auto.groups(request, alive) if any_depth else [alive]

@@ -136,8 +136,8 @@ def kept_rows(path: Path, parse: Callable[[dict[str, Any]], R]) -> list[R]:
     try:
         return [parse(row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
     except (OSError, *GARBLED) as exc:
-        text = f"--keep: the rows of {path} are of another version; leave it out, or name an --out"
-        raise ConfigError(text, param="keep") from exc
+        what = f"the rows of {path} cannot be read, or are of another version"
+        raise ConfigError(f"--keep: {what}; leave --keep out", param="keep") from exc
 
 
 @contextmanager

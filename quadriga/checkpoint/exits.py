@@ -284,7 +284,10 @@ def _check_asked(asked: ExitParams) -> None:
     """Raises: InvalidRequest: It is none, or there is no such threshold or policy."""
     numbers = ("threshold", "max_depth", "sla_tbt_s", "quality_budget")
     if not all(isinstance(getattr(asked, name, None), Real) for name in numbers):
-        raise InvalidRequest(f"exits: {asked!r:.200} is no ExitParams of numbers", param="exits")
+        text = (
+            f"exits: must be ExitParams whose {', '.join(numbers)} are numbers, got {asked!r:.120}"
+        )
+        raise InvalidRequest(text, param="exits")
     if asked.policy not in (policies := get_args(ExitPolicy)):
         raise InvalidRequest(
             f"exit_policy: {asked.policy!r:.40} is none of {', '.join(policies)}",

@@ -28,11 +28,15 @@ class Deadline:
     Args:
         timeout_s: None: nobody asked for a limit. Then the service's own holds, and the client
             waits for `DEFAULT_TIMEOUT_S`.
+
+    Raises:
+        ValueError: `timeout_s` is infinite or NaN.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
         if timeout_s is not None and not math.isfinite(timeout_s):
-            raise ValueError(f"timeout_s: {timeout_s} is no time; None leaves it to the service")
+            text = "must be a finite number of seconds, or None for the service's own limit"
+            raise ValueError(f"timeout_s: {text}, got {timeout_s}")
         self._is_asked = timeout_s is not None
         self._give_up_s = time.monotonic() + (DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
 

@@ -102,8 +102,13 @@ class SamplingParams(CompactPickleMixin):
         for name, kinds in (("stop_token_ids", (Integral,)), ("logit_bias", (Integral, Real))):
             value, what = getattr(self, name), "pairs of id and value" if kinds[1:] else "ids"
             is_list = isinstance(value, tuple | list)
-            entries = [e if isinstance(e, tuple | list) else (e,) for e in value] if is_list else []
-            is_right = [len(e) == len(kinds) and all(map(isinstance, e, kinds)) for e in entries]
+            entries = value if kinds[1:] or not is_list else [(entry,) for entry in value]
+            is_right = [
+                isinstance(e, tuple | list)
+                and len(e) == len(kinds)
+                and all(map(isinstance, e, kinds))
+                for e in (entries if is_list else ())
+            ]
             if not is_list or not all(is_right):
                 raise InvalidRequest(f"{name}: {value!r:.80} must be a list of {what}", param=name)
         for token_id, bias in self.logit_bias:

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 _ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
 _BACKGROUND_BYTES = 2 << 30
-"""Of weights in float32, at most, that serve so while kernels compile, and then are read anew."""
+"""Float32 size of the largest weights that serve uncompiled while kernels compile."""
 
 
 @dataclass(slots=True)

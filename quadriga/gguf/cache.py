@@ -51,12 +51,11 @@ def converted_folder(file: Path, cache: Path) -> Path:
             the cache cannot be written.
     """
     root = cache / "gguf"
-    if not file.exists():
-        raise ConfigError(f"model: there is no file {file}; mend its path", param="model")
     try:
         state = _state(file)
     except OSError as exc:
-        raise ConfigError(f"model: {file} cannot be read: {exc.strerror}", param="model") from exc
+        text = f"model: {file} cannot be read: {exc.strerror}; mend its path or permissions"
+        raise ConfigError(text, param="model") from exc
     try:
         sha256 = _remembered(root, file, state)
         if sha256 is not None and _is_whole(folder := _folder(root, sha256)):

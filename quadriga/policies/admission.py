@@ -153,7 +153,8 @@ def check_room(
         return
     model = admission.depth_class.model
     prefills = _alive(Role.PREFILL, model, snapshots, now_unix_s, scheduler)
-    decodes = _alive(Role.DECODE, model, snapshots, now_unix_s, scheduler)
+    longest = request.num_prompt_tokens + request.max_tokens
+    decodes = _alive(Role.DECODE, model, snapshots, now_unix_s, scheduler, num_tokens=longest)
     alike = [s for s in prefills if s.info.depth_class == admission.depth_class]
     queues = queue_supply(request, alike, prefill)
     short, least_free = queues, 1.0
@@ -211,11 +212,13 @@ def _alive(
     snapshots: Sequence[ReplicaSnapshot],
     now_unix_s: float,
     scheduler: SchedulerConfig,
+    num_tokens: int = 0,
 ) -> list[ReplicaSnapshot]:
     return candidates(
         snapshots,
         role=role,
         model=model,
+        num_tokens=num_tokens,
         now_unix_s=now_unix_s,
         max_age_s=scheduler.snapshot_max_age_s,
     )

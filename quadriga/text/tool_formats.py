@@ -131,7 +131,8 @@ class ToolFormat:
                 rules += _tag_rules(i, name, schema)
                 continue
             if beside_json:
-                # Its references begin at its name, which old versions take not beside a `$ref`.
+                # `$id` makes its references relative to itself. Draft 7, which ignores it beside a
+                # `$ref`, may not be asked for.
                 inner = {"$id": "urn:quadriga:arguments"} | dict(schema)
                 inner.pop("$schema", None)
                 call: dict[str, Any] = {"name": {"const": name}, self.arguments: inner}

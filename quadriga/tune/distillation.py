@@ -12,7 +12,6 @@ model's own logits on its own answers, and the shortlist, are ours.
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.weights.checkpoint_weights import Head
-from quadriga.files import write_atomically
+from quadriga.files import replaced
 from quadriga.tune.exit_heads import ExitHead, TunedKind
 from quadriga.tune.states import StateStore
 
@@ -195,9 +194,8 @@ class Distiller:
             "heads": {depth: head.state_dict() for depth, head in self.heads.items()},
             "optimizer": self._optimizer.state_dict(),
         }
-        content = io.BytesIO()  # of a full disk, torch would say what nobody understands
-        torch.save(state, content)
-        write_atomically(self._work / STATE_FILE, content.getvalue())
+        with replaced(self._work / STATE_FILE) as stream:
+            torch.save(state, stream)
 
     def _resume(self) -> None:
         file = self._work / STATE_FILE

@@ -82,10 +82,14 @@ class TuneFolder:
 
 
 def save_maps(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Store the maps for skipped KV in a checkpoint's folder or a folder of tuning, not others."""
-    (folder / SKIPPED_KV_WEIGHTS).unlink(missing_ok=True)
+    """Store the maps for skipped KV in a checkpoint's folder or a folder of tuning.
+
+    They replace those that are there; without tensors the file is removed.
+    """
     if tensors:
         save_halves(folder / SKIPPED_KV_WEIGHTS, tensors)
+    else:
+        (folder / SKIPPED_KV_WEIGHTS).unlink(missing_ok=True)
 
 
 def save_halves(file: Path, tensors: Mapping[str, Tensor]) -> None:

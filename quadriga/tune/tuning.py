@@ -135,10 +135,8 @@ class Tuning:
         self._check_work()
         self._figures_file = self.work / "figures.json"
         self.figures: dict[str, Any] = {}
-        for file in (
-            self._figures_file,
-            options.out / report.FIGURES_FILE,
-        ):  # or `work` was deleted
+        # The second where `work` was deleted.
+        for file in (self._figures_file, options.out / report.FIGURES_FILE):
             if file.is_file():
                 self.figures = json.loads(file.read_text())
                 break
@@ -383,7 +381,8 @@ class Tuning:
             if lacking and (wanted != "exits" or self._options.imported is None):
                 raise ConfigError(
                     f"--prompts: nothing is there for {wanted}, as none of {len(ids)} {what} falls "
-                    f"into the part {lacking[0]!r}; give more, or hold back fewer domains",
+                    f"into the part {lacking[0]!r}; give more or shorter ones, lower --max-tokens, "
+                    "or hold back fewer domains",
                     param="prompts",
                 )
 

@@ -273,7 +273,11 @@ def _unchunked(cycle: RequestResponseCycle, app: Any) -> Any:
             cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
 
-        await app(scope, receive, sized)
+        try:
+            await app(scope, receive, sized)
+        finally:
+            if not cycle.response_started:  # uvicorn's own answer has a length
+                cycle.chunked_encoding = None
 
     return answer
 

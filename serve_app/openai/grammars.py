@@ -58,8 +58,9 @@ def _beside_tools(found: list[tuple[Grammar, str]], tools: ChatTools) -> list[tu
             schema = from_json(form.text, allow_inf_nan=False)
     if tools.or_json is None or not isinstance(schema, dict):
         raise InvalidRequest(
-            f"{field}: beside tools that may be called only a JSON schema, an object of "
-            f"{MAX_GRAMMAR_BYTES:,} bytes at most; leave one out, or set tool_choice to none",
+            f"{field}: beside tools that may be called, only a JSON schema may stand; it must be "
+            f"an object, at most {MAX_GRAMMAR_BYTES:,} characters long. Leave one of them out, or "
+            "set tool_choice to none",
             param=field,
         )
     return [(tools.or_json(schema), field)]

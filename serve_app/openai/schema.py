@@ -133,7 +133,9 @@ class RequestFields(RequestBody):
     """Fields of every request that a model computes."""
 
     model: str | None = Field(
-        None, max_length=512, description="Id; none, `quadriga-auto`: the first, or HELIOS's."
+        None,
+        max_length=512,
+        description="Id of the model; null, `quadriga-auto`: the first, or the one HELIOS chose.",
     )
     priority: int | None = Field(
         None, ge=INT32_MIN, le=INT32_MAX, description="Lower is served first; default 0."
@@ -410,7 +412,7 @@ class TokenizeBody(RequestBody):
 
     unsupported = TOKENIZE
 
-    model: str | None = Field(None, max_length=512, description="Whose tokenizer.")
+    model: str | None = Field(None, max_length=512, description="Whose tokenizer; null: the first.")
     prompt: str | None = Field(
         None,
         description="Text of at most 16 times the tokens that the model takes; not together with "
@@ -427,7 +429,7 @@ class TokenizeBody(RequestBody):
 class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
-    model: str | None = Field(None, max_length=512, description="Whose tokenizer.")
+    model: str | None = Field(None, max_length=512, description="Whose tokenizer; null: the first.")
     tokens: list[Any] = Field(
         max_length=10_000_000,
         description="Each inside the model's vocabulary.",

@@ -39,7 +39,8 @@ class IngressMetrics:
         self.resumed = r.counter("quadriga_requests_resumed_total", "Streams taken up again.")
         self.pushes = r.counter("quadriga_metrics_pushes_total", "Metrics sent to the controller.")
         self.connections = r.gauge(
-            "quadriga_ingress_connections", "Actors called over a connection; others through Ray."
+            "quadriga_ingress_connections",
+            "Actors that this ingress calls over connections; it calls all others through Ray.",
         )
         self.poll_replies = r.counter("quadriga_polls_total", "Polls answered by replicas.")
         self.poll_failures = r.counter(

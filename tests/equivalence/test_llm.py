@@ -279,6 +279,7 @@ def test_nothing_is_loaded_where_the_tokenizer_is_missing(
         ([5], {"sampling": replace(GREEDY, logit_bias=((5, math.nan),))}, "nan for 5"),
         ([5], {"sampling": replace(GREEDY, logit_bias={5: 1.0})}, "logit_bias: .* must be a list"),
         ([5], {"sampling": replace(GREEDY, stop_token_ids=5)}, "stop_token_ids: 5 must be a list"),
+        ([5], {"sampling": replace(GREEDY, stop_token_ids=((5,),))}, "must be a list of ids"),
         ([5], {"sampling": SamplingParams(0, pooling="max")}, "pooling: 'max' is no pooling"),  # type: ignore[arg-type]
         (None, {}, "prompts: None is no prompt, nor a list"),
         ({"role": "user", "content": "a"}, {}, "is no prompt, nor a list"),

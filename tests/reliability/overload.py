@@ -41,6 +41,7 @@ from loadgen.target import Target, find_target
 from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError
 from tests.reliability.overload_report import (
+    PHASES,
     PRIORITIES,
     Found,
     Phase,
@@ -113,7 +114,10 @@ def run(args: argparse.Namespace) -> int:
             facts = figures(found) | {"failures": failures, "seconds": seconds, "seed": args.seed}
             line = print_line("overload", **facts)
             args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / "overload.json").write_text(json.dumps(line) + "\n", encoding="utf-8")
+            part = "" if len(found.phases) == len(PHASES) else ".partial"
+            (args.out / f"overload{part}.json").write_text(
+                json.dumps(line) + "\n", encoding="utf-8"
+            )
     return 1 if failures else 0
 
 

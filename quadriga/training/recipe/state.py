@@ -1,13 +1,12 @@
 """Training state on disk: weights, moments, data position, schedule; written atomically."""
 
-import io
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quadriga.files import write_atomically
+from quadriga.files import replaced
 
 LATEST = "latest.pt"  # where a run goes on
 STABLE = "stable.pt"  # the plateau's end, where a later run with another budget goes on
@@ -49,9 +48,8 @@ class Progress:
 
 def save_atomically(payload: dict[str, Any], path: Path) -> None:
     """Write a torch file so that a reader sees the old one or the new one, whole."""
-    content = io.BytesIO()
-    torch.save(payload, content)
-    write_atomically(path, content.getvalue())
+    with replaced(path) as stream:
+        torch.save(payload, stream)
 
 
 def load(path: Path) -> dict[str, Any]:

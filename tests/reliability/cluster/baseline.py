@@ -19,8 +19,7 @@ HELD = (
     "quadriga_ingress_open_requests",
 )
 SLACK_FDS = 4
-"""A look at the moment a connection is being made or a file read is no leak. Nor is a connection to
-each other process of the service: they are made when there is something to say."""
+"""A look at the moment a connection is being made or a file read is no leak."""
 MEMORY_SLACK = 0.15
 MEMORY_SLACK_BYTES = 24 << 20
 
@@ -93,11 +92,13 @@ def trouble_with(before: ResourceBaseline, after: ResourceBaseline) -> list[str]
     for kind, one in before.by_pid.values():
         most_fds[kind] = max(most_fds.get(kind, one), one, key=lambda h: h.num_fds)
         most_bytes[kind] = max(most_bytes[kind], one.own_bytes)
-    slack_fds = SLACK_FDS + after.processes.total() - 1
+    # Actors connect to each other when they have something to say.
+    num_others = after.processes.total() - 1
     for pid, (kind, one) in after.by_pid.items():
         most = most_fds.get(kind, one)
-        if one.num_fds > most.num_fds + slack_fds:
-            more = {k: n - most.fds.get(k, 0) for k, n in sorted(one.fds.items())}
+        more = {k: n - most.fds.get(k, 0) for k, n in sorted(one.fds.items())}
+        connections = min(num_others, max(0, more.get("socket", 0)))
+        if one.num_fds > most.num_fds + SLACK_FDS + connections:
             which = ", ".join(f"{k} {n:+d}" for k, n in more.items() if n)
             found.append(
                 f"{kind} {pid} has {one.num_fds} files open, {kind}s had {most.num_fds} ({which})"

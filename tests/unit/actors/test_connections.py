@@ -298,6 +298,7 @@ async def test_strangers_are_few_and_have_little_time(
     assert len(await asyncio.wait_for(found[0][0].read(), WAIT_S)) == connections.GREETING_BYTES
     monkeypatch.setattr(connections, "GREETING_TIMEOUT_S", 0.01)
     late, _ = found[1]
+    await late.readexactly(connections.GREETING_BYTES)
     found.append(await asyncio.open_connection(address.host, address.port))
     assert len(await asyncio.wait_for(found[2][0].read(), WAIT_S)) == connections.GREETING_BYTES
     assert not late.at_eof()

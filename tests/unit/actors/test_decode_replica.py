@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -17,7 +18,7 @@ from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
 from quadriga.core.grammar import Grammar
 from quadriga.core.kv import TransferOffer
-from quadriga.errors import MigrationFailed, Unavailable
+from quadriga.errors import MigrationFailed, Overloaded, Unavailable
 from quadriga.replica.spans import SequenceSpans
 from quadriga.text.grammar import MAX_KEPT, grammars_of
 from tests.settled import settled
@@ -86,7 +87,9 @@ async def test_the_destination_compiles_a_grammar_while_the_kv_is_on_its_way() -
     ahead.assert_awaited_once_with(FORM)
 
 
-async def test_a_running_sequence_is_promised_a_row_once_its_grammar_is_compiled() -> None:
+async def test_a_running_sequence_is_promised_a_row_once_its_grammar_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It goes on at its source until then, and would stand still for it after its cutover."""
     receiver, may_end = Mock(reserve=AsyncMock(return_value=0)), asyncio.Event()
 
@@ -96,6 +99,7 @@ async def test_a_running_sequence_is_promised_a_row_once_its_grammar_is_compiled
 
     replica: Any = Mock(info_record=Mock(numerics=""), receiver=receiver, compile_grammar=slowly)
     replica.leaving.return_value = ()
+    replica._compile_before = partial(DecodeReplica._compile_before, replica)
     offer = TransferOffer(
         "t", "s", CLASS, "source", 1, 3, 32, "gloo", 5.0, is_live=True, grammar=FORM
     )
@@ -109,3 +113,10 @@ async def test_a_running_sequence_is_promised_a_row_once_its_grammar_is_compiled
     replica.require_taking.side_effect = None
     await DecodeReplica.reserve(replica, offer)
     receiver.reserve.assert_awaited_once_with(offer)
+    may_end.clear()
+    monkeypatch.setattr("actors.replica.decode.COMPILE_WAIT_S", 0.01)
+    with pytest.raises(Overloaded) as raised:  # the batch that it came with does not wait longer
+        await DecodeReplica.reserve(replica, offer)
+    assert raised.value.code == "busy"
+    may_end.set()
+    await settled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from typing import Any
@@ -85,11 +86,13 @@ async def test_a_successor_shows_the_past(monkeypatch: pytest.MonkeyPatch) -> No
 async def test_a_store_that_answers_late_gets_the_newest_values_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store, may_write, begun = Store(monkeypatch), threading.Event(), list[str]()
+    store, begun = Store(monkeypatch), list[str]()
+    may_write, is_begun = threading.Event(), threading.Event()
     monkeypatch.setattr("actors.metrics.metrics_page.KEEP_TIMEOUT_S", 0.05)
 
     def save(app: str, what: str, value: bytes) -> None:
         begun.append(what)
+        is_begun.set()
         may_write.wait(20.0)
         store.save(app, what, value)
 
@@ -98,7 +101,9 @@ async def test_a_store_that_answers_late_gets_the_newest_values_last(
     for tokens in (1, 2, 3):
         page.push("ingress", counting(tokens))
         assert f"}} {tokens}" in (await page.show()).decode(), "a scrape does not wait for it"
+    assert await asyncio.to_thread(is_begun.wait, 20.0)
     assert begun == ["metrics"], "one writer, however many scrapes"
+    monkeypatch.setattr("actors.metrics.metrics_page.KEEP_TIMEOUT_S", 20.0)
     may_write.set()
     await page.keep()
     await (successor := MetricsPage("app", SystemClock())).restore()

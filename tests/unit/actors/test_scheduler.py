@@ -299,7 +299,7 @@ async def test_a_sequence_is_placed_where_rows_are_long_enough() -> None:
         asked = replace(PREFILLED, max_total_tokens=length)
         assert [await scheduler.place_now(asked), await placement.find(asked)] == [chosen] * 2
     longer = replace(PREFILLED, max_total_tokens=65)
-    with pytest.raises(Unavailable, match="sequences of 65 tokens"):
+    with pytest.raises(Unavailable, match="with rows of 65 tokens or more"):
         await scheduler.place_now(longer)
     assert await placement.find(longer) is None
 

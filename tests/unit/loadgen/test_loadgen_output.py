@@ -148,7 +148,8 @@ def test_a_full_disk_is_one_line(
     full = OSError(errno.ENOSPC, "No space left on device", "a.json")
     monkeypatch.setattr("loadgen.plan.run", Mock(side_effect=full))
     assert main(["plan"]) == 2
-    assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'a.json'\n"
+    why = "[Errno 28] No space left on device: 'a.json'"
+    assert f"error: {why}; make room on the disk, and start it again\n" == capsys.readouterr().err
 
 
 def test_another_broken_pipe_is_still_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

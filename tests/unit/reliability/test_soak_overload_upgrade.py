@@ -511,7 +511,7 @@ def test_a_run_that_is_killed_tells_what_it_had(
         "upgrade": "18 rounds were not run",
     }
     assert line["experiment"] == name and told[name] in line["failures"]
-    written = {"soak": "memory.json", "overload": "overload.json"}
+    written = {"soak": "memory.json", "overload": "overload.partial.json"}
     assert name not in written or (tmp_path / "results" / name / written[name]).is_file()
 
 

@@ -142,7 +142,8 @@ async def test_who_names_no_model_gets_the_default(stand: Stand) -> None:
         ("/detokenize", {"tokens": [1], "model": None}),
     ):
         reply = await stand.http.post(path, json=body)
-        assert reply.json().get("model", "quadriga-s") == "quadriga-s", reply.text
+        assert reply.status_code == 200, reply.text
+        assert reply.json().get("model", "quadriga-s") == "quadriga-s"
     listing = await stand.http.get("/v1/models")
     assert (await stand.http.get("/v1/models/")).json() == listing.json()
 

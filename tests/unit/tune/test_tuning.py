@@ -24,7 +24,7 @@ from quadriga.errors import ConfigError
 from quadriga.files import file_lock
 from quadriga.llm import LLM
 from quadriga.training.tokenizer import build_tokenizer
-from quadriga.tune import distillation, folder, outcome, states, tuning
+from quadriga.tune import outcome, tuning
 from quadriga.tune.answers import OwnAnswer
 from quadriga.tune.cli import main
 from quadriga.tune.distillation import DistillOptions
@@ -294,12 +294,14 @@ def test_nothing_is_said_of_exits_that_nobody_made(
     assert "leaves by default" not in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.parametrize("where", [states, folder, distillation])
+@pytest.mark.parametrize(
+    "writer", ["states.write_atomically", "folder.write_atomically", "distillation.replaced"]
+)
 def test_a_full_disk_is_named(
-    where: object, llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    writer: str, llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_room = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr(where, "write_atomically", no_room)
+    monkeypatch.setattr(f"quadriga.tune.{writer}", no_room)
     words = ["--out", str(tmp_path), "--prompts", "tasks:4", "--max-tokens", "4", "--layers", "1"]
     with pytest.raises(SystemExit) as left:
         main([str(llama[0]), *words, "--width", "8", "--epochs", "1", "--parts", "exits"])
