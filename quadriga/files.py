@@ -66,7 +66,8 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
         cause = exc.__context__ if isinstance(exc, RuntimeError) else exc
         if not isinstance(cause, OSError):
             raise
-        cause.filename = cause.filename or str(path)
+        if cause.errno is not None:
+            cause.filename = cause.filename or str(path)
         raise cause from None
 
 

@@ -281,9 +281,9 @@ def test_nothing_is_loaded_where_the_tokenizer_is_missing(
         ([5], {"sampling": replace(GREEDY, stop_token_ids=5)}, "stop_token_ids: 5 must be a list"),
         ([5], {"sampling": replace(GREEDY, stop_token_ids=((5,),))}, "must be a list of ids"),
         ([5], {"sampling": SamplingParams(0, pooling="max")}, "pooling: 'max' is no pooling"),  # type: ignore[arg-type]
-        (None, {}, "prompts: None is no prompt, nor a list"),
-        ({"role": "user", "content": "a"}, {}, "is no prompt, nor a list"),
-        ((p for p in ("a", "b")), {}, "is no prompt, nor a list"),
+        (None, {}, "prompts: must be text, .* or a list of these, got None"),
+        ({"role": "user", "content": "a"}, {}, "prompts: must be text"),
+        ((p for p in ("a", "b")), {}, "prompts: must be text"),
         (b"a", {}, r"prompts\.0: must be text, token ids or messages, got b'a'"),
         ([5], {"sampling": {"max_tokens": 5}}, "sampling: must be SamplingParams, got {'max"),
         ([5], {"sampling": replace(GREEDY, logit_bias=(5,))}, "a list of pairs of id and value"),
@@ -295,8 +295,8 @@ def test_nothing_is_loaded_where_the_tokenizer_is_missing(
         ),
         ([5], {"sampling": replace(GREEDY, grammar={"type": "object"})}, "is no Grammar"),
         ([5], {"stop": None}, "stop: must be strings"),
-        ([5], {"exits": "strict"}, "exits: 'strict' is no ExitParams"),
-        ([5], {"exits": ExitParams(0.9, "bounded", "4")}, "max_depth='4'.* of numbers"),  # type: ignore[arg-type]
+        ([5], {"exits": "strict"}, "exits: must be ExitParams .* got 'strict'"),
+        ([5], {"exits": ExitParams(0.9, "bounded", "4")}, "are numbers, got .*max_depth='4'"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_input_is_named_before_anything_runs(

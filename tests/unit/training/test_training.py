@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,22 @@ def test_what_steps_depend_on_stays_the_same(tmp_path: Path) -> None:
     del saved["progress"]["options"]  # as an earlier release saved it
     save_atomically(saved, tmp_path / LATEST)
     resume(other, budget_name(other.options))
+
+
+def test_a_state_that_cannot_be_written_is_an_error_of_the_disk_and_leaves_the_old_one(
+    tmp_path: Path,
+) -> None:
+    """Of which torch says "unexpected pos" alone."""
+    save_atomically({"step": torch.tensor(1)}, tmp_path / LATEST)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '.*{LATEST}'"):
+            save_atomically({"step": torch.zeros(1 << 16)}, tmp_path / LATEST)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert load(tmp_path / LATEST)["step"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == [LATEST]
 
 
 def test_weights_that_were_trained_before_are_no_tokens_of_this_training(tmp_path: Path) -> None:
