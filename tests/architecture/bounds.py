@@ -14,15 +14,15 @@ class Bound(NamedTuple):
 
 BOUNDS = {
     # Of a running service; `tests/e2e/test_road.py`.
-    "road_files": Bound(120, 50),
-    "road_lines": Bound(29_084, 10_000),
-    "request_classes": Bound(12, 10),
-    "service_lines": Bound(48_771, 33_000),
+    "road_files": Bound(118, 50),
+    "road_lines": Bound(29_500, 10_000),
+    "request_classes": Bound(10, 10),
+    "service_lines": Bound(49_475, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(104_588, 58_000),
-    "test_lines": Bound(85_087, 38_000),
-    "reliability_lines": Bound(5_255, 4_000),
-    "actors_lines": Bound(6_525, 6_485),
+    "product_lines": Bound(105_357, 58_000),
+    "test_lines": Bound(86_591, 38_000),
+    "reliability_lines": Bound(5_282, 4_000),
+    "actors_lines": Bound(7_086, 6_485),
     "llm_lines": Bound(250, 250),
     "readme_words": Bound(900, 900),
     "architecture_words": Bound(2_500, 2_500),
