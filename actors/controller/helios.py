@@ -85,6 +85,8 @@ class HeliosController:
         self._saved_s = clock.now_s()
         self._saved = pack_table(self.operator.machine.table)
         self._is_saving = False
+        self._routing = asyncio.Lock()
+        self._num_routes = 0
 
     def report(self, ingress_id: str, first: int, reports: list[AutoReport]) -> None:
         """Take an ingress's reports of requests whose model was chosen for them."""
@@ -143,11 +145,18 @@ class HeliosController:
             self._is_scaling = False
 
     async def send_route(self, route: Route | None) -> None:
-        """Tell the scheduler where requests go; None: models are not chosen any more."""
-        try:
-            await call(scheduler_name(self._app), "set_route", route, timeout_s=CALL_TIMEOUT_S)
-        except QuadrigaError as exc:
-            logger.info("the scheduler did not take the route: %s", exc)
+        """Tell the scheduler where requests go; None: models are not chosen any more.
+
+        One call after the other: the last one must not be overtaken by the one before.
+        """
+        number = self._num_routes = self._num_routes + 1
+        async with self._routing:
+            if number < self._num_routes:
+                return
+            try:
+                await call(scheduler_name(self._app), "set_route", route, timeout_s=CALL_TIMEOUT_S)
+            except QuadrigaError as exc:
+                logger.info("the scheduler did not take the route: %s", exc)
 
     async def keep(self) -> None:
         """Store the history where the next controller finds it, if it has changed."""

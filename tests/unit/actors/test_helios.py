@@ -217,6 +217,24 @@ async def test_profile_choose_resize_and_serve(make_stand: MakeStand) -> None:
     assert any(row["depth"] == 8 for row in control.view()["rows"])
 
 
+async def test_a_route_that_is_under_way_does_not_overtake_the_last_one(
+    make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand = make_stand(**{"helios.models": ["quadriga-s"]})
+    arrives, routes = asyncio.Event(), list[Any]()
+
+    async def slowly(name: str, method: str, route: Any, timeout_s: float) -> None:
+        await arrives.wait()
+        routes.append(route)
+
+    monkeypatch.setattr(actors.controller.helios, "call", slowly)
+    sends = [asyncio.create_task(stand.control.send_route(r)) for r in ("first", "second", None)]
+    await settled()
+    arrives.set()
+    await asyncio.gather(*sends)
+    assert routes == ["first", None], "one that a later one replaces is not sent"
+
+
 async def test_reports_that_are_told_again_count_once(make_stand: MakeStand) -> None:
     stand = make_stand(**{"helios.models": ["quadriga-s"]})
     stand.add_all()
