@@ -24,6 +24,7 @@ import pickle
 import secrets
 import socket
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from contextlib import suppress
 from contextvars import Context
@@ -67,8 +68,14 @@ class CallAddress:
     key: bytes = field(repr=False)
 
 
-class _End(asyncio.Protocol):
-    """One end of a connection: the greeting, then frames."""
+class _End(asyncio.Protocol, ABC):
+    """One end of a connection: the greeting, then frames.
+
+    Attributes:
+        nonce: What this end began with.
+        is_trusted: The other end has the key.
+        lost: Resolves when the connection is gone.
+    """
 
     ME: ClassVar[bytes]
     PEER: ClassVar[bytes]
@@ -76,7 +83,7 @@ class _End(asyncio.Protocol):
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._nonce = secrets.token_bytes(GREETING_BYTES)
+        self.nonce = secrets.token_bytes(GREETING_BYTES)
         self._peer_nonce = b""
         self._received = bytearray()
         self._num_sent = self._num_taken = 0
@@ -87,7 +94,7 @@ class _End(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         keep_alive(transport.get_extra_info("socket"))
-        self._transport.write(self._nonce)
+        self._transport.write(self.nonce)
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -151,12 +158,12 @@ class _End(asyncio.Protocol):
             self._peer_nonce = taken
             if self.PROVES_FIRST:
                 self._prove()
-        elif hmac.compare_digest(taken, self._proof(self.PEER, self._peer_nonce, self._nonce)):
+        elif hmac.compare_digest(taken, self._proof(self.PEER, self._peer_nonce, self.nonce)):
             self._greeted()
             if not self.PROVES_FIRST:
                 self._prove()
             self.is_trusted = True
-            nonces = sorted((self._nonce, self._peer_nonce))
+            nonces = sorted((self.nonce, self._peer_nonce))
             self._key = hmac.digest(self._key, b"".join(nonces), "sha256")
         else:
             logger.warning("a connection without the actor's key was closed")
@@ -164,7 +171,7 @@ class _End(asyncio.Protocol):
         return True
 
     def _prove(self) -> None:
-        proof = self._proof(self.ME, self._nonce, self._peer_nonce)
+        proof = self._proof(self.ME, self.nonce, self._peer_nonce)
         cast(asyncio.Transport, self._transport).write(proof)
 
     def _proof(self, who: bytes, nonce: bytes, other: bytes) -> bytes:
@@ -174,12 +181,13 @@ class _End(asyncio.Protocol):
         frame = b"%s %d %s%s" % (who, place, head, content)
         return hmac.digest(self._key, frame, "sha256")[:DIGEST_BYTES]
 
+    @abstractmethod
     def _greeted(self) -> None:
         """The other side has the key."""
 
+    @abstractmethod
     def _arrived(self, number: int, content: bytes) -> None:
         """A frame is here."""
-        raise NotImplementedError
 
 
 class _CalledEnd(_End):
@@ -294,12 +302,7 @@ class DirectlyCalled:
 
 
 class Connection(_End):
-    """The calling end, on one event loop.
-
-    Attributes:
-        lost: Resolves when the connection is gone.
-        nonce: What it began with.
-    """
+    """The calling end, on one event loop."""
 
     ME, PEER, PROVES_FIRST = b"caller", b"called", True
 
@@ -310,7 +313,6 @@ class Connection(_End):
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Outcome]] = {}
         self.is_ready: asyncio.Future[None] = self._loop.create_future()
-        self.nonce = self._nonce
 
     @property
     def is_busy(self) -> bool:
