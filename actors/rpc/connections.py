@@ -283,8 +283,7 @@ class DirectlyCalled:
         """
         if os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true"):
             return None
-        if self._call_server is None:
-            self._call_server = _CallServer(self)
+        self._call_server = self._call_server or _CallServer(self)
         return await self._call_server.address(caller_node)
 
     async def wait_forever(self) -> None:
@@ -361,7 +360,8 @@ class Connection(_End):
         super().connection_lost(exc)
         if isinstance(exc, MemoryError):  # this process is at fault, and not the other one
             for answer in self._waiting.values():
-                _fail(answer, exc)
+                if not answer.done():
+                    answer.set_exception(exc)
         if not self.is_ready.done():
             self.is_ready.set_exception(ConnectionError(f"{self._name} closed the connection"))
 
@@ -376,7 +376,7 @@ class Connection(_End):
         try:
             answer.set_result(pickle.loads(content))
         except MemoryError as exc:  # of this process: no answer of the other one
-            _fail(answer, exc)
+            answer.set_exception(exc)
         except Exception as exc:  # a border: the caller would wait for nothing
             error = ReplicaError(f"the answer of {self._name} cannot be read: {exc!r}")
             answer.set_result((False, error))
@@ -421,8 +421,3 @@ def keep_alive(sock: Any) -> None:
     for name, value in KEEP_ALIVE.items():
         if (option := getattr(socket, name, None)) is not None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _fail(answer: asyncio.Future[Outcome], error: Exception) -> None:
-    if not answer.done():
-        answer.set_exception(error)

@@ -8,11 +8,13 @@ import pickle
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from actors.rpc import connections, ray_rpc
 from actors.rpc.connections import CallAddress, Connection, DirectlyCalled, connect
@@ -20,6 +22,7 @@ from quadriga.errors import KVCacheExhausted, ReplicaDied, ReplicaError
 from tests.settled import settled
 
 NODE = "here"
+REQUEST = ContextVar("request", default="")
 WAIT_S = 20.0
 
 
@@ -91,19 +94,10 @@ async def connected(callee: Callee) -> AsyncIterator[Connection]:
     await connection.lost
 
 
-async def test_a_call_returns_what_the_method_does(callee: Callee) -> None:
+async def test_a_call_returns_what_the_method_does_be_it_megabytes(callee: Callee) -> None:
     async with connected(callee) as connection:
-        assert await connection.call("echo", 1, [2.5], {"a": b"b"}, timeout_s=WAIT_S) == (
-            1,
-            [2.5],
-            {"a": b"b"},
-        )
-
-
-async def test_megabytes_go_both_ways(callee: Callee) -> None:
-    data = secrets.token_bytes(5 << 20)
-    async with connected(callee) as connection:
-        assert await connection.call("echo", data, timeout_s=WAIT_S) == data
+        said = (1, [2.5], {"a": secrets.token_bytes(5 << 20)})
+        assert await connection.call("echo", *said, timeout_s=WAIT_S) == said
 
 
 async def test_a_slow_call_keeps_no_other_waiting(callee: Callee) -> None:
@@ -166,26 +160,11 @@ async def test_the_address_is_loopback_on_the_same_node_alone(
     callee: Callee, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections.ray.util, "get_node_ip_address", lambda: "127.0.0.2")
-    addresses = [await callee.call_address(node) for node in (NODE, "there", NODE)]
-    assert [address.host for address in addresses if address] == [
-        "127.0.0.1",
-        "127.0.0.2",
-        "127.0.0.1",
-    ]
-    assert addresses[0] == addresses[2]
-
-
-async def test_no_key_is_shown(callee: Callee) -> None:
-    address = await address_of(callee)
-    assert str(address.key) not in repr(address)
-
-
-@pytest.mark.parametrize("value", ["1", "true", "True"])
-async def test_calls_stay_with_ray_where_it_encrypts(
-    callee: Callee, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_USE_TLS", value)
-    assert await callee.call_address(NODE) is None
+    here, there = await address_of(callee), await callee.call_address("there")
+    assert there is not None
+    assert (here.host, there.host) == ("127.0.0.1", "127.0.0.2")
+    assert here == await callee.call_address(NODE)
+    assert str(here.key) not in repr(here), "no key is shown"
 
 
 async def test_a_caller_without_the_key_is_not_heard(callee: Callee) -> None:
@@ -205,21 +184,22 @@ async def test_a_call_before_the_greeting_is_not_made(callee: Callee) -> None:
     assert callee.made == []
 
 
-async def test_a_frame_that_somebody_changed_is_not_read(callee: Callee) -> None:
-    async with through_relay(callee, lambda data: data.replace(b"said", b"sold")) as connection:
+@pytest.mark.parametrize(
+    ("change", "num_made"),
+    [
+        (lambda data: data.replace(b"said", b"sold"), 1),
+        (lambda data: data * (1 + (b"said" in data)), 2),
+    ],
+)
+async def test_a_frame_that_somebody_changed_or_sends_again_is_not_read(
+    callee: Callee, change: Callable[[bytes], bytes], num_made: int
+) -> None:
+    async with through_relay(callee, change) as connection:
         assert await connection.call("echo", "fine", timeout_s=WAIT_S) == "fine"
         calling = asyncio.create_task(connection.call("echo", "said", timeout_s=WAIT_S))
         await asyncio.wait_for(connection.lost, WAIT_S)
         calling.cancel()
-    assert callee.made == ["echo"]
-
-
-async def test_a_frame_that_is_sent_again_is_not_read(callee: Callee) -> None:
-    async with through_relay(callee, lambda data: data * (1 + (b"said" in data))) as connection:
-        calling = asyncio.create_task(connection.call("echo", "said", timeout_s=WAIT_S))
-        await asyncio.wait_for(connection.lost, WAIT_S)
-        calling.cancel()
-    assert callee.made == ["echo"]
+    assert callee.made == ["echo"] * num_made
 
 
 @contextlib.asynccontextmanager
@@ -260,31 +240,24 @@ async def test_who_echoes_the_greeting_has_not_proved_anything(callee: Callee) -
     writer.close()
 
 
-async def test_nothing_is_read_from_a_server_without_the_key(callee: Callee) -> None:
+@pytest.mark.parametrize(
+    ("num_bytes", "within_s", "error"),
+    [(2 * connections.GREETING_BYTES, WAIT_S, ConnectionError), (0, 0.05, TimeoutError)],
+)
+async def test_a_server_without_the_key_or_without_a_word_is_given_up(
+    callee: Callee, num_bytes: int, within_s: float, error: type[Exception]
+) -> None:
     address = await address_of(callee)
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(bytes(2 * connections.GREETING_BYTES))
+        writer.write(bytes(num_bytes))
         await reader.read()
         writer.close()
 
     async with await asyncio.start_server(impostor, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(OSError, match="closed the connection"):
-            await connect("callee", replace(address, port=port), WAIT_S)
-
-
-async def test_a_silent_server_is_given_up(callee: Callee) -> None:
-    address = await address_of(callee)
-
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
-    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(TimeoutError):
-            await connect("callee", replace(address, port=port), 0.05)
+        with pytest.raises(error):
+            await connect("callee", replace(address, port=port), within_s)
 
 
 async def test_strangers_are_few_and_have_little_time(
@@ -339,14 +312,11 @@ async def test_want_of_memory_here_is_no_answer_from_there(
         raise MemoryError
 
     async with connected(callee) as connection:
-        stands_for_pickle = SimpleNamespace(
-            dumps=pickle.dumps, loads=no_memory, HIGHEST_PROTOCOL=pickle.HIGHEST_PROTOCOL
-        )
         calling = asyncio.create_task(connection.call("wait", timeout_s=WAIT_S))
         await settled()
         await connection.call("echo", "it is there", timeout_s=WAIT_S)
         if cause == "an answer":
-            monkeypatch.setattr(connections, "pickle", stands_for_pickle)
+            monkeypatch.setattr(pickle, "loads", no_memory)
         else:
             monkeypatch.setattr(connection, "_take", no_memory)
         callee.gate.set()
@@ -389,12 +359,14 @@ class Handle:
     def __init__(self, callee: Callee) -> None:
         self.callee = callee
         self.through_ray: list[str] = []
+        self.contexts: dict[str, str] = {}
         self.is_watched = asyncio.Event()
         self.death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __getattr__(self, name: str) -> Any:
         async def made(*args: Any) -> Any:
             self.through_ray.append(name)
+            self.contexts[name] = REQUEST.get()
             if name == "wait_while_connected":
                 self.is_watched.set()
                 return await self.death
@@ -410,27 +382,38 @@ async def until_connected(handle: Handle) -> None:
     handle.through_ray.clear()
 
 
-async def drop(callee: Callee) -> None:
-    """Break the connection from the callee's side."""
+async def drop() -> None:
+    """Break the connection."""
     ray_rpc._connections["callee"]._transport.abort()  # type: ignore[union-attr]
     await settled()
 
 
 async def test_the_first_call_goes_through_ray_and_later_ones_do_not(callee: Callee) -> None:
     handle = Handle(callee)
+    REQUEST.set("first")
     await until_connected(handle)
     assert await ray_rpc.call("callee", "echo", "directly", timeout_s=WAIT_S) == "directly"
     assert handle.through_ray == []
+    # Ray would end the watch with the request.
+    assert handle.contexts == {"echo": "first", "call_address": "", "wait_while_connected": ""}
+    first = ray_rpc._connections["callee"]
+    second = await connect("callee", await address_of(callee), WAIT_S)
+    await ray_rpc._keep("callee", handle, second)  # type: ignore[arg-type]
+    assert ray_rpc._connections["callee"] is first and not second.is_usable
     ray_rpc.forget_actor("callee")
 
 
-async def test_a_call_under_way_fails_as_ray_says_that_the_actor_died(callee: Callee) -> None:
-    from ray.exceptions import RayActorError
-
+@pytest.mark.parametrize("is_broken_first", [False, True])
+async def test_a_call_under_way_fails_as_ray_says_that_the_actor_died(
+    callee: Callee, is_broken_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_rpc, "VERDICT_S", WAIT_S)
     handle = Handle(callee)
     await until_connected(handle)
     waiting = asyncio.create_task(ray_rpc.call("callee", "wait", timeout_s=WAIT_S))
     await settled()
+    if is_broken_first:
+        await drop()
     handle.death.set_exception(RayActorError())
     with pytest.raises(ReplicaDied, match="callee died") as raised:
         await waiting
@@ -447,7 +430,7 @@ async def test_a_broken_connection_to_an_actor_that_lives_leaves_calls_to_ray(
     await until_connected(handle)
     waiting = asyncio.create_task(ray_rpc.call("callee", "wait", timeout_s=WAIT_S))
     await settled()
-    await drop(callee)
+    await drop()
     with pytest.raises(ReplicaDied, match="the connection to callee broke") as raised:
         await waiting
     assert raised.value.code == "unreachable"
@@ -478,17 +461,22 @@ async def test_a_connection_that_cannot_be_had_is_tried_for_ever_more_rarely(
     assert tried_s == [0.0, 6.0, 16.0, 36.0], "the call after each pause"
 
 
-async def test_an_actor_that_takes_no_connections_is_asked_once(
-    callee: Callee, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("tls", "actor_id", "num_asked"),
+    [("1", "actor", 1), ("true", "actor", 1), ("True", "actor", 1), ("", None, 0)],
+)
+async def test_calls_that_ray_encrypts_or_no_actor_makes_go_through_ray(
+    callee: Callee, tls: str, actor_id: str | None, num_asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_USE_TLS", "1")
+    monkeypatch.setenv("RAY_USE_TLS", tls)
+    monkeypatch.setattr(ray_rpc.ray.get_runtime_context(), "get_actor_id", lambda: actor_id)
     monkeypatch.setattr(ray_rpc, "CONNECT_AGAIN_S", (0.0, 0.0))
     handle = Handle(callee)
     ray_rpc.remember_handle("callee", handle)  # type: ignore[arg-type]
     for _ in range(3):
         await ray_rpc.call("callee", "echo", "by Ray", timeout_s=WAIT_S)
         await settled()
-    assert sorted(handle.through_ray) == ["call_address", "echo", "echo", "echo"]
+    assert sorted(handle.through_ray) == ["call_address"] * num_asked + ["echo"] * 3
 
 
 async def test_an_idle_handle_goes_with_its_connection_and_a_busy_one_stays(
@@ -506,15 +494,3 @@ async def test_an_idle_handle_goes_with_its_connection_and_a_busy_one_stays(
     ray_rpc.remember_handle("another", Handle(callee))  # type: ignore[arg-type]
     await asyncio.wait_for(connection.lost, WAIT_S)
     assert "callee" not in ray_rpc._handles
-
-
-async def test_a_process_that_is_no_actor_calls_through_ray(
-    callee: Callee, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    context = ray_rpc.ray.get_runtime_context()
-    monkeypatch.setattr(context, "get_actor_id", lambda: None)
-    handle = Handle(callee)
-    ray_rpc.remember_handle("callee", handle)  # type: ignore[arg-type]
-    await ray_rpc.call("callee", "echo", "by Ray", timeout_s=WAIT_S)
-    await settled()
-    assert handle.through_ray == ["echo"]

@@ -22,6 +22,7 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import (
+    ContextTooLong,
     KVCacheExhausted,
     KVTransportError,
     MigrationFailed,
@@ -451,10 +452,12 @@ async def test_a_source_that_changes_its_depth_keeps_the_sequence() -> None:
 
 
 async def test_a_sequence_refused_at_the_destination_stays() -> None:
-    replica = running(reserve=[KVCacheExhausted("full"), ReplicaDied("gone")])
-    for code in ("kv_cache_exhausted", "replica_died"):
+    errors = [KVCacheExhausted("full"), ReplicaDied("gone"), ContextTooLong("rows are short")]
+    replica = running(reserve=errors)
+    for code in ("kv_cache_exhausted", "replica_died", "context_length_exceeded"):
         report = await replica.migrate()
-        assert (report.outcome, report.at_fault) == ("refused", "destination")
+        at_fault = "" if code.startswith("context") else "destination"  # others fit there
+        assert (report.outcome, report.at_fault) == ("refused", at_fault)
         assert report.reason.startswith(f"{code}:")
     assert replica.told == []
     assert replica.goes_on()

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import AdmitRequest, PlaceRequest
 from quadriga.errors import Overloaded
+from quadriga.policies import admission
 from quadriga.policies.admission import admit, check_room
 from quadriga.policies.load import has_room
 from quadriga.policies.wait_estimator import (
@@ -56,17 +58,26 @@ def let_in(
 ) -> None:
     """What the scheduler does about a request. Raises: Overloaded."""
     common: dict[str, Any] = {"now_unix_s": 0.0, "scheduler": scheduler, "prefill": prefill}
-    admission = admit(asked, snapshots, checks_queue=False, **common)
-    check_room(asked, admission, snapshots, book, now_s=now_s, num_held=num_held, **common)
+    admitted = admit(asked, snapshots, checks_queue=False, **common)
+    check_room(asked, admitted, snapshots, book, now_s=now_s, num_held=num_held, **common)
 
 
 def test_a_prefill_replica_whose_report_grows_old_meanwhile_is_found() -> None:
     decode = replace(snapshot(Role.DECODE), taken_unix_s=9.0)
     snapshots, book = [snapshot(Role.PREFILL), decode], WaitEstimator()
     common: dict[str, Any] = {"scheduler": SCHEDULER, "prefill": PREFILL}
-    admission = admit(request(), snapshots, checks_queue=False, now_unix_s=4.9, **common)
+    admitted = admit(request(), snapshots, checks_queue=False, now_unix_s=4.9, **common)
     with pytest.raises(Overloaded):
-        check_room(request(), admission, snapshots, book, now_s=0.0, now_unix_s=9.0, **common)
+        check_room(request(), admitted, snapshots, book, now_s=0.0, now_unix_s=9.0, **common)
+
+
+def test_room_is_looked_for_where_rows_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    supply = Mock(side_effect=admission.decode_supply)
+    monkeypatch.setattr(admission, "decode_supply", supply)
+    long = snapshot(Role.DECODE)
+    short = replace(long, info=replace(long.info, name="short", max_model_len=15))
+    let_in(request(), [snapshot(Role.PREFILL), long, short], WaitEstimator(), scheduler=SCHEDULER)
+    assert supply.call_args.args[1] == [long]
 
 
 @dataclass

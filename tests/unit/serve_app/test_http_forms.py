@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import product
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import pytest_asyncio
@@ -203,6 +204,14 @@ async def test_a_stream_to_an_old_client_has_no_chunks(server: Server) -> None:
         assert (b"chunked" in headers) is (version == 1)
         assert events.endswith(b"data: [DONE]\n\n") is (version == 0)
     assert b'\r\n\r\n{"status": "alive"}' in await server.ask(b"GET /live HTTP/1.0\r\n\r\n")
+
+
+async def test_an_old_client_of_an_application_that_fails_gets_uvicorns_own_answer() -> None:
+    """It has a length: held to what an application announces, the client would wait for ever."""
+    cycle, app = Mock(response_started=False), AsyncMock(side_effect=KeyError)
+    with pytest.raises(KeyError):
+        await http_protocol._unchunked(cycle, app)({}, None, None)
+    assert cycle.chunked_encoding is None
 
 
 async def test_headers_that_are_not_utf8(server: Server) -> None:
