@@ -139,9 +139,13 @@ class Ingress:
         self._polls: dict[str, Any] = {}
         self._beat_s = 0.0
 
-    def submit(
+    def submit(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> Stream:
+        """Admit and submit one sequence; see `submit_together`."""
+        return self.submit_together([prompt], max_tokens, **options)[0]
+
+    def submit_together(
         self,
-        prompt: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         max_tokens: int,
         *,
         deadline_s: float = 60.0,
@@ -149,40 +153,52 @@ class Ingress:
         exits: ExitParams = FULL_DEPTH,
         adapter: str = "",
         **sampling: Any,
-    ) -> Stream:
-        """Admit and submit one sequence; greedy, end tokens ignored, unless told otherwise."""
+    ) -> list[Stream]:
+        """Admit sequences, and then submit them: so they are spread, however fast prompts are.
+
+        They are greedy, and end tokens are ignored, unless told otherwise.
+        """
         now = time.time()
         params = {"temperature": 0.0, "ignore_eos": True} | sampling
-        state = SequenceState(
-            sequence_id=uuid.uuid4().hex,
-            request_id=uuid.uuid4().hex,
-            model=self.model,
-            prompt_ids=list(prompt),
-            sampling=SamplingParams(max_tokens=max_tokens, **params),
-            ingress_id=self.ingress_id,
-            arrival_unix_s=now,
-            deadline_unix_s=now + deadline_s,
-            priority=priority,
-            exits=exits,
-            adapter=adapter,
-        )
+        states = [
+            SequenceState(
+                sequence_id=uuid.uuid4().hex,
+                request_id=uuid.uuid4().hex,
+                model=self.model,
+                prompt_ids=list(prompt),
+                sampling=SamplingParams(max_tokens=max_tokens, **params),
+                ingress_id=self.ingress_id,
+                arrival_unix_s=now,
+                deadline_unix_s=now + deadline_s,
+                priority=priority,
+                exits=exits,
+                adapter=adapter,
+            )
+            for prompt in prompts
+        ]
+        admissions = [self._admit(state) for state in states]
+        for state, admission in zip(states, admissions, strict=True):
+            for tries_left in (2, 1, 0):  # as the product's: it may have gone since its last report
+                with suppress(ReplicaDied) if tries_left else nullcontext():
+                    call(admission.prefill_replica, "submit", state)
+                    break
+                admission = self._admit(state)
+            self.streams[state.sequence_id] = Stream(state, admission.prefill_replica)
+        return [self.streams[state.sequence_id] for state in states]
+
+    def _admit(self, state: SequenceState) -> Admission:
+        exits = state.exits
         request = AdmitRequest(
             state.sequence_id,
             self.model,
-            len(prompt),
-            max_tokens,
-            priority,
+            len(state.prompt_ids),
+            state.sampling.max_tokens,
+            state.priority,
             state.deadline_unix_s,
             needs_depth=exits.max_depth or MAX_LAYERS if exits.is_strict else 0,
         )
-        for tries_left in (2, 1, 0):  # as the product's: it may have gone since its last report
-            admission: Admission = call(scheduler_name(self.app), "admit", request)
-            with suppress(ReplicaDied) if tries_left else nullcontext():
-                call(admission.prefill_replica, "submit", state)
-                break
-        stream = Stream(state, admission.prefill_replica)
-        self.streams[state.sequence_id] = stream
-        return stream
+        admission: Admission = call(scheduler_name(self.app), "admit", request)
+        return admission
 
     def cancel(self, *streams: Stream) -> None:
         """Cancel where the sequences are, as far as is known here; the scheduler hears of it."""

@@ -46,14 +46,12 @@ def decode_at(app: App, depth: int) -> str:
 def running_at(ingress: Ingress, replica: str, exits: ExitParams) -> tuple[Stream, list[Stream]]:
     """A stream that decodes at a replica, and all that were submitted to get it.
 
-    Several come at once, so that they are spread over the prefill replicas of both depths.
+    Several are admitted at once, so that they are spread over the prefill replicas of both depths.
     """
     streams: list[Stream] = []
     for number in range(8):
-        some = [
-            ingress.submit([7 + number + i] * 10, NUM_OUTPUT, exits=exits, deadline_s=250.0)
-            for i in range(4)
-        ]
+        prompts = [[7 + number + i] * 10 for i in range(4)]
+        some = ingress.submit_together(prompts, NUM_OUTPUT, exits=exits, deadline_s=250.0)
         streams += some
         ingress.until(lambda s=some: all(len(one.tokens) > 1 for one in s), 60.0)  # type: ignore[misc]
         for stream in some:
