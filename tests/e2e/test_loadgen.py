@@ -43,26 +43,18 @@ def test_trace_keeps_its_lengths(transport: str, service: Service, tmp_path: Pat
 
 
 @pytest.mark.parametrize("transport", ["http", "grpc"])
-def test_tasks_in_every_form_are_checked_and_scored(
+def test_tasks_in_every_form_and_sampled_choices_are_checked_and_scored(
     transport: str, service: Service, tmp_path: Path
 ) -> None:
-    words = ["--tasks", "24", "--max-tokens", "120", "--transport", transport]
-    words += ["--endpoint", "both", "--stream", "both", "--arrivals", "closed:6"]
-    status, (_, *requests, summary) = run(service, tmp_path, *words)
-    assert [fault for request in requests for fault in request["faults"]] == []
-    assert status == 0
-    assert sum(judged for _, judged in summary["scores"].values()) == 24
-
-
-@pytest.mark.parametrize("transport", ["http", "grpc"])
-def test_several_sampled_choices_are_checked(
-    transport: str, service: Service, tmp_path: Path
-) -> None:
-    words = ["--tasks", "6", "--max-tokens", "40", "--transport", transport]
-    words += ["--choices", "3", "--temperature", "0.8", "--endpoint", "both"]
-    status, (_, *requests, _summary) = run(service, tmp_path, *words)
-    assert [fault for request in requests for fault in request["faults"]] == []
-    assert status == 0
+    tasks = "--tasks 24 --max-tokens 120 --stream both --arrivals closed:6"
+    choices = "--tasks 6 --max-tokens 40 --choices 3 --temperature 0.8"
+    for words in (tasks, choices):
+        common = ["--transport", transport, "--endpoint", "both"]
+        status, (_, *requests, summary) = run(service, tmp_path, *words.split(), *common)
+        assert [fault for request in requests for fault in request["faults"]] == []
+        assert status == 0
+        if words == tasks:
+            assert sum(judged for _, judged in summary["scores"].values()) == 24
     assert all(len(request["finish_reasons"]) == 3 for request in requests)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,15 +178,17 @@ class Ingress:
         admissions = [self._admit(state) for state in states]
         for state, admission in zip(states, admissions, strict=True):
             for tries_left in (2, 1, 0):  # as the product's: it may have gone since its last report
-                with suppress(ReplicaDied) if tries_left else nullcontext():
+                try:
                     call(admission.prefill_replica, "submit", state)
                     break
-                admission = self._admit(state)
+                except ReplicaDied:
+                    if not tries_left:
+                        raise
+                    admission = self._admit(state)
             self.streams[state.sequence_id] = Stream(state, admission.prefill_replica)
         return [self.streams[state.sequence_id] for state in states]
 
     def _admit(self, state: SequenceState) -> Admission:
-        exits = state.exits
         request = AdmitRequest(
             state.sequence_id,
             self.model,
@@ -195,7 +196,7 @@ class Ingress:
             state.sampling.max_tokens,
             state.priority,
             state.deadline_unix_s,
-            needs_depth=exits.max_depth or MAX_LAYERS if exits.is_strict else 0,
+            needs_depth=state.exits.max_depth or MAX_LAYERS if state.exits.is_strict else 0,
         )
         admission: Admission = call(scheduler_name(self.app), "admit", request)
         return admission

@@ -234,16 +234,24 @@ def test_an_engine_without_layers_to_change_says_so() -> None:
         loop.join(state, depth=4)
 
 
-def test_a_prompt_of_a_shallower_prefill_replica_is_run_again_in_pieces() -> None:
+def drex_loop(
+    num_tokens: int, policy: str, depth: int | None = None
+) -> tuple[DecodeLoop, FakeDepthRunner, SequenceState]:
+    """A loop whose exits are not chosen anew, with a sequence of 50 prompt tokens."""
     runner = FakeDepthRunner(2, 8)
     loop = loop_of(runner)
     loop.batch.rebatcher = DrexRebatcher(costs(), counters=loop.counters, deterministic=True)
     state = make_state("a", prompt=50, outputs=1)
-    state.sampling = SamplingParams(max_tokens=10)
-    state.exits = ExitParams(0.999, "strict")
-    loop.reserve("a", 60)
+    state.sampling = SamplingParams(max_tokens=num_tokens)
+    state.exits = ExitParams(0.999, policy)
+    loop.reserve("a", 50 + num_tokens)
     runner.write_kv(0, 0, 0, state.prompt_ids)
-    loop.join(state, depth=2)
+    loop.join(state, depth=depth)
+    return loop, runner, state
+
+
+def test_a_prompt_of_a_shallower_prefill_replica_is_run_again_in_pieces() -> None:
+    loop, runner, state = drex_loop(10, "strict", depth=2)
     while loop.has_work:
         loop.step()
         loop.check()
@@ -253,15 +261,7 @@ def test_a_prompt_of_a_shallower_prefill_replica_is_run_again_in_pieces() -> Non
 
 def test_a_token_that_waits_for_its_kv_is_run_to_the_end_before_layers_go() -> None:
     """Bounded, in host memory while its replica grew; nobody may be stuck behind layers that go."""
-    runner = FakeDepthRunner(2, 8)
-    loop = loop_of(runner)
-    loop.batch.rebatcher = DrexRebatcher(costs(), counters=loop.counters, deterministic=True)
-    state = make_state("a", prompt=50, outputs=1)
-    state.sampling = SamplingParams(max_tokens=30)
-    state.exits = ExitParams(0.999, "bounded")
-    loop.reserve("a", 85)
-    runner.write_kv(0, 0, 0, state.prompt_ids)
-    loop.join(state)
+    loop, runner, _ = drex_loop(30, "bounded")
     assert not loop.num_waiting_at_exits[0]
     loop.step()  # to the first exit, where it waits
     assert loop.num_waiting_at_exits[0] == 1
@@ -277,14 +277,7 @@ def test_a_token_that_waits_for_its_kv_is_run_to_the_end_before_layers_go() -> N
 
 
 def test_a_refused_change_takes_no_token_from_a_sequence() -> None:
-    runner = FakeDepthRunner(2, 8)
-    loop = loop_of(runner)
-    loop.batch.rebatcher = DrexRebatcher(costs(), counters=loop.counters, deterministic=True)
-    state = make_state("a", outputs=1)
-    state.exits = ExitParams(0.999, "bounded")
-    loop.reserve("a", 20)
-    runner.write_kv(0, 0, 0, state.prompt_ids)
-    loop.join(state)
+    loop, _, state = drex_loop(16, "bounded")
     loop.step()
     with pytest.raises(ConfigError, match="8 is not below 8"):
         loop.drop_to(8)
