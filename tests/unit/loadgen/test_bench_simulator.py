@@ -300,6 +300,7 @@ def test_the_command_passes_a_cluster_it_describes_and_no_other(
     assert line["results"]["off"]["real"]["tpot_p50_ms"] > 62.0
     told = line["headline"]["fitted_step_over_real"]["off"]
     assert told == pytest.approx(1.0 if slower == 1.0 else 62 / 93, abs=0.06)
+    assert not (tmp_path / "simulator.partial.json").exists()
     kept = json.loads((tmp_path / "simulator.json").read_text())
     assert sum(r["is_real"] for r in kept["runs"]) == 4
     assert len(kept["runs"]) == 4 * (1 + simulator.NUM_DRAWS)
