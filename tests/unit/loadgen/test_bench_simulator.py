@@ -277,6 +277,7 @@ def test_the_command_passes_a_cluster_it_describes_and_no_other(
 
     def play(args: argparse.Namespace, policy: str, _: Any, more: Any, **__: Any) -> Played:
         calls.append(policy)
+        assert (tmp_path / "simulator.partial.json").exists() == (len(calls) > 2)
         if ticks and policy == "ares" and len(calls) > 1:
             Path(more[-1].partition("=")[2]).write_text(f"{len(calls)}\n")
         name = {"off": "current_load", "ares": "oracle"}[policy]

@@ -390,6 +390,8 @@ def test_commands_are_listed_and_hinted_at(capsys: pytest.CaptureFixture[str]) -
     error = capsys.readouterr().err
     assert "did you mean 'bench serve'?" in error
     assert all(" ".join(name) in error for name in COMMANDS)
+    assert main(["--version"]) == 2
+    assert "unknown command '--version'" in capsys.readouterr().err
     assert main(["--help"]) == 0
     assert "bench serve" in capsys.readouterr().out
     assert main(["bench", "--help"]) == 0
