@@ -320,7 +320,7 @@ def unknown(words: Sequence[str]) -> str:
         words[0], names, n=1
     )
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"error: unknown command {given!r}{hint}\n\n{usage()}"
+    return f"error: unknown command {given or words[0]!r}{hint}\n\n{usage()}"
 
 
 if __name__ == "__main__":

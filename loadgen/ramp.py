@@ -12,7 +12,7 @@ from rich.console import Console
 
 from loadgen.event_loop import run_event_loop
 from loadgen.load.arrivals import Arrivals, parse_arrivals
-from loadgen.load.scenario import describe
+from loadgen.load.scenario import title_of
 from loadgen.load.workload import RequestSpec
 from loadgen.load_options import (
     add_load_arguments,
@@ -122,12 +122,9 @@ def run(args: argparse.Namespace) -> int:
     console = wide_console(REPORT_WIDTH)
     with output_folder(args.output, "ramp-") as folder:
         result, figures = run_event_loop(lambda: drive(args, ramp, process, goal, console, folder))
-        title = f"{describe(args)} over {args.transport}"
         if not args.no_plots:
-            write_plots(folder, result, title)
-            write_ramp_plot(folder, figures, ramp, goal, title)
-        print_ramp(console, figures, ramp, goal, title)
-        print_failures(console, result)
+            write_plots(folder, result, title_of(args))
+            write_ramp_plot(folder, figures, ramp, goal, title_of(args))
         console.print(f"results: {folder}")
     failed = any(record.verdict.faults for record in result.records)
     return exit_status(result, failed or not any(one.ok for one in figures))
@@ -211,7 +208,12 @@ async def drive(
             ]
             unsent = {} if stage.load.dialogues is None else dict(stage.load.dialogues.unsent)
             summary = summarise(result, goal.slo, unsent=unsent)
-            report.write_results(folder, stage.header("ramp", result), result, summary, further)
+            head = stage.header("ramp", result)
+            try:
+                report.write_results(folder, head, result, summary, further)
+            finally:  # and told, also where the disk is full
+                print_ramp(console, figures, ramp, goal, title_of(args))
+                print_failures(console, result)
     return result, figures
 
 

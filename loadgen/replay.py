@@ -13,10 +13,12 @@ from pathlib import Path
 from rich.console import Console
 
 from loadgen.options import whole
+from loadgen.report.output import file_to_write
 from loadgen.report.plain_table import plain_table
 from loadgen.wire.admin import add_admin_arguments, admin_client, fetch_text
 from quadriga.core.migration import MigrationOrder
 from quadriga.errors import ConfigError
+from quadriga.files import write_atomically
 from quadriga.policies.ares.recording import (
     RecordedTick,
     parse_ticks,
@@ -39,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exact", action="store_true", help="decide by the lengths that the sequences came to have"
     )
-    parser.add_argument("--save", type=Path, help="write the service's ticks to this file as well")
+    parser.add_argument(
+        "--save", type=file_to_write, help="write the service's ticks to this file as well"
+    )
     parser.add_argument("--shown", type=whole(0), default=20, help="differing ticks shown")
     add_admin_arguments(parser)
 
@@ -84,10 +88,7 @@ def _ticks(args: argparse.Namespace) -> list[RecordedTick]:
             raise ConfigError(f"{args.file}: cannot be read: {exc}") from exc
     text = fetch_text(admin_client(args), args.url, "/cluster/ticks")
     if args.save is not None:
-        try:
-            args.save.write_text(text, encoding="utf-8")
-        except OSError as exc:
-            raise ConfigError(f"--save: {exc}") from exc
+        write_atomically(args.save, text.encode())
     return list(parse_ticks(text.splitlines(), args.url))
 
 

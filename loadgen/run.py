@@ -10,7 +10,7 @@ from rich.console import Console
 from loadgen.checker.same_answers import EarlierAnswers
 from loadgen.event_loop import run_event_loop
 from loadgen.load.arrivals import Arrivals, parse_arrivals
-from loadgen.load.scenario import cached_apart, describe
+from loadgen.load.scenario import cached_apart, title_of
 from loadgen.load_options import add_arguments
 from loadgen.report import run_report as report
 from loadgen.report.experiment import REPORT_WIDTH, wide_console
@@ -39,11 +39,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(text, param="output")
     with output_folder(args.output) as folder:
         result, summary = run_event_loop(lambda: _run(args, arrivals, console, folder, earlier))
-        title = f"{describe(args)} over {args.transport}"
         if not args.no_plots:
-            write_plots(folder, result, title)
-        report.print_summary(console, summary, title)
-        print_failures(console, result)
+            write_plots(folder, result, title_of(args))
         console.print(f"results: {folder}")
     return exit_status(result, summary.failed or not summary.ok)
 
@@ -83,5 +80,9 @@ async def _run(
         finally:  # whatever becomes of the checks, what was measured is kept
             unsent = {} if load.dialogues is None else dict(load.dialogues.unsent)
             summary = summarise(result, LoadSlo(args.slo_ttft_s, args.slo_tpot_s), unsent=unsent)
-            report.write_results(folder, stage.header("run", result), result, summary)
+            try:
+                report.write_results(folder, stage.header("run", result), result, summary)
+            finally:  # and told, also where the disk is full
+                report.print_summary(console, summary, title_of(args))
+                print_failures(console, result)
     return result, summary

@@ -44,6 +44,7 @@ from loadgen.simulation.loads import trace_load as load_of_trace
 from loadgen.simulation.plots import write_run_plot
 from loadgen.simulation.report import COMPLETE, SimOutcome
 from quadriga.errors import ConfigError
+from quadriga.files import write_atomically
 from quadriga.sim.config import Failure, SimConfig, SimExits
 from quadriga.sim.policies import POLICY_NAMES, make_policy
 from quadriga.sim.profiles import PROFILES, find_profile
@@ -240,15 +241,17 @@ def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.find_capacity is not None:
         return _find_capacity(args, load, config, slo, console)
-    outcomes = []
-    for policy in dict.fromkeys(args.policy):
-        outcome = _simulate(args, policy, load, config, slo, console)
-        _write(args, outcome, load, slo)
-        outcomes.append(outcome)
-    report.print_outcomes(console, outcomes, slo, _title(args, load))
-    for outcome in outcomes:
-        summary = figures(asdict(outcome.summary))
-        _print_line(args, load, slo, outcome.policy, report.headline(outcome), summary=summary)
+    outcomes: list[SimOutcome] = []
+    try:
+        for policy in dict.fromkeys(args.policy):
+            outcomes.append(_simulate(args, policy, load, config, slo, console))
+            _write(args, outcomes[-1], load, slo)
+    finally:  # the runs that were over are told of a command that is broken off, too
+        if outcomes:
+            report.print_outcomes(console, outcomes, slo, _title(args, load))
+        for outcome in outcomes:
+            summary = figures(asdict(outcome.summary))
+            _print_line(args, load, slo, outcome.policy, report.headline(outcome), summary=summary)
     return int(any(outcome.ended != COMPLETE for outcome in outcomes))
 
 
@@ -419,7 +422,9 @@ def _write(args: argparse.Namespace, outcome: SimOutcome, load: SimLoad, slo: Sl
     path = _path(args, load, slo, outcome.policy, outcome.ended)
     config = _config(args, load, slo, outcome.policy)
     text = json.dumps(report.raw(outcome, load, config), allow_nan=False)
-    path.write_text(text, encoding="utf-8")
+    write_atomically(path, text.encode())
+    if outcome.ended == COMPLETE:
+        _path(args, load, slo, outcome.policy, "").unlink(missing_ok=True)
     if not args.no_plots and outcome.ended == COMPLETE:
         title = f"{load.name}, {outcome.policy}"
         write_run_plot(path.with_suffix(".png"), outcome.run, load, slo, title)
@@ -458,29 +463,31 @@ def _find_capacity(
     share = args.find_capacity
     say = partial(console.print, markup=False, highlight=False)
     conclusions = []
-    for policy in dict.fromkeys(args.policy):
-        probe = partial(_probe, args, policy, load, config, slo, share, say)
-        found = find_capacity(probe, *_factors(args, load))
-        path = _path(args, load, slo, policy).with_suffix(".capacity.json")
-        document = {
-            "share": share,
-            "kept": found.kept and figures(asdict(found.kept)),
-            "broken": found.broken and figures(asdict(found.broken)),
-            "probes": [figures(asdict(one)) for one in found.probes],
-        }
-        config_line = {"config": _config(args, load, slo, policy)}
-        path.write_text(json.dumps(document | config_line, allow_nan=False), encoding="utf-8")
-        conclusions.append((policy, found, document))
-    for policy, found, _ in conclusions:
-        sentence = report.conclusion(policy, found, share)
-        say(sentence, style="bold")
-    for policy, found, document in conclusions:
-        headline = {
-            "largest_rate": None if found.kept is None else for_json(found.kept.rate),
-            "next_rate": None if found.broken is None else for_json(found.broken.rate),
-            "good_share": share,
-        }
-        _print_line(args, load, slo, policy, headline, capacity=document)
+    try:
+        for policy in dict.fromkeys(args.policy):
+            probe = partial(_probe, args, policy, load, config, slo, share, say)
+            found = find_capacity(probe, *_factors(args, load))
+            path = _path(args, load, slo, policy).with_suffix(".capacity.json")
+            document = {
+                "share": share,
+                "kept": found.kept and figures(asdict(found.kept)),
+                "broken": found.broken and figures(asdict(found.broken)),
+                "probes": [figures(asdict(one)) for one in found.probes],
+            }
+            conclusions.append((policy, found, document))
+            config_line = {"config": _config(args, load, slo, policy)}
+            text = json.dumps(document | config_line, allow_nan=False)
+            write_atomically(path, text.encode())
+    finally:  # what was found is told of a search that is broken off, too
+        for policy, found, _ in conclusions:
+            say(report.conclusion(policy, found, share), style="bold")
+        for policy, found, document in conclusions:
+            headline = {
+                "largest_rate": None if found.kept is None else for_json(found.kept.rate),
+                "next_rate": None if found.broken is None else for_json(found.broken.rate),
+                "good_share": share,
+            }
+            _print_line(args, load, slo, policy, headline, capacity=document)
     return 0
 
 

@@ -30,7 +30,7 @@ from loadgen.options import whole
 from loadgen.report.experiment import print_line, show
 from quadriga.core.grammar import Grammar
 from quadriga.core.request import FinishReason, SamplingParams
-from quadriga.errors import InvalidRequest
+from quadriga.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
     from quadriga.llm import LLM
@@ -117,6 +117,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure; prints tables and one JSON line. 1: an answer was invalid, or none was judged."""
     from quadriga.llm import LLM
 
+    if args.suite is not None and not any(_groups(args.suite)):
+        raise ConfigError(f"--suite: {args.suite} has no schemas in tests/draft2020-12")
     llm = LLM(args.model, decode={"max_slots": args.rows})
     answers = answer_schemas(llm, args.schemas)
     suite = try_suite(llm, args.suite) if args.suite is not None else None

@@ -24,7 +24,7 @@ def load_object(payload: bytes, where: str, verdict: Verdict) -> dict[str, Any] 
         return None
     try:
         value = _decode(text)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         verdict.add(FaultKind.JSON, f"{where}: {exc}: {text[:100]!r}")
         return None
     if not isinstance(value, dict):

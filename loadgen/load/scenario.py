@@ -219,6 +219,11 @@ def describe(args: argparse.Namespace) -> str:
     return f"prompts {args.prompts.name}"
 
 
+def title_of(args: argparse.Namespace) -> str:
+    """Return what stands over tables and plots of the load."""
+    return f"{describe(args)} over {args.transport}"
+
+
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options for the record, without secrets and without folders."""
     config = {k: v for k, v in vars(args).items() if k not in _SECRETS}

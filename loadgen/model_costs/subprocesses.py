@@ -27,6 +27,8 @@ def python_process(
         env: Added to this process's environment.
         log: File for stdout and stderr; None makes stdout a pipe and leaves stderr.
     """
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
     with Path(log or os.devnull).open("ab") as sink:
         process = subprocess.Popen(
             [sys.executable, *arguments],

@@ -116,12 +116,23 @@ def publish(
 ) -> None:
     """Print the headline as the last line, and write it with all rows to `<name>.json`."""
     _write_rows(folder / f"{name}.json", rows, print_line(name, headline=dict(headline)))
-    (folder / f"{name}{PARTIAL}").unlink(missing_ok=True)
+    drop_rows(name, folder)
 
 
 def keep_rows(name: str, rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Write the rows there are yet to `<name>.partial.json`: what a run has that is killed."""
-    _write_rows(folder / f"{name}{PARTIAL}", rows, {})
+    """Write the rows there are yet to `<name>.partial.json`: what a run has that is killed.
+
+    Where there is no room for them that is said, and the run goes on.
+    """
+    try:
+        _write_rows(folder / f"{name}{PARTIAL}", rows, {})
+    except OSError as exc:
+        say(f"what there is yet is not kept: {exc}")
+
+
+def drop_rows(name: str, folder: Path) -> None:
+    """The run is over: what `keep_rows` wrote of it goes."""
+    (folder / f"{name}{PARTIAL}").unlink(missing_ok=True)
 
 
 def _write_rows(file: Path, rows: Sequence[Mapping[str, Any]], line: Mapping[str, Any]) -> None:

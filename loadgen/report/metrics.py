@@ -206,7 +206,7 @@ def summarise(
         failed=outcomes[Outcome.FAILED],
         faults=_count_faults(records),
         slo=slo,
-        scores=_scores(records),
+        scores=_scores(good),
         sessions=len({r.spec.session for r in records if r.spec.session is not None}),
         turns=_turns(records),
         unsent=dict(unsent or {}),
@@ -223,8 +223,7 @@ def summarise(
     summary.duration_s = duration_s = max(record.ended_s for record in records) - first_s
     summary.generator_cpu_share = result.cpu_s / max(1e-9, result.end_s - result.start_s)
     summary.prompt_tokens = sum(record.verdict.prompt_tokens or 0 for record in good)
-    choices = [choice for record in good for choice in record.verdict.choices]
-    summary.output_tokens = sum(choice.num_tokens for choice in choices)
+    summary.output_tokens = sum(_output_tokens(record) for record in good)
     summary.output_tokens_per_s = summary.output_tokens / duration_s
     summary.requests_per_s = len(good) / duration_s
     streamed = [record for record in good if record.spec.stream]
@@ -244,6 +243,12 @@ def summarise(
         summary.goodput_rps = num_good / duration_s
         summary.good_share = num_good / len(judged)
     return summary
+
+
+def _output_tokens(record: Record) -> int:
+    """Counted; by the usage where of several choices nobody told whose tokens are whose."""
+    counted = sum(choice.num_tokens for choice in record.verdict.choices)
+    return counted or record.verdict.completion_tokens or 0
 
 
 def _exits(good: Sequence[Record]) -> dict[int, int]:

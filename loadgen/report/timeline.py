@@ -47,12 +47,12 @@ def smoothed(values: Floats, width: float) -> Floats:
 
 
 def endings(records: list[Record], start_s: float) -> dict[Outcome, Floats]:
-    """Return when requests ended, by how; a refusal that was tried again counts when it was due."""
+    """Return when requests ended, by how; refusals that were tried again count when it was due."""
     found: dict[Outcome, list[float]] = {outcome: [] for outcome in Outcome}
     for record in records:
         found[record.verdict.outcome].append(record.ended_s - start_s)
-        if record.attempts > 1:
-            found[Outcome.REFUSED].append(record.scheduled_s - start_s)
+        due_s = record.scheduled_s - start_s
+        found[Outcome.REFUSED] += [due_s] * (record.attempts - 1)
     return {outcome: np.array(times, dtype=np.float64) for outcome, times in found.items()}
 
 

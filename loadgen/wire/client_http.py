@@ -136,7 +136,7 @@ class HttpClient:
         status, answer = await self._fetch(method, path, data)
         try:
             return status, json.loads(answer)
-        except ValueError:
+        except (ValueError, RecursionError):
             return status, None
 
     async def fetch_text(self, path: str) -> tuple[int, str]:

@@ -506,7 +506,8 @@ class Simulation:
             return  # it never started
         back_s = now_s + failure.down_s
         self._back_s[replica] = max(self._back_s[replica], back_s)
-        self._at(back_s, self._recover, replica)
+        if self.scaler is None:  # or else it is there again when the scaler starts it
+            self._at(back_s, self._recover, replica)
         if not is_alive:
             return
         self._board.is_alive[replica] = False

@@ -22,7 +22,7 @@ DEPTH_CLASS = DepthClass(MODEL, 0)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A decode replica dies and comes back empty."""
+    """A decode replica dies and comes back empty; with scaling, when the scaler starts it."""
 
     at_s: float
     replica: int

@@ -19,11 +19,9 @@ import asyncio
 import json
 import math
 import random
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from rich.console import Console
 
@@ -102,10 +100,9 @@ def run(args: argparse.Namespace) -> int:
     console = wide_console(WIDTH)
     began_s, found = time.monotonic(), Found()
     try:
-        with tempfile.TemporaryDirectory(prefix="quadriga-overload-") as folder:
-            settings = [f"model={args.model}", *SETTINGS, *args.set]
-            with started_service(settings, log=Path(folder) / "service.log") as service:
-                run_event_loop(lambda: Overload(args, service, console).run(found))
+        settings = [f"model={args.model}", *SETTINGS, *args.set]
+        with started_service(settings, log=args.out / "service.log") as service:
+            run_event_loop(lambda: Overload(args, service, console).run(found))
     finally:  # the phases that were over are told of a run that is killed, too
         failures = judge(found)
         if found.phases:

@@ -34,7 +34,7 @@ from loadgen.comparison.pairs import LEAST_RATIO, paired_ratio
 from loadgen.event_loop import run_event_loop
 from loadgen.load.workload import RequestSpec
 from loadgen.options import number, whole
-from loadgen.report.experiment import print_line, say, show
+from loadgen.report.experiment import drop_rows, keep_rows, print_line, say, show
 from loadgen.report.metrics import LoadSummary, summarise
 from loadgen.runner import Live, LoadOptions, run_load
 from loadgen.target import Target
@@ -45,7 +45,8 @@ from tests.reliability.cluster.agent_client import AgentError
 from tests.reliability.cluster.control import ClusterControl, cluster_control
 
 EXITS = {"off": (), "on": ("decode.rebatching=drex", "exits.mode=bounded")}
-RATIOS = ("good", "speed", "typical")
+RATIOS, KEPT = ("good", "speed", "typical"), "rescheduling-turns"
+ByRate = dict[str, dict[str, Any]]
 FEWEST_GOOD = 0.5
 """Requests that count as good in a turn without any, so that pairs have a ratio."""
 
@@ -67,14 +68,13 @@ def run(args: argparse.Namespace) -> int:
     """Measure; 1 where a response failed its check, or ARES surely costs."""
     if args.pairs % 2:
         raise ConfigError(f"--pairs: {args.pairs}: an even number has each way first as often")
-    found: dict[str, dict[str, Any]] = {}
-    args.out.mkdir(parents=True, exist_ok=True)
+    found: ByRate = {}
     for exits in args.exits:
         admin_port = free_port()
         settings = [*settings_of(args, "ares-placement", admin_port), *EXITS[exits]]
         log = args.out / f"rescheduling-turns-exits-{exits}.log"
         with started_service(settings, log=log) as service:
-            found |= run_event_loop(lambda e=exits, s=service: _measure(args, e, s))  # type: ignore[misc]
+            run_event_loop(lambda e=exits, s=service: _measure(args, e, s, found))  # type: ignore[misc]
     columns: dict[str, Callable[[str], object]] = {"exits, rate": lambda name: name}
     for name in (*RATIOS, "good_shares", "p50_ms", "p99_ms", "failed"):
         columns[name] = lambda key, name=name: found[key][name]  # type: ignore[misc]
@@ -86,15 +86,11 @@ def run(args: argparse.Namespace) -> int:
         if (figure := figures[name]) is not None and figure.is_surely_below(LEAST_RATIO)
     ]
     failed = sum(figures["failed"] for figures in found.values())
-    results = {
-        key: figures | {n: figures[n] and figures[n].as_dict() for n in RATIOS}
-        for key, figures in found.items()
-    }
     print_line(
         "bench rescheduling-turns",
         surely_below=costs,
         failed=failed,
-        results=results,
+        results=plain(found),
         config={
             "model": args.model,
             "pairs": args.pairs,
@@ -104,15 +100,20 @@ def run(args: argparse.Namespace) -> int:
             "pace": pace_of(args),
         },
     )
+    drop_rows(KEPT, args.out)
     return 1 if failed or costs else 0
 
 
+def plain(found: ByRate) -> ByRate:
+    """The same as JSON has it."""
+    return {k: f | {n: f[n] and f[n].as_dict() for n in RATIOS} for k, f in found.items()}
+
+
 async def _measure(
-    args: argparse.Namespace, exits: str, service: ServiceUnderLoad
-) -> dict[str, dict[str, Any]]:
-    """All rates on one service. Raises: AgentError, ConfigError."""
+    args: argparse.Namespace, exits: str, service: ServiceUnderLoad, found: ByRate
+) -> None:
+    """All rates on one service, added to `found`. Raises: AgentError, ConfigError."""
     client = client_of(args, service)
-    found = {}
     async with cluster_control(service) as control:
         await _turn(args, control, client, _specs(args, args.rates[0], 0), is_on=True)
         for rate in args.rates:
@@ -126,7 +127,7 @@ async def _measure(
             key = f"exits {exits}, {rate:g}/s"
             found[key] = ratios_of(pairs)
             say(f"{key}: good {found[key]['good']}, speed {found[key]['speed']}")
-    return found
+            keep_rows(KEPT, [plain(found)], args.out)
 
 
 def _specs(args: argparse.Namespace, rate: float, index: int) -> list[RequestSpec]:

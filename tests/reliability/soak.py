@@ -110,13 +110,15 @@ def run(args: argparse.Namespace) -> int:
                 asyncio.run(soak.run())
                 soak.is_over = True
             finally:  # what was seen is told of a run that is killed, too
-                plot = args.out / "memory.png"
-                soak.plot(plot)
-                console.print(soak.table())
-                samples = json.dumps(soak.samples())
-                (args.out / "memory.json").write_text(samples, encoding="utf-8")
-                console.print(f"plot: {plot}")
-                print_line("soak", **soak.summary(), seconds=round(time.monotonic() - began_s, 1))
+                try:
+                    (args.out / "memory.json").write_text(json.dumps(soak.samples()))
+                    soak.plot(args.out / "memory.png")
+                finally:  # and where the disk is full
+                    console.print(soak.table())
+                    seconds = round(time.monotonic() - began_s, 1)
+                    print_line(
+                        "soak", **soak.summary(), plot=f"{args.out}/memory.png", seconds=seconds
+                    )
     return 0 if not soak.failures() else 1
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
@@ -156,14 +154,15 @@ def play(
         counts: Fetch the metrics too.
 
     Raises:
-        ConfigError: The service did not start, or its admin port does not answer.
+        ConfigError: The service did not start, or ended under way.
     """
-    admin_port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "service.log"
-        settings = [*settings_of(args, policy, admin_port), *more]
-        with started_service(settings, log=log) as service:
+    admin_port, log = free_port(), args.out / f"service-{policy}.log"
+    settings = [*settings_of(args, policy, admin_port), *more]
+    with started_service(settings, log=log) as service:
+        try:
             return run_event_loop(lambda: _send(args, service, admin_port, make_specs, counts))
+        except ConnectionError as exc:
+            raise ConfigError(f"{exc}; {log} has what the service said") from exc
 
 
 async def _send(

@@ -46,10 +46,11 @@ from loadgen.checker import Outcome
 from loadgen.load.arrivals import parse_arrivals
 from loadgen.load.workload import RequestSpec, from_tasks
 from loadgen.options import number, whole
-from loadgen.report.experiment import print_line, say
+from loadgen.report.experiment import drop_rows, keep_rows, print_line, say
 from loadgen.report.metrics import summarise, tpot_s
 from loadgen.runner import RunResult
 from loadgen.wire.client_http import HttpClient
+from quadriga.files import write_atomically
 
 __all__ = ["POLICIES", "add_arguments", "make_specs", "run", "settings_of"]
 
@@ -82,15 +83,14 @@ def run(args: argparse.Namespace) -> int:
         for turn in range(args.rounds)
         for policy in (args.policies if turn % 2 == 0 else reversed(args.policies))
     ]
-    runs = [_measure(args, policy, specs, i) for i, policy in enumerate(order)]
+    runs: list[PolicyRun] = []
+    for turn, policy in enumerate(order):
+        runs.append(_measure(args, policy, specs, turn))
+        keep_rows("rescheduling", [raw(r) for r in runs], args.out)
     different = count_differences(runs)
     by_run = [count_differences([runs[0], other]) for other in runs]
     results = {policy: figures([r for r in runs if r.policy == policy]) for policy in args.policies}
     print_table(results, different)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "rescheduling.json").write_text(
-        json.dumps([raw(r) for r in runs]) + "\n", encoding="utf-8"
-    )
     failed = sum(result["failed"] + result["refused"] for result in results.values())
     print_line(
         "bench rescheduling",
@@ -110,6 +110,9 @@ def run(args: argparse.Namespace) -> int:
             "rounds": args.rounds,
         },
     )
+    whole = json.dumps([raw(r) for r in runs]) + "\n"
+    write_atomically(args.out / "rescheduling.json", whole.encode())
+    drop_rows("rescheduling", args.out)
     return 1 if failed or different else 0
 
 

@@ -30,6 +30,7 @@ from loadgen.load.workload import RequestSpec
 from loadgen.options import api_key, number, whole
 from loadgen.report.experiment import say
 from loadgen.report.metrics import LoadSlo, LoadSummary, summarise
+from loadgen.report.output import file_to_write
 from loadgen.runner import Live, LoadOptions, RunResult, now_s, run_load
 from loadgen.target import Target
 from loadgen.wire.client_grpc import GrpcClient
@@ -74,7 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grpc", default="127.0.0.1:9000", help="its gRPC address, with --url")
     parser.add_argument("--api-key", help="its key, with --url")
     parser.add_argument("--api-key-file", type=Path, help="file with the key, with --url")
-    parser.add_argument("--log", type=Path, help="where the started service writes its output")
+    parser.add_argument(
+        "--log", type=file_to_write, help="where the started service writes its output"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

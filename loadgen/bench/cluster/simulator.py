@@ -47,7 +47,7 @@ from loadgen.load.arrivals import parse_arrivals
 from loadgen.load.traces import Trace
 from loadgen.load.workload import RequestSpec, from_trace
 from loadgen.options import number, whole
-from loadgen.report.experiment import print_line, say, wide_console
+from loadgen.report.experiment import drop_rows, keep_rows, print_line, say, wide_console
 from loadgen.report.output import add_out_argument, file_to_write
 from loadgen.simulation.loads import SimLoad
 from loadgen.target import token_pool
@@ -55,6 +55,7 @@ from loadgen.wire.client_http import HttpClient
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.config.loader import QuadrigaConfig, load_config
 from quadriga.config.resolve import Hardware, resolve
+from quadriga.files import write_atomically
 from quadriga.policies.ares.governor import settings_of as ares_settings
 from quadriga.policies.ares.recording import read_ticks, replay
 from quadriga.sim.cluster import Simulation
@@ -126,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
     decisions = {"ticks": 0, "orders": 0, "different": 0, "unrecorded": 0}
     if args.record is not None:
         args.record.unlink(missing_ok=True)
+        args.record.parent.mkdir(parents=True, exist_ok=True)
     for turn in range(args.rounds):
         for policy in args.policies if turn % 2 == 0 else reversed(args.policies):
             say(f"checking, round {turn + 1}, {policy}: {args.rates[1]:g} requests/s")
@@ -136,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
             for seed in range(NUM_DRAWS):
                 done = simulate(args, policy, config, costs, load, seed=NUM_DRAWS * turn + seed)
                 simulated.append(simulated_outcome(done, load, costs))
+            keep_rows("simulator", [raw(costs, outcomes)], args.out)
     return _report(args, costs, outcomes, decisions)
 
 
@@ -241,11 +244,6 @@ def _report(
         f"{decisions['ticks']} recorded decisions with {decisions['orders']} orders; "
         f"decided again, {decisions['different']} differ; {decisions['unrecorded']} runs had none"
     )
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "simulator.json").write_text(
-        json.dumps(raw(costs, outcomes), allow_nan=False) + "\n", encoding="utf-8"
-    )
-    write_plot(args.out / "simulator.png", outcomes)
     is_within = all(value <= args.tolerance for value in worst.values())
     print_line(
         "bench simulator",
@@ -276,4 +274,8 @@ def _report(
             "tolerance": args.tolerance,
         },
     )
+    whole = json.dumps(raw(costs, outcomes), allow_nan=False) + "\n"
+    write_atomically(args.out / "simulator.json", whole.encode())
+    drop_rows("simulator", args.out)
+    write_plot(args.out / "simulator.png", outcomes)
     return 0 if is_within and not decisions["different"] and not decisions["unrecorded"] else 1

@@ -35,6 +35,7 @@ from loadgen.bench.engines.workloads import Workload, WorkloadError, load_worklo
 from loadgen.comparison.pairs import median_ratio
 from loadgen.options import whole
 from loadgen.report.experiment import print_line, say
+from loadgen.report.output import folder_to_write
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.checkpoint.packaged_models import packaged_file
 from quadriga.config.engine_spec import WEIGHT_BYTES
@@ -64,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=whole(1), default=1, help="CPU threads of each engine")
     parser.add_argument("--rounds", type=whole(1), help="measured runs; 1, or 3 with --suite")
-    parser.add_argument("--dump", type=Path, metavar="DIR", help="write token ids, a file each")
+    parser.add_argument(
+        "--dump", type=folder_to_write, metavar="DIR", help="write token ids, a file each"
+    )
     parser.add_argument(
         "--peer",
         nargs="+",

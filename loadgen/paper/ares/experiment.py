@@ -44,7 +44,7 @@ from loadgen.report.progress import Steps
 from loadgen.simulation.loads import SLO_TPOT_FACTOR, SLO_TTFT_S
 from quadriga.errors import ConfigError, QuadrigaError
 
-RESULTS_FILE = "ares.jsonl"
+RESULTS_FILE, UNFINISHED_FILE = "ares.jsonl", "ares.partial.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,8 +92,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(text, param="warm-up-s")
     console = wide_console()
     args.out.mkdir(parents=True, exist_ok=True)
-    with (args.out / RESULTS_FILE).open("w", encoding="utf-8") as stream:
+    unfinished = args.out / UNFINISHED_FILE
+    with unfinished.open("w", encoding="utf-8") as stream:
         outcomes, faults = _run_all(points, args.workers, console, stream)
+    unfinished.replace(args.out / RESULTS_FILE)
     report.print_tables(outcomes, console)
     if left_out:
         say(f"left out: {', '.join(left_out)}: nothing to run with this --trace and --policy")

@@ -226,7 +226,7 @@ def _print_grid(figures: FigureData, part: str, console: Console) -> None:
         def text(index: int) -> str:
             base = figures.grid_mean(part, x, _BASELINE, index)
             both = (figures.grid_mean(part, x, policy, index) for policy in ("ares", "oracle"))
-            return " / ".join(f"{v / base:.2f}" if base > 0 else "–" for v in both)
+            return " / ".join(shown(v / base if base > 0 else None, ".2f") for v in both)
 
         return text
 

@@ -92,4 +92,5 @@ def test_the_command_ends_in_its_line(tmp_path: Path, capsys: pytest.CaptureFixt
     counts = {name: line["suite"][name] for name in ("schemas", "compiled", "wrongly_allowed")}
     assert counts == {"schemas": 2, "compiled": 1, "wrongly_allowed": 0}
     words[3:4] = ["0", "--cost-model", "quadriga-s", "--suite", str(tmp_path / "nowhere")]
-    assert main(words) == 1, "nothing was judged"
+    assert main(words) == 2
+    assert "nowhere has no schemas" in capsys.readouterr().err

@@ -277,6 +277,7 @@ def test_the_command_passes_a_cluster_it_describes_and_no_other(
 
     def play(args: argparse.Namespace, policy: str, _: Any, more: Any, **__: Any) -> Played:
         calls.append(policy)
+        assert (tmp_path / "simulator.partial.json").exists() == (len(calls) > 2)
         if ticks and policy == "ares" and len(calls) > 1:
             Path(more[-1].partition("=")[2]).write_text(f"{len(calls)}\n")
         name = {"off": "current_load", "ares": "oracle"}[policy]
@@ -300,6 +301,7 @@ def test_the_command_passes_a_cluster_it_describes_and_no_other(
     assert line["results"]["off"]["real"]["tpot_p50_ms"] > 62.0
     told = line["headline"]["fitted_step_over_real"]["off"]
     assert told == pytest.approx(1.0 if slower == 1.0 else 62 / 93, abs=0.06)
+    assert not (tmp_path / "simulator.partial.json").exists()
     kept = json.loads((tmp_path / "simulator.json").read_text())
     assert sum(r["is_real"] for r in kept["runs"]) == 4
     assert len(kept["runs"]) == 4 * (1 + simulator.NUM_DRAWS)

@@ -153,7 +153,7 @@ def test_process_that_says_nothing_is_named() -> None:
 
 
 def test_service_that_cannot_start_says_why(tmp_path: Path) -> None:
-    log = tmp_path / "service.log"
+    log = tmp_path / "made" / "service.log"
     with (
         pytest.raises(ConfigError, match=r"(?s)the service ended; it said:.*banana"),
         started_service(["banana=1"], log=log),

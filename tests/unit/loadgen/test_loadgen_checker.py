@@ -11,11 +11,17 @@ import pytest
 from loadgen.bench.fake_service.faults import FAULTS
 from loadgen.bench.fake_service.server import MODEL
 from loadgen.checker import FaultKind, Outcome
-from loadgen.checker.fields import read_usage
+from loadgen.checker.fields import load_object, read_usage
 from loadgen.checker.verdict import Verdict
 from loadgen.target import Target
 from loadgen.wire.capture import Capture, Transport
 from tests.unit.loadgen.conftest import Exchange, make_spec
+
+
+def test_json_that_is_nested_too_deeply_is_none() -> None:
+    assert load_object(b"[" * 100_000, "body", verdict := Verdict()) is None
+    assert [fault.kind for fault in verdict.faults] == [FaultKind.JSON]
+
 
 CHAT = {"endpoint": "chat", "prompt": "say it"}
 

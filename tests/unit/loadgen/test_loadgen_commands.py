@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import gzip
 import json
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -163,6 +165,23 @@ def test_results_hold_half_a_character_and_are_replaced_as_a_whole(tmp_path: Pat
         write_results(tmp_path, {"kind": object()}, result, summary)
     _, request, last = map(json.loads, path.read_text().splitlines())
     assert (request["model"], last["kind"]) == ("fake\ud83d", "summary")
+
+
+@pytest.mark.parametrize("command", ["run", "ramp"])
+def test_a_full_disk_costs_the_file_and_not_the_figures(
+    command: str,
+    service: Service,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr("loadgen.report.run_report.write_results", full)
+    words = ["--tasks", "4", "--max-tokens", "3", "--warmup", "0"]
+    words += ["--rate", "20", "--steps", "1", "--step-s", "0.4"] if command == "ramp" else []
+    assert run_command(command, service(), tmp_path, *words) == (2, [])
+    printed = capsys.readouterr()
+    assert "tokens/s" in printed.out and "make room on the disk" in printed.err
 
 
 def test_a_fault_of_the_checks_keeps_the_load(
@@ -371,6 +390,8 @@ def test_commands_are_listed_and_hinted_at(capsys: pytest.CaptureFixture[str]) -
     error = capsys.readouterr().err
     assert "did you mean 'bench serve'?" in error
     assert all(" ".join(name) in error for name in COMMANDS)
+    assert main(["--version"]) == 2
+    assert "unknown command '--version'" in capsys.readouterr().err
     assert main(["--help"]) == 0
     assert "bench serve" in capsys.readouterr().out
     assert main(["bench", "--help"]) == 0

@@ -143,6 +143,13 @@ def test_tokens_are_counted_by_the_layers_they_ran() -> None:
     assert "2: 12.5%, 10: 87.5%" in console.export_text()
 
 
+def test_choices_whose_tokens_nobody_told_apart_are_counted_together() -> None:
+    whole = record(stream=False, num_choices=2)
+    whole.verdict.choices.append(AnswerChoice())
+    whole.verdict.completion_tokens, whole.verdict.counted_by = 80, "usage"
+    assert summarise(result(whole), LoadSlo()).output_tokens == 80
+
+
 def test_nothing_passed_gives_no_figures() -> None:
     summary = summarise(result(record(outcome=Outcome.REFUSED)), LoadSlo())
     assert summary.ttft.p50 is None and summary.goodput_rps is None
@@ -154,6 +161,8 @@ def test_scores_are_per_task() -> None:
     records = [record((11.0, 1), task=task) for task in ("sort", "sort", "copy")]
     for one, score in zip(records, (True, False, True), strict=True):
         one.score = score
+    records.append(record(outcome=Outcome.FAILED, task="sort"))  # by `--same-as`, after its score
+    records[-1].score = True
     assert summarise(result(*records), LoadSlo()).scores == {"copy": (1, 1), "sort": (1, 2)}
 
 

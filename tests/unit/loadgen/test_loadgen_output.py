@@ -20,7 +20,7 @@ import pytest
 import loadgen
 from loadgen.__main__ import COMMANDS, EXIT_UNREAD, main
 from loadgen.report import provenance
-from loadgen.report.experiment import publish
+from loadgen.report.experiment import keep_rows, publish
 from loadgen.report.output import file_to_write, folder_to_write, output_folder
 from quadriga.errors import ConfigError
 
@@ -66,6 +66,9 @@ def test_a_file_that_cannot_be_written_is_refused_and_none_is_changed(tmp_path: 
         ["bench", "simulator", "--out"],
         ["bench", "simulator", "--record"],
         ["bench", "rescheduling", "--out"],
+        ["bench", "engine", "--dump"],
+        ["bench", "serve", "--log"],
+        ["replay", "--save"],
         ["soak", "--out"],
         ["overload", "--out"],
         ["chaos", "--json"],
@@ -91,7 +94,8 @@ def test_every_command_with_results_tries_where_they_go() -> None:
     for name, command in COMMANDS.items():
         module = Path(*command.module.split(".")).with_suffix(".py")
         source = (Path(loadgen.__file__).parents[1] / module).read_text()
-        for option in ("--out", "--output", "--record", "--json", "--logs"):
+        named = ("--out", "--output", "--record", "--json", "--logs", "--dump", "--log", "--save")
+        for option in named:
             after = source.partition(f'"{option}"')[2][:60]
             assert "type=Path" not in after, (name, option)
 
@@ -122,6 +126,13 @@ def test_a_figure_that_there_is_none_of_is_null(
         line = json.loads(text, parse_constant=pytest.fail)
         assert line["headline"] == {"ratio": None, "n": 3}
     assert line["rows"] == [{"s": [third, None]}]
+
+
+def test_rows_that_cannot_be_kept_end_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep_rows("mine", [{"n": 1}], unusable(tmp_path)[1])
+    assert "what there is yet is not kept: " in capsys.readouterr().err
 
 
 def test_output_that_nobody_reads_ends_a_command_quietly(

@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -238,9 +239,25 @@ def test_an_interrupted_run_is_kept_as_far_as_it_came(
 
     monkeypatch.setattr(Simulation, "_reschedule", interrupts)
     words = ["simulate", "--trace", str(trace), "--no-plots", "--out", str(tmp_path / "out")]
-    assert main(words) == 130
+    assert main([*words, "--policy", "current_load", "ares"]) == 130
     [path] = (tmp_path / "out").glob("*.partial.json")
     assert json.loads(path.read_text())["ended"] == "interrupted"
+    told = last_line(capsys.readouterr().out)["config"]["policy"]
+    assert told == "current_load", "the run that was over is told"
+    monkeypatch.undo()
+    assert main(words) == 0 and not path.exists(), "the same run, made again as a whole"
+
+
+def test_what_a_search_found_is_told_though_the_next_one_is_broken_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    found = SimCapacity(Probe(1.0, 2.0, 1.0, is_kept=True), None, ())
+    monkeypatch.setattr(
+        "loadgen.simulate.find_capacity", Mock(side_effect=[found, KeyboardInterrupt])
+    )
+    words = ["simulate", "--lengths", "alpaca", "--policy", "ares", "oracle", "--out"]
+    assert main([*words, str(tmp_path), "--find-capacity"]) == 130
+    assert last_line(capsys.readouterr().out)["headline"]["largest_rate"] == 2.0
 
 
 def test_the_largest_rate_that_keeps_the_slo_is_found(tmp_path: Path, capsys: Any) -> None:
@@ -445,6 +462,10 @@ def test_what_was_left_out_is_said(
     words = ["paper", "ares", "--quick", "--policy", "current_load", "--out", str(tmp_path)]
     assert main(words) == 0
     assert last_line(capsys.readouterr().out)["left_out"] == ["bandwidth", "settings", "traces"]
+    (tmp_path / "ares.jsonl").write_text("of the last whole run")
+    monkeypatch.setattr(ares, "_run_all", Mock(side_effect=KeyboardInterrupt))
+    assert main(words) == 130
+    assert (tmp_path / "ares.jsonl").read_text() == "of the last whole run"
 
 
 def test_lengths_without_arrivals_end_with_the_duration_as_traces_do(tmp_path: Path) -> None:
@@ -486,6 +507,8 @@ def test_tables_and_plots_are_made(outcomes: list[ares_points.PointResult], tmp_
     text = console.export_text()
     assert "current_load" in text
     assert "h800-7b" in text
+    ares_report.print_tables([o for o in outcomes if o.point.policy != "oracle"], console)
+    assert "nan" not in console.export_text()
     ares_report.write_plots(outcomes, tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"ares-sharegpt.png", "ares-variance.png"}

@@ -39,7 +39,7 @@ def rough_run() -> list[Record]:
     good = [record((10.0 + k, 40), sent_s=9.0 + k, ended_s=12.0 + k) for k in range(30)]
     failed = [record(ended_s=21.0, outcome=Outcome.FAILED) for _ in range(3)]
     refused = [record(sent_s=15.0 + k, ended_s=15.1 + k, outcome=Outcome.REFUSED) for k in range(4)]
-    again = replace(record((32.0, 10), scheduled_s=25.0, sent_s=31.0, ended_s=33.0), attempts=2)
+    again = replace(record((32.0, 10), scheduled_s=25.0, sent_s=31.0, ended_s=33.0), attempts=3)
     return [*good, *failed, *refused, again]
 
 
@@ -47,10 +47,10 @@ def test_refusals_that_were_tried_again_count_as_refusals_too() -> None:
     found = timeline.endings(rough_run(), 5.0)
     assert {outcome: len(times) for outcome, times in found.items()} == {
         Outcome.OK: 31,
-        Outcome.REFUSED: 5,
+        Outcome.REFUSED: 6,
         Outcome.FAILED: 3,
     }
-    assert found[Outcome.REFUSED] == pytest.approx([10.1, 11.1, 12.1, 13.1, 20.0])
+    assert found[Outcome.REFUSED] == pytest.approx([10.1, 11.1, 12.1, 13.1, 20.0, 20.0])
 
 
 def drawn(*records: Record) -> Figure:
@@ -68,12 +68,12 @@ def drawn(*records: Record) -> Figure:
 def test_failures_and_refusals_are_drawn_and_counted() -> None:
     running, tokens, ended = drawn(*rough_run()).axes
     said = [text.get_text() for text in ended.get_legend().get_texts()]
-    assert said == ["31 passed every check", "5 refused", "3 failed"]
-    assert [t.get_text() for t in running.get_legend().get_texts()] == ["5 refused", "3 failed"]
+    assert said == ["31 passed every check", "6 refused", "3 failed"]
+    assert [t.get_text() for t in running.get_legend().get_texts()] == ["6 refused", "3 failed"]
     assert {line.get_marker() for line in running.lines} == {"None", "v", "x"}
     bars = [patch for patch in ended.patches if patch.get_height() > 0]
     heights = sum(patch.get_height() * patch.get_width() for patch in bars)
-    assert heights == pytest.approx(31 + 5 + 3)
+    assert heights == pytest.approx(31 + 6 + 3)
     assert len(tokens.lines) == 2, "as counted, and smoothed"
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import io
-from dataclasses import asdict
+import json
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from loadgen import watch
-from loadgen.bench.cluster import rescheduling
+from loadgen.__main__ import main
+from loadgen.bench.cluster import paced_cluster, rescheduling
 from loadgen.bench.cluster.rescheduling_report import (
     PolicyRun,
     count_differences,
@@ -259,6 +263,33 @@ def test_variance_is_between_replicas_that_run() -> None:
 
     found = step_variances([sample((0.01, 1), (0.02, 1), (0.5, 0)), sample((0.01, 1), (0.02, 0))])
     assert found == pytest.approx([25.0])
+
+
+def test_a_killed_benchmark_has_kept_the_runs_that_were_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done = PolicyRun("off", LoadSummary(ok=3), [0.1], [], [], {0: "a"}, {}, 0)
+    monkeypatch.setattr(rescheduling, "_measure", Mock(side_effect=[done, KeyboardInterrupt]))
+    words = ["bench", "rescheduling", "--duration-s", "1", "--out", str(tmp_path)]
+    assert main(words) == 130
+    kept = tmp_path / "rescheduling.partial.json"
+    assert [row["summary"]["ok"] for row in json.loads(kept.read_text())["rows"]] == [3]
+    monkeypatch.setattr(
+        rescheduling, "_measure", lambda _, policy, *__: replace(done, policy=policy)
+    )
+    assert main(words) == 0
+    assert not kept.exists() and len(json.loads((tmp_path / "rescheduling.json").read_text())) == 6
+
+
+def test_a_service_that_ends_under_way_is_a_message(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(paced_cluster, "started_service", lambda *_, **__: nullcontext())
+    lost = Mock(side_effect=ConnectionError("GET /cluster: refused"))
+    monkeypatch.setattr(paced_cluster, "run_event_loop", lost)
+    args = argparse.Namespace(model="quadriga-s", decode=3, slow=1, out=tmp_path)
+    with pytest.raises(ConfigError, match=r"refused; .*service-off\.log has what"):
+        paced_cluster.play(args, "off", Mock())
 
 
 @pytest.mark.parametrize("policy", list(rescheduling.POLICIES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import importlib
 import json
 import math
@@ -16,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, MagicMock, patch
+from unittest.mock import AsyncMock, MagicMock, Mock, patch
 
 import numpy as np
 import pytest
@@ -513,6 +514,18 @@ def test_a_run_that_is_killed_tells_what_it_had(
     assert line["experiment"] == name and told[name] in line["failures"]
     written = {"soak": "memory.json", "overload": "overload.partial.json"}
     assert name not in written or (tmp_path / "results" / name / written[name]).is_file()
+
+
+def test_a_soak_is_told_though_the_disk_is_full(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service = ServiceUnderLoad("http://127.0.0.1:1", "", None, 1)
+    monkeypatch.setattr(soak, "started_service", lambda *_, **__: nullcontext(service))
+    monkeypatch.setattr(soak.Soak, "run", Mock(side_effect=KeyboardInterrupt))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(soak.Soak, "plot", Mock(side_effect=full))
+    assert main(["soak", "--out", str(tmp_path)]) == 2
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["experiment"] == "soak"
 
 
 def test_a_soak_of_everything_takes_no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:
