@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.engine.memory import give_back, reserve
 from quadriga.errors import InvariantViolation
 
@@ -102,8 +103,8 @@ class RowKVCache:
     Args:
         num_rows: Sequences held at once.
         capacity: Most tokens of one sequence.
-        budget_tokens: Tokens whose pages may stay committed over all rows; when rows that were
-            released have more, their pages go back to the system.
+        budget_tokens: Tokens whose pages may stay committed, of rows and of kept blocks. Where all
+            rows and as many kept blocks have more, a row that is released gives its pages back.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class RowKVCache:
         num_blocks = -(-capacity // KV_BLOCK)
         self._shape = (num_rows, num_blocks, num_kv_heads, KV_BLOCK, head_dim)
         self._row_bytes = num_blocks * num_kv_heads * KV_BLOCK * head_dim * dtype.itemsize
-        self._is_overcommitted = budget_tokens < num_rows * capacity
+        self._is_overcommitted = budget_tokens < 2 * num_rows * capacity
         self._dtype = dtype
         # Of each layer: keys, then values.
         self._maps: list[tuple[mmap.mmap, mmap.mmap]] = []
@@ -129,13 +130,17 @@ class RowKVCache:
         self.values: list[torch.Tensor] = []
         self._add_layers(num_layers)
 
-    def at_depth(self, num_layers: int) -> RowKVCache:
+    def at_depth(self, num_layers: int, budget_tokens: int) -> RowKVCache:
         """The cache of the first `num_layers` layers, on the same buffers as far as they go.
 
         Layers that are new are empty. The memory of layers that are left out goes back to the
         system with the last cache, decoder or copy under way that names them.
+
+        Args:
+            budget_tokens: Of so many layers.
         """
         other = copy.copy(self)
+        other._is_overcommitted = budget_tokens < 2 * self.num_rows * self._capacity
         other._maps = self._maps[:num_layers]
         other.keys, other.values = self.keys[:num_layers], self.values[:num_layers]
         other._add_layers(num_layers - len(other.keys))
@@ -213,12 +218,13 @@ class RowKVCache:
                 buffers[layer][at, block, :, slot] = copied
 
     def release(self, row: int) -> None:
-        """See `KVCache.release`; keeps the pages for the next sequence if all rows fit anyway."""
+        """See `KVCache.release`; keeps the pages for the next sequence if all fits anyway."""
         if not self._is_overcommitted:
             return
-        for layer in self._maps:
-            for buffer in layer:
-                give_back(buffer, row * self._row_bytes, (row + 1) * self._row_bytes)
+        for maps, layer in zip(self._maps, zip(self.keys, self.values, strict=True), strict=True):
+            for buffer, rows in zip(maps, layer, strict=True):
+                first = int(rows[row].storage_offset()) * self._dtype.itemsize  # aligned, if huge
+                give_back(buffer, first, first + self._row_bytes)
 
     @property
     def share_tokens(self) -> int:
@@ -285,6 +291,14 @@ class RowKVCache:
         num_bytes = self._shape[0] * self._row_bytes
         buffer, memory = reserve(num_bytes, huge=not self._is_overcommitted)
         return buffer, memory.view(self._dtype).view(self._shape)
+
+
+def budget_tokens(spec: EngineSpec) -> int:
+    """Tokens of KV, of rows and of kept blocks, that memory holds at a spec's depth."""
+    if spec.kv_memory_bytes is None:
+        return 2 * spec.kv_capacity_tokens
+    token_bytes = spec.checkpoint.kv_bytes_per_token(spec.depth, DTYPE_BYTES[spec.dtype])
+    return spec.kv_memory_bytes // token_bytes
 
 
 def check_range(

@@ -30,7 +30,7 @@ from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.engine.compiled import CompiledDecoder, Kernels, KernelSwap, find_kernels
 from quadriga.engine.early_exit.row_states import MappedStates
 from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
-from quadriga.engine.kv_cache import KVCache, RowKVCache
+from quadriga.engine.kv_cache import KVCache, RowKVCache, budget_tokens
 from quadriga.engine.models.decoder import AnyDecoder, Decoder
 from quadriga.engine.numerics import numerics
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
@@ -121,7 +121,7 @@ def load_rows(spec: EngineSpec, config: ModelConfig) -> EngineParts:
         capacity=spec.row_capacity_tokens,
         head_dim=config.head_dim,
         dtype=dtype,
-        budget_tokens=spec.kv_capacity_tokens,
+        budget_tokens=budget_tokens(spec),
     )
     skipped = skips_of(spec, config, cache, dtype)
     depths = skipped.depths if skipped is not None and skipped.mode == "alias" else None
@@ -263,7 +263,7 @@ class LoadedModel:
             heads={k: head for k, head in weights.heads.items() if k <= depth},
             kv_maps={k: maps[:depth] for k, maps in weights.kv_maps.items() if k <= depth},
         )
-        return spec, eager.over(fewer, eager.cache.at_depth(depth))
+        return spec, eager.over(fewer, eager.cache.at_depth(depth, budget_tokens(spec)))
 
     def unpack(self, prepared: PreparedLayers) -> tuple[EngineSpec, Decoder]:
         """Layers that `prepare_depth` loaded, ready to be put in.
@@ -409,7 +409,7 @@ def _load(
     before = eager.num_layers
     try:
         weights = _deepened(spec, eager, is_over)
-        cache = eager.cache.at_depth(spec.depth)
+        cache = eager.cache.at_depth(spec.depth, budget_tokens(spec))
     except (MemoryError, OSError, RuntimeError) as exc:
         # Files that shrink under the map, and memory that is refused.
         raise ConfigError(

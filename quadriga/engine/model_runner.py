@@ -175,11 +175,11 @@ class NativeRunner:
         if self._samplers[row] is not None:
             raise InvariantViolation(f"row {row} is taken: {state.sequence_id} cannot attach")
         sampler = make_sampler(state, self.model.spec.checkpoint, self.model.config.vocab_size)
-        self._samplers[row] = sampler
         if self._sampling is not None:
             sampler.place = self._sampling.attach(row, state.sampling)
-        self.positions[row] = -1
         self._set_adapter(row, state)
+        self._samplers[row] = sampler
+        self.positions[row] = -1
         if self.skipped is not None:
             self.skipped.start(row, state.num_tokens - 1)
 

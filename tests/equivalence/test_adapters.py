@@ -124,6 +124,7 @@ def test_a_suspended_row_goes_on_with_its_adapter_elsewhere(tmp_path: Path) -> N
     unknown.adapter = "gone"
     with pytest.raises(UnknownModel, match="'gone' is not loaded here"):
         here.attach(1, unknown)
+    here.attach(1, make_state(prompt))  # the row is still free
 
 
 @pytest.fixture(scope="module")

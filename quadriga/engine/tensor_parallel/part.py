@@ -10,7 +10,7 @@ import torch
 from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.engine.compiled import CompiledDecoder, KernelSwap, find_kernels
-from quadriga.engine.kv_cache import RowKVCache
+from quadriga.engine.kv_cache import RowKVCache, budget_tokens
 from quadriga.engine.models.decoder import Decoder
 from quadriga.engine.tensor_parallel.ranks import Op, Order, Ranks, Tokens
 from quadriga.engine.weights.loading import load_spec
@@ -39,7 +39,7 @@ class Part:
             capacity=spec.row_capacity_tokens,
             head_dim=config.head_dim,
             dtype=weights.dtype,
-            budget_tokens=spec.kv_capacity_tokens,
+            budget_tokens=budget_tokens(spec),
         )
         self.eager = Decoder(config, weights, self.cache)
         self.eager.total = self._total

@@ -114,5 +114,28 @@ def test_a_kept_block_takes_the_memory_of_the_one_that_goes_for_it() -> None:
     assert second is first
     cache.share(2, 128, second)
     assert torch.equal(cache.read(2, 0, 3, 128, 192), cache.read(1, 0, 3, 64, 128))
-    fewer = cache.at_depth(2)
+    fewer = cache.at_depth(2, 600)
     assert fewer.keep(0, 0, second) is not second, "it has another shape"
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_rows_and_as_many_kept_blocks_stay_within_their_memory(times: int) -> None:
+    """Where it holds the rows alone, a row's pages go with its sequence: blocks may need them."""
+    cache = make(capacity=4096, budget=times * 3 * 4096, head_dim=32)
+    cache.write(1, 0, 0, torch.ones(3, 2, 2, 4096, 32))
+    before = committed_bytes(cache)
+    cache.release(1)
+    assert committed_bytes(cache) == (before if times == 2 else 0)
+
+
+def test_rows_of_more_layers_give_back_what_those_of_fewer_kept() -> None:
+    tokens = 3 * 4096
+    cache = make(capacity=4096, budget=2 * tokens, head_dim=32).at_depth(6, tokens)
+    kv = torch.randn(6, 2, 2, 4096, 32)
+    for row in range(3):
+        cache.write(row, 0, 0, kv)
+    before = committed_bytes(cache)
+    cache.release(1)
+    assert committed_bytes(cache) == 2 * before // 3
+    assert torch.equal(cache.read(0, 0, 6, 0, 4096), kv)
+    assert torch.equal(cache.read(2, 0, 6, 0, 4096), kv)
