@@ -51,7 +51,8 @@ class LLM:
         tokenizer: None for one made by `over`.
         loop: The loops under it; `loop.decode.counters` has what happened at the exits.
 
-    Not thread-safe. Several streams of one LLM may be read in turn; they share the batch.
+    Not thread-safe. Several streams of one LLM may be read in turn; they share the batch. From
+    then on torch computes with `engine.threads` threads in all of the process.
 
     Raises:
         ConfigError: A setting is wrong or has no meaning here, or the model cannot be loaded.

@@ -397,13 +397,19 @@ def read_exits(path: Path, num_layers: int) -> ExitSpec:
     """Return what a checkpoint's `exits.json` says; no exits where there is none.
 
     Raises:
-        ConfigError: The file names an unknown kind or criterion, a threshold outside [0, 1], or a
-            layer outside 1..num_layers − 1.
+        ConfigError: The file has an unknown field, kind or criterion, a threshold outside [0, 1],
+            or a layer outside 1..num_layers − 1.
     """
     file = path / EXITS_FILE
     if not file.is_file():
         return ExitSpec()
     data = read_object(file)
+    known = [name for name in ExitSpec.__match_args__ if name != "mode"]  # which no file decides
+    if unknown := sorted(data.keys() - set(known)):
+        raise ConfigError(
+            f"model: {file} says {unknown[0]!r:.60}; its fields are {', '.join(known)}",
+            param="model",
+        )
     return ExitSpec(
         layers=_layers(data.get("layers", []), num_layers, file),
         kind=_one_of(data, "kind", get_args(ExitKind), "shared", file),

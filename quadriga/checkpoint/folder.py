@@ -8,6 +8,7 @@ clients know it by that name, or by that of its folder, or of its file without `
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,24 +95,40 @@ def locate(model: str, *, cache_dir: str | Path | None = None) -> Path:
         ConfigError: It is none of bundled id, installed packaged model, checkpoint directory, GGUF
             file, or reachable hub id.
     """
-    if (ASSETS / model / "config.json").is_file():
+    if _is_bundled(model):
         return ASSETS / model
-    path = packaged_file(model) or Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            files = sorted(path.glob(f"*{GGUF_SUFFIX}"))
-            remedy = f"name its file: {files[0]}" if files else "give a Hugging Face checkpoint"
-            raise ConfigError(f"model: {model!r} has no config.json; {remedy}", param="model")
-        return path.resolve()
+    path = packaged_file(model) or _placed(model)
     if path.is_file():
         from quadriga.gguf import converted_folder
 
         return converted_folder(path.resolve(), cache_folder(cache_dir))
+    if not path.is_dir():
+        path = _fetched(model, path)
+    if not (path / "config.json").is_file():
+        files = sorted(path.glob(f"*{GGUF_SUFFIX}"))
+        remedy = f"name its file: {files[0]}" if files else "give a Hugging Face checkpoint"
+        raise ConfigError(f"model: {model!r} has no config.json; {remedy}", param="model")
+    return path
+
+
+def _is_bundled(model: str) -> bool:
+    """Whether it is the name of a bundled model; `./NAME` is a folder of somebody's own."""
+    return model.rstrip("/") in bundled_models()
+
+
+def _placed(model: str) -> Path:
+    """The path that is meant, absolute; a link keeps its name, which clients may know."""
+    path = Path(os.path.expanduser(model))
+    return path.resolve() if ".." in path.parts else path.absolute()
+
+
+def _fetched(model: str, path: Path) -> Path:
+    """Where a hub id is now. Raises: ConfigError: It is none, or cannot be fetched."""
     if "/" not in model or model.startswith((".", "/", "~")) or path.suffix == GGUF_SUFFIX:
         raise ConfigError(
             f"model: {model!r} is neither bundled ({', '.join(bundled_models())}) "
             f"nor packaged ({', '.join(PACKAGED_MODELS)}) nor a hub id (org/name), and there is no "
-            f"folder or GGUF file {path.absolute()}; mend the name or the path",
+            f"folder or GGUF file {path}; mend the name or the path",
             param="model",
         )
     from huggingface_hub import snapshot_download
@@ -144,7 +161,10 @@ def read_checkpoint(
         ConfigError: The checkpoint is missing, its files are not usable, or the folder of heads was
             made for other weights.
     """
-    path = locate(model, cache_dir=cache_dir)
+    try:
+        path = locate(model, cache_dir=cache_dir)
+    except OSError as exc:  # too long for a name, or in a folder that nobody may look into
+        raise ConfigError(f"model: {model!r:.200} cannot be read: {exc}", param="model") from exc
     config = read_object(path / "config.json")
     generation = _generation_config(path)
     try:
@@ -220,15 +240,15 @@ def on_this_node(checkpoint: Checkpoint, cache_dir: Path) -> Checkpoint:
 
 
 def _source(model: str) -> str:
-    path = Path(model).expanduser()
-    is_name = model in PACKAGED_MODELS or (ASSETS / model / "config.json").is_file()
-    return str(path.resolve()) if path.exists() and not is_name else model
+    path = _placed(model)
+    is_name = model in PACKAGED_MODELS or _is_bundled(model)
+    return str(path) if path.exists() and not is_name else model
 
 
 def _public_name(model: str, path: Path) -> str:
     if model in PACKAGED_MODELS:
         return model
-    source = Path(model).expanduser()
+    source = _placed(model)
     if source.is_file():
         return source.name.removesuffix(GGUF_SUFFIX)
     return path.name if source.is_dir() or path.parent == ASSETS else model.rsplit("/", 1)[-1]
@@ -263,7 +283,7 @@ def _tokenizers_end(path: Path) -> tuple[int, ...]:
             head = stream.read(TOKENIZER_HEAD_BYTES).decode("utf-8", "ignore")
         added, *_ = find_array(head, "added_tokens")
         return tuple(int(token["id"]) for token in added if token["content"] == end)
-    except (*GARBLED, RecursionError):  # whoever loads the tokenizer says what is wrong with it
+    except (*GARBLED, OSError, RecursionError):  # whoever loads it says what is wrong with it
         return ()
 
 
@@ -278,10 +298,10 @@ _SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
 
 
 def _sampling(path: Path, generation: dict[str, Any]) -> SamplingDefaults:
-    """Read the recommended sampling as `generate` of transformers would take it.
+    """Read the recommended sampling.
 
-    Without `do_sample` that is greedy decoding, whose only parameter is the repetition penalty;
-    with it, what is not named is neutral.
+    Without `do_sample` that is greedy decoding, as in `generate` of transformers, whose only
+    parameter is the repetition penalty; with it, what is not named is neutral (there, `top_k` 50).
     """
     is_sampled = generation.get("do_sample") is True
     given: dict[str, Any] = {} if is_sampled else {"temperature": 0.0}

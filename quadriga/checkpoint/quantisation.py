@@ -99,7 +99,8 @@ def _compressed_tensors(raw: Mapping[str, Any], name: str) -> Quantisation:
         for place in (str(apply["location"]) for apply in turned["apply"]):
             if not place.startswith("weight"):
                 raise _unread(name, "transform_config", place, "rotations of weights alone")
-    groups = list(raw["config_groups"].values())
+    # A group without weights is of activations or of KV alone.
+    groups = [group for group in raw["config_groups"].values() if group.get("weights")]
     if not groups:
         raise _unread(name, "config_groups", groups, "one group at least")
     schemes = []
@@ -113,6 +114,7 @@ def _compressed_tensors(raw: Mapping[str, Any], name: str) -> Quantisation:
         if bits not in kinds[str(weights["type"])]:
             raise _unread(name, "num_bits", bits, kinds[str(weights["type"])])
         block = weights.get("block_structure") or _BLOCK
+        block = block.split("x") if isinstance(block, str) else block  # as older releases wrote it
         size = int(weights.get("group_size") or -1)
         blocks = (_whole(block[0]), _whole(block[1]))
         schemes.append(Quantisation("compressed-tensors", bits, _group(size), blocks))

@@ -21,7 +21,7 @@ from quadriga.training.recipe.family import (
     on_mix,
     with_reworded_share,
 )
-from quadriga.tune.cli import count
+from quadriga.tune.cli import count, finished
 
 if TYPE_CHECKING:
     import torch
@@ -35,11 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     # The data is tokenised in small pieces: threads would only fight for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        status: int = args.run(args)
-    except ConfigError as exc:
-        raise SystemExit(f"error: {exc.message}") from exc
-    return status
+    return finished(partial(args.run, args), "a training goes on with --resume, all else anew")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -384,7 +380,7 @@ def _train(args: argparse.Namespace) -> int:
         compile=args.compile,
     )
     if options.steps is None and options.deadline_s is None:
-        raise SystemExit("train needs a budget: --steps, --minutes or --finish-by")
+        raise ConfigError("train needs a budget: --steps, --minutes or --finish-by")
     if not args.resume and (state := options.folder / LATEST).is_file():
         raise ConfigError(
             f"{state} holds a training that this one would replace: go on with --resume, name "

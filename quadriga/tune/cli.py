@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -17,25 +17,42 @@ from quadriga.files import FULL_DISK, only_run
 KINDS = ("norm", "mlp", "head", "linear")
 PARTS = ("exits", "thresholds", "maps", "lengths", "report")
 FORMATS = ("layerskip", "ee-llm", "dssd", "linear")
-_GOES_ON = "it goes on where it stopped"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Tune one model; returns the exit status."""
     args = _parser().parse_args(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
+
+    def run() -> int:
         with only_run("--out", args.out / "work"):
             return _run(args)
+
+    return finished(run, "it goes on where it stopped")
+
+
+def finished(run: Callable[[], int], again: str) -> int:
+    """Run a command, and say in a line why it could not.
+
+    Args:
+        again: What happens where it is started again.
+
+    Returns:
+        The exit status: 2 where the user has to mend something first, 130 after Ctrl-C.
+    """
+    try:
+        return run()
     except QuadrigaError as exc:
-        raise SystemExit(f"error: {exc.message}") from exc
+        said = exc.message
     except OSError as exc:
         if exc.errno not in FULL_DISK:
             raise
-        raise SystemExit(f"error: --out: {exc}; make room, and start it again: {_GOES_ON}") from exc
+        said = f"{exc}; make room, and start it again: {again}"
     except KeyboardInterrupt:
-        print(f"interrupted; start it again: {_GOES_ON}", file=sys.stderr)
+        print(f"interrupted; start it again: {again}", file=sys.stderr)
         return 130
+    print(f"error: {said}", file=sys.stderr)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,5 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
 
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+
+Refused = Callable[[Callable[[list[str]], int], Sequence[str], str], None]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs a command whose status must be 2; what it says must match."""
+
+    def run(main: Callable[[list[str]], int], words: Sequence[str], message: str) -> None:
+        assert main(list(words)) == 2
+        said = capsys.readouterr().err
+        assert re.search(message, said), said
+
+    return run

@@ -109,6 +109,27 @@ def test_a_downloaded_folder_is_called_by_its_name(tmp_path: Path) -> None:
     assert [read_checkpoint(f"{folder}{end}").id for end in ("", "/")] == ["0123abc"] * 2
 
 
+def test_a_folder_that_is_named_as_such_is_read_and_called_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is called as a bundled model, or is a link."""
+    monkeypatch.chdir(tmp_path)
+    (folder := tmp_path / "v7").mkdir()
+    read(folder, None)
+    for link in ("quadriga-s", "current"):
+        (tmp_path / link).symlink_to("v7")
+        for model in (f"./{link}", str(tmp_path / link)):
+            found = read_checkpoint(model)
+            assert (found.id, found.vocab_size) == (link, CONFIG["vocab_size"])
+            assert found.source == str(tmp_path / link)
+    assert read_checkpoint("current/../v7").path == folder
+
+
+def test_a_path_that_cannot_be_looked_at_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"model: 'aaa.* cannot be read: .*File name too long"):
+        read_checkpoint("a" * 300)
+
+
 def test_another_training_has_another_fingerprint(tmp_path: Path) -> None:
     """Though shapes, names and the beginning of the file are the same."""
     found = []
@@ -142,6 +163,15 @@ def test_weights_behind_a_link_that_leads_nowhere_are_named(tmp_path: Path) -> N
 
 def test_a_bundled_model_has_its_name_with_a_slash_behind() -> None:
     assert read_checkpoint("quadriga-s/").id == "quadriga-s"
+
+
+def test_a_repository_without_a_checkpoint_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of GGUF files alone, of which nothing is fetched."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(ConfigError, match=r"'org/name-GGUF' has no config\.json; give"):
+        read_checkpoint("org/name-GGUF")
 
 
 def test_a_download_that_breaks_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,8 @@ def test_all_layers(tmp_path: Path) -> None:
         ({"sure_from": {"2": 1.5}}, "sure_from 1.5"),
         ({"calibrated_at": 1.5}, "calibrated_at 1.5"),
         ({"calibrated_at": 0}, "0..1, and above 0"),
+        ({"layers": [2], "treshold": 0.5}, "'treshold'; its fields are layers, kind, criterion, t"),
+        ({"mode": "bounded"}, "'mode'"),
     ],
 )
 def test_faults_are_named(tmp_path: Path, data: Any, named: str) -> None:

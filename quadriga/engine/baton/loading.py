@@ -21,6 +21,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from quadriga.catalogue.headers import INDEX_FILE, SINGLE_FILE
+from quadriga.checkpoint.stored_forms import split_name
 from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.config.kv_memory import fitting_length, least_length
 from quadriga.engine.baton.dense import RELEASE_COLUMNS
@@ -75,6 +76,8 @@ def load_model(spec: EngineSpec) -> PreTrainedModel:
     except FOREIGN_ERRORS as exc:
         raise refuse(name, f"transformers cannot load it: {exc}") from exc
     model, report = loaded
+    if any(split_name(str(key))[1] for key in report.get("unexpected_keys", ())):
+        raise refuse(name, "its matrices are in blocks of a GGUF file; leave runner out")
     for what in ("missing_keys", "mismatched_keys"):
         if keys := sorted(str(key) for key in report.get(what, ())):
             raise refuse(name, f"{len(keys)} of its tensors are {what[:-5]}, {keys[0]} for one")

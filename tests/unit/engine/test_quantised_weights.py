@@ -122,8 +122,11 @@ def fp8(rows: int, columns: int, *, name: str, blocks: bool, high: int = 24) -> 
 
 
 def groups_of(**weights: Any) -> dict[str, Any]:
+    """What is said of weights, and beside it of KV, which has none."""
     scheme = {"targets": ["Linear"], "input_activations": None, "weights": weights}
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": scheme}}
+    kv = {"targets": ["LlamaAttention"], "output_activations": {"num_bits": 8}, "weights": None}
+    groups = {"group_0": scheme, "group_1": kv}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
 
 
 PACKED = {"format": "pack-quantized"}
@@ -170,6 +173,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[int, int], Any]]] = {
         groups_of(num_bits=8, type="float", strategy="block", block_structure=[10**30, 40])
         | {"format": "float-quantized"},
         lambda r, c: fp8(r, c, name="weight_scale", blocks=True, high=10**30),
+    ),
+    "compressed-tensors, FP8 by block, as older releases wrote it": (
+        groups_of(num_bits=8, type="float", strategy="block", block_structure="24x40")
+        | {"format": "float-quantized"},
+        lambda r, c: fp8(r, c, name="weight_scale", blocks=True),
     ),
     "FP8 by block": (
         {"quant_method": "fp8", "weight_block_size": [24, 40]},

@@ -146,6 +146,15 @@ def test_a_missing_tensor_is_not_made_up(gpt2: Path) -> None:
         load_runner(make_spec(gpt2, runner="baton"))
 
 
+def test_blocks_of_a_gguf_file_are_not_called_missing_tensors(gpt2: Path) -> None:
+    tensors = load_file(gpt2 / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("h.1.attn.c_attn.weight"))
+    tensors[f"{name}.Q8_0"] = torch.zeros(tensors.pop(name).shape[0], 34, dtype=torch.uint8)
+    save_file(tensors, gpt2 / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="in blocks of a GGUF file; leave runner out"):
+        load_runner(make_spec(gpt2, runner="baton"))
+
+
 def test_damaged_weights_are_refused(gpt2: Path) -> None:
     (gpt2 / "model.safetensors").write_bytes(b"garbage")
     with pytest.raises(ConfigError, match="transformers cannot load it"):

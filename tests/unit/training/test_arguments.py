@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from quadriga.training.recipe.family import FAMILY
 from quadriga.training.recipe.loop import TrainingOptions, budget_name
 from quadriga.training.recipe.state import LATEST
 from quadriga.training.tokenizer import build_tokenizer
+from tests.unit.conftest import Refused
 
 TRAIN = ("train", "--model", "quadriga-s", "--dtype", "fp32")
 
@@ -46,18 +49,18 @@ def test_bad_arguments_are_named(
 
 
 @pytest.mark.parametrize("command", ["evaluate", "fit-kv", "length"])
-def test_a_model_that_is_not_there_is_named(command: str) -> None:
-    with pytest.raises(SystemExit, match="--models: /nowhere is no checkpoint folder"):
-        main([command, "--models", "/nowhere"])
+def test_a_model_that_is_not_there_is_named(command: str, refused: Refused) -> None:
+    refused(main, [command, "--models", "/nowhere"], "--models: /nowhere is no checkpoint folder")
 
 
 @pytest.mark.parametrize("command", ["evaluate", "length"])
-def test_models_of_one_name_are_refused(command: str, tmp_path: Path) -> None:
+def test_models_of_one_name_are_refused(command: str, tmp_path: Path, refused: Refused) -> None:
     for folder in (found := [tmp_path / "a" / "model", tmp_path / "b" / "model"]):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
-    with pytest.raises(SystemExit, match="--models: of 2 folders some have one name"):
-        main([command, "--models", *map(str, found)])
+    refused(
+        main, [command, "--models", *map(str, found)], "--models: of 2 folders some have one name"
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,26 +77,32 @@ def test_models_of_one_name_are_refused(command: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_begun_with_is_named(
-    words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: Refused,
 ) -> None:
     (tmp_path / LATEST).write_bytes(b"junk")
     shutil.copyfile(ASSETS / "quadriga-s" / "config.json", tmp_path / "config.json")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=message):
-        main(list(words))
+    refused(main, list(words), message)
 
 
-def test_an_export_deletes_nothing_but_a_checkpoint(tmp_path: Path) -> None:
+def test_an_export_deletes_nothing_but_a_checkpoint(tmp_path: Path, refused: Refused) -> None:
     mine = tmp_path / "thesis.tex"
     for to in (tmp_path, mine):
         mine.write_bytes(b"years of work")
-        with pytest.raises(SystemExit, match=r"--to: .* holds other files"):
-            main(["export", "--model", "quadriga-s", "--state", str(mine), "--to", str(to)])
+        refused(
+            main,
+            ["export", "--model", "quadriga-s", "--state", str(mine), "--to", str(to)],
+            r"--to: .* holds other files",
+        )
         assert list(tmp_path.iterdir()) == [mine]
 
 
 def test_an_export_that_cannot_be_is_refused_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     """Weights that are no numbers, figures of an older form; the folder one is in will do."""
     monkeypatch.setattr(cli, "_fit", lambda _: None)
@@ -107,18 +116,18 @@ def test_an_export_that_cannot_be_is_refused_in_words(
     monkeypatch.chdir(to)
     state_of = {"model": model.state_dict(), "progress": {"step": 1, "tokens_seen": 2}}
     torch.save(state_of, state)
-    with pytest.raises(SystemExit, match=r"--figures: .*exact_match_reworded"):
-        main([*words, "--figures", str(figures)])
+    refused(main, [*words, "--figures", str(figures)], r"--figures: .*exact_match_reworded")
     assert main(words) == 0 and (to / "exits.json").is_file()
     state_of["model"]["head"][0, 0] = torch.nan
     torch.save(state_of, state)
-    with pytest.raises(SystemExit, match=r"lm_head\.weight does not fit fp16: it has nan"):
-        main([*words[:-1], str(tmp_path / "new")])
+    refused(
+        main, [*words[:-1], str(tmp_path / "new")], r"lm_head\.weight does not fit fp16: it has nan"
+    )
 
 
 @pytest.mark.parametrize("command", ["fit-kv", "length"])
 def test_a_folder_with_the_name_of_a_bundled_model_is_its_own(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     def load(model: Path, _: int) -> None:
         raise ConfigError(f"loads {read_checkpoint(str(model)).path}")
@@ -126,13 +135,12 @@ def test_a_folder_with_the_name_of_a_bundled_model_is_its_own(
     monkeypatch.setattr(heads, "load", load)
     (tmp_path / "quadriga-s").symlink_to(ASSETS / "quadriga-l")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=f"loads {ASSETS / 'quadriga-l'}"):
-        main([command, "--models", "quadriga-s"])
+    refused(main, [command, "--models", "quadriga-s"], f"loads {ASSETS / 'quadriga-l'}")
 
 
 @pytest.mark.parametrize(("minutes", "is_first"), [("1", True), ("60", False)])
 def test_a_training_ends_at_the_earlier_of_its_limits(
-    minutes: str, is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    minutes: str, is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     seen: list[TrainingOptions] = []
 
@@ -143,8 +151,7 @@ def test_a_training_ends_at_the_earlier_of_its_limits(
     monkeypatch.setattr(loop, "Trainer", begin)
     soon = datetime.datetime.now() + datetime.timedelta(minutes=30)
     words = ["--minutes", minutes, "--finish-by", f"{soon:%H:%M}", "--folder", str(tmp_path)]
-    with pytest.raises(SystemExit, match="begun"):
-        main([*TRAIN, *words])
+    refused(main, [*TRAIN, *words], "begun")
     (options,) = seen
     assert options.deadline_s is not None and options.finish_by_s is not None
     assert (options.deadline_s < options.finish_by_s) is is_first
@@ -152,13 +159,23 @@ def test_a_training_ends_at_the_earlier_of_its_limits(
     assert budget_name(options) == f"steps=None deadline={minutes}.0min {options.finish_by_s}"
 
 
-def test_a_training_is_never_replaced_unasked(tmp_path: Path) -> None:
+def test_a_training_is_never_replaced_unasked(tmp_path: Path, refused: Refused) -> None:
     state = tmp_path / LATEST
     state.write_bytes(b"hours of work")
-    with pytest.raises(SystemExit, match="--resume"):
-        main([*TRAIN, "--steps", "1", "--folder", str(tmp_path)])
+    refused(main, [*TRAIN, "--steps", "1", "--folder", str(tmp_path)], "--resume")
     assert state.read_bytes() == b"hours of work"
     assert list(tmp_path.iterdir()) == [state]
     state.unlink()
-    with file_lock(tmp_path / ".lock", 0.0), pytest.raises(SystemExit, match="another run is at"):
-        main([*TRAIN, "--steps", "1", "--folder", str(tmp_path)])
+    with file_lock(tmp_path / ".lock", 0.0):
+        refused(main, [*TRAIN, "--steps", "1", "--folder", str(tmp_path)], "another run is at")
+
+
+@pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt()])
+def test_a_full_disk_and_an_interrupt_are_no_tracebacks(
+    fault: BaseException, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    monkeypatch.setattr(cli, "_fit_kv", Mock(side_effect=fault))
+    if isinstance(fault, OSError):
+        refused(main, ["fit-kv"], r"No space left; make room, and start it again: .*--resume")
+    else:
+        assert main(["fit-kv"]) == 130

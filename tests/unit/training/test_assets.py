@@ -17,6 +17,7 @@ from quadriga.training.generate import greedy
 from quadriga.training.model import EarlyExitLlama
 from quadriga.training.recipe.family import FAMILY
 from quadriga.training.tokenizer import build_tokenizer
+from tests.unit.conftest import Refused
 
 MAX_FAMILY_BYTES = 40e6
 MIN_RIGHT = {"quadriga-s": 0.9, "quadriga-l": 0.9}  # of short answers
@@ -98,6 +99,5 @@ def test_a_foreign_vocabulary_is_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path)
 
 
-def test_training_needs_a_budget() -> None:
-    with pytest.raises(SystemExit, match="budget"):
-        main(["train", "--model", "quadriga-s"])
+def test_training_needs_a_budget(refused: Refused) -> None:
+    refused(main, ["train", "--model", "quadriga-s"], "budget")

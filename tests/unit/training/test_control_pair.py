@@ -8,6 +8,7 @@ import pytest
 
 from quadriga.training.cli import main
 from quadriga.training.recipe.family import FAMILY, at_rate, on_mix
+from tests.unit.conftest import Refused
 
 
 def test_a_mix_of_ones_own_names_what_comes() -> None:
@@ -33,6 +34,5 @@ def test_a_mix_of_ones_own_names_what_comes() -> None:
         (["--rate", "0"], "--rate: 0 must be above 0"),
     ],
 )
-def test_a_mix_that_cannot_be_is_refused(words: list[str], said: str) -> None:
-    with pytest.raises(SystemExit, match=said):
-        main(["train", "--model", "quadriga-s", "--steps", "1", *words])
+def test_a_mix_that_cannot_be_is_refused(words: list[str], said: str, refused: Refused) -> None:
+    refused(main, ["train", "--model", "quadriga-s", "--steps", "1", *words], said)

@@ -33,6 +33,7 @@ from quadriga.tune.prompts import read_prompts
 from quadriga.tune.thresholds import QualityBudget
 from quadriga.tune.tuning import TuneOptions, Tuning, tune
 from serve_app.cli.launch import find_models
+from tests.unit.conftest import Refused
 from tests.unit.tune.models import LAYERS, save_model
 
 PROMPTS = "tasks:4"
@@ -298,16 +299,19 @@ def test_nothing_is_said_of_exits_that_nobody_made(
     "writer", ["states.write_atomically", "folder.write_atomically", "distillation.replaced"]
 )
 def test_a_full_disk_is_named(
-    writer: str, llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    writer: str,
+    llama: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: Refused,
 ) -> None:
     no_room = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(f"quadriga.tune.{writer}", no_room)
     words = ["--out", str(tmp_path), "--prompts", "tasks:4", "--max-tokens", "4", "--layers", "1"]
-    with pytest.raises(SystemExit) as left:
-        main([str(llama[0]), *words, "--width", "8", "--epochs", "1", "--parts", "exits"])
-    assert "No space left on device; make room, and start it again: it goes on" in str(left.value)
+    words = [str(llama[0]), *words, "--width", "8", "--epochs", "1", "--parts", "exits"]
+    refused(main, words, "No space left on device; make room, and start it again: it goes on")
     no_room.side_effect = KeyboardInterrupt
-    assert main([str(llama[0]), *words, "--width", "8", "--epochs", "1", "--parts", "exits"]) == 130
+    assert main(words) == 130
 
 
 def test_parts_are_not_mixed_whose_run_held_back_other_domains_and_was_killed(
@@ -353,12 +357,15 @@ def test_wrong_arguments_are_refused(
 
 @pytest.mark.parametrize(("part", "held"), [("exits", "prompts"), ("lengths", "")])
 def test_too_few_prompts_are_refused_before_any_is_answered(
-    part: str, held: str, tmp_path: Path
+    part: str, held: str, tmp_path: Path, refused: Refused
 ) -> None:
     (tmp_path / "p.txt").write_text("Sort: 3 1 2\n")
     words = ["--out", f"{tmp_path}/out", "--prompts", f"{tmp_path}/p.txt", "--parts", part]
-    with pytest.raises(SystemExit, match=f"there for {part}, as none of 1 prompts falls"):
-        main(["quadriga-s", *words, f"--hold-back={held}"])
+    refused(
+        main,
+        ["quadriga-s", *words, f"--hold-back={held}"],
+        f"there for {part}, as none of 1 prompts falls",
+    )
 
 
 def test_a_model_without_inner_layers_is_refused(tmp_path: Path) -> None:
@@ -369,23 +376,24 @@ def test_a_model_without_inner_layers_is_refused(tmp_path: Path) -> None:
         Tuning(replace(options(model, tmp_path / "out"), layers=()), Console(quiet=True))
 
 
-def test_a_folder_is_tuned_into_by_one_run_at_a_time(tmp_path: Path) -> None:
+def test_a_folder_is_tuned_into_by_one_run_at_a_time(tmp_path: Path, refused: Refused) -> None:
     words = ["quadriga-s", "--out", str(tmp_path), "--prompts", "tasks:1"]
     (tmp_path / "work").mkdir()
     with file_lock(tmp_path / "work" / ".lock", 0.0):
-        with pytest.raises(SystemExit) as left:
-            main(words)
+        work = tmp_path / "work"
+        refused(main, words, f"--out: another run is at work in {work}")
         with pytest.raises(ConfigError, match="another run is at work"):
             tune(options(tmp_path, tmp_path), Console(quiet=True))
-    assert f"--out: another run is at work in {tmp_path / 'work'}" in str(left.value)
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match=r"--out: .* cannot be written to"):
-        main([*words, "--out", str(tmp_path / "file")])
+    refused(main, [*words, "--out", str(tmp_path / "file")], r"--out: .* cannot be written to")
 
 
-def test_a_layer_outside_the_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"outside 1\.\.7"):
-        main(["quadriga-s", "--out", str(tmp_path), "--prompts", "tasks:1", "--layers", "9"])
+def test_a_layer_outside_the_model_is_refused(tmp_path: Path, refused: Refused) -> None:
+    refused(
+        main,
+        ["quadriga-s", "--out", str(tmp_path), "--prompts", "tasks:1", "--layers", "9"],
+        r"outside 1\.\.7",
+    )
 
 
 def test_some_answers_are_of_all_domains_though_the_file_is_sorted(tmp_path: Path) -> None:
@@ -399,8 +407,13 @@ def test_some_answers_are_of_all_domains_though_the_file_is_sorted(tmp_path: Pat
     assert len({answer.id.split("-")[0] for answer in some}) > 4
 
 
-def test_a_folder_below_home_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_below_home_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(SystemExit, match=r"outside 1\.\.7"):
-        main(["quadriga-s", "--out=~/tuned", "--prompts", "tasks:1", "--layers", "9"])
+    refused(
+        main,
+        ["quadriga-s", "--out=~/tuned", "--prompts", "tasks:1", "--layers", "9"],
+        r"outside 1\.\.7",
+    )
     assert (tmp_path / "tuned" / "tune.json").is_file()
