@@ -185,7 +185,7 @@ class PrefillEngine:
     # Called by the loop in a step
 
     def _started(self, sequence: RunningSequence) -> None:
-        if sequence.state.sampling.max_tokens > 1:
+        if sequence.goes_on:
             sequence.feed = KVFeed(
                 self._staging, self.runner.num_layers, self._bytes_per_token_layer
             )

@@ -140,8 +140,10 @@ class Scheduler(BatchedCalls):
             prefill=prefill,
             num_held=self._rescheduling.governor.num_held.get(model, 0),
         )
-        self._waiting.admitted(request, model, now_s=now_s)
-        if self._snapshots[admission.prefill_replica].info.role is Role.MIXED:
+        role = self._snapshots[admission.prefill_replica].info.role
+        if request.decodes_at(role):
+            self._waiting.admitted(request, model, now_s=now_s)
+        if role is Role.MIXED:
             self._waiting.placed(request.sequence_id, now_s=now_s)  # it decodes where it queues
         num_tokens = request.num_prompt_tokens - cached.get(admission.prefill_replica, 0)
         sent = SentRequest(self._heard_s, num_tokens, request.num_prompt_tokens)

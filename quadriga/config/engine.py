@@ -212,8 +212,9 @@ class PrefillConfig(Section):
     max_rows: Count = Field(
         16,
         description="Most sequences in prefill, or waiting after it for a decode slot; then only "
-        "more important prompts are begun. There are four KV rows for each, as sequences whose KV "
-        "is being sent keep theirs.",
+        "more important prompts are begun, and those that need no slot, as their answers have one "
+        "token or none. There are four KV rows for each, as sequences whose KV is being sent keep "
+        "theirs.",
     )
     max_queued_sequences: Count = Field(
         512, description="Sequences that may wait at one prefill replica; where all are full: 429."

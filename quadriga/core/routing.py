@@ -7,7 +7,7 @@ from typing import Literal
 
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.relative_time import CompactPickleMixin, RelativeTimeMixin
-from quadriga.core.replica import DepthClass, ReplicaSnapshot
+from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ class AdmitRequest(RelativeTimeMixin):
         prefix_marks: Names of the prompt's beginnings; see `quadriga.scheduling.prefixes.affinity`.
         visitor: Who asks and for what, in one word that is the same when a refused caller comes
             back; empty: nobody would know it again.
+        num_places: Sequences of its request that it asks a place for, itself among them; 0: another
+            one asks for it. Asked for one by one, a refused request would come back with some.
     """
 
     INSTANTS = ("deadline_unix_s",)
@@ -51,6 +53,12 @@ class AdmitRequest(RelativeTimeMixin):
     is_rebuild: bool = False
     visitor: str = ""
     prefix_marks: tuple[tuple[int, bytes], ...] = ()
+    num_places: int = 1
+
+    def decodes_at(self, role: Role) -> bool:
+        """Whether it needs a place to decode; one that ends with its first token does not, but for
+        the row at a mixed replica."""
+        return self.max_tokens > 1 or role is Role.MIXED
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,9 +135,10 @@ def check_room(
 ) -> None:
     """Refuse a sequence for which the queues have no room, or that would wait for too long.
 
-    That is longer than `scheduler.max_wait_s`, where there is such a limit. So are those whose
-    place is kept for a caller that was refused before and is expected back. What is to be rebuilt
-    was let in before, and is not refused here.
+    That is longer than `scheduler.max_wait_s`, where there is such a limit; one that ends with its
+    first token waits for its prompt's turn alone. So are those whose place is kept for a caller
+    that was refused before and is expected back. What is to be rebuilt was let in before, and is
+    not refused here.
 
     Args:
         admission: What `admit` said.
@@ -149,7 +150,7 @@ def check_room(
     Raises:
         Overloaded: With a time to come back, at which a place is kept for such a caller.
     """
-    if request.is_rebuild:
+    if request.is_rebuild or not request.num_places:
         return
     model = admission.depth_class.model
     prefills = _alive(Role.PREFILL, model, snapshots, now_unix_s, scheduler)
@@ -162,7 +163,8 @@ def check_room(
     if (limit_s := scheduler.max_wait_s) is not None:
         first = next(s for s in snapshots if s.info.name == admission.prefill_replica)
         num_computed = sum(s.num_running + s.num_waiting for s in prefills)
-        slower = decode_supply(
+        slower = turns = prefill_supply(request, first, num_replicas=max(1, len(prefills)))
+        places = decode_supply(
             request,
             decodes,
             estimator,
@@ -170,11 +172,12 @@ def check_room(
             model=model,
             now_s=now_s,
         )
-        turns = prefill_supply(request, first, num_replicas=max(1, len(prefills)))
-        if turns.wait_s > max(limit_s, slower.wait_s):
-            slower = turns
+        needs_place = request.decodes_at(first.info.role)
+        if needs_place and turns.wait_s <= max(limit_s, places.wait_s):
+            slower = places
         if num_held:
-            has_rows = may_hold_more(num_held, sum(s.info.num_slots for s in prefills))
+            num_rows = sum(s.info.num_slots for s in prefills)
+            has_rows = not needs_place or may_hold_more(num_held, num_rows)
             if not has_rows or not _has_memory(first, request):
                 wait_s = max(1.0 / slower.per_s, MIN_WAIT_S)
                 raise Overloaded(
@@ -193,6 +196,7 @@ def check_room(
         now_s=now_s,
         most_s=scheduler.max_retry_after_s,
         least_free=least_free,
+        num_places=request.num_places,
     )
     if told_s is not None:
         raise Overloaded(
@@ -202,7 +206,8 @@ def check_room(
 
 def _has_memory(prefill: ReplicaSnapshot, request: AdmitRequest) -> bool:
     """Whether a prompt fits beside all that a prefill replica has now, computed or waiting."""
-    taken = prefill.reserved_tokens + prefill.waiting_tokens
+    # What waits and is promised already (under way, just sent, queued at a mixed one) counts once.
+    taken = max(prefill.reserved_tokens, prefill.used_tokens + prefill.waiting_tokens)
     return taken + request.num_prompt_tokens <= prefill.info.kv_capacity_tokens
 
 

@@ -65,12 +65,14 @@ class _Memory:
         since_s: When it was seen first.
         needs: (when, how much), falling: of each moment, only what no later need exceeds.
         patience: Factor on the time before it shrinks.
+        shrank_s, is_blamed: When it last shrank, and whether that was seen to be a mistake.
     """
 
     since_s: float
     needs: deque[tuple[float, float]] = field(default_factory=deque)
     patience: int = 1
     shrank_s: float = -math.inf
+    is_blamed: bool = False
 
     def lasting_need(self, need: float, now_s: float, down_after_s: float) -> float:
         """The most needed of late; beyond all bounds before the class was seen for that long."""
@@ -86,7 +88,9 @@ class _Memory:
         """Growing soon after shrinking was a mistake: be slower next time, up to a limit."""
         passed_s = now_s - self.shrank_s
         if passed_s <= 2 * self.patience * down_after_s:
-            self.patience = min(2 * self.patience, _MOST_PATIENCE)
+            if not self.is_blamed:
+                self.patience = min(2 * self.patience, _MOST_PATIENCE)
+            self.is_blamed = True
         elif passed_s > 2 * _MOST_PATIENCE * down_after_s:
             self.patience = 1
 
@@ -113,6 +117,7 @@ class ScalingPolicy:
         memory = self._memories.setdefault(load.depth_class, _Memory(now_s))
         lasting_need = memory.lasting_need(need.greatest, now_s, config.down_after_s)
         lasting = max(_whole(lasting_need / (1.0 - config.down_margin)), least)
+        lasting = min(lasting, config.max_replicas)
         orders: list[ScalingOrder] = []
         coming = []
         for name, since_s in sorted(load.pending_s.items()):
@@ -131,7 +136,7 @@ class ScalingPolicy:
         elif lasting < have:
             orders += self._shrink(load, ready, coming, lasting, need)
             if orders:
-                memory.shrank_s = now_s
+                memory.shrank_s, memory.is_blamed = now_s, False
         return orders
 
     def _shrink(
@@ -144,6 +149,8 @@ class ScalingPolicy:
     ) -> list[ScalingOrder]:
         """One replica less: one that still starts, else the one with the least work left."""
         why = f"{lasting} replicas were enough for {self._config.down_after_s:.0f} s (now {need})"
+        if lasting == self._config.max_replicas:
+            why = f"max_replicas is {lasting} (now {need})"
         given_up = [name for name in coming if name not in load.ready_s]
         if given_up:
             newest = max(given_up, key=lambda n: (load.pending_s[n], n))

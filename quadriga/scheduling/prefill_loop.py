@@ -50,6 +50,7 @@ class PrefillLoop:
         max_unplaced: No prompt is begun while so many sequences that hold a row have none at a
             decode replica, so that a full decode class is not met by ever more first tokens. Those
             that are less important than the prompt do not count: it may take a place from others.
+            Those that end with their first token need none: they do not count, and are begun.
         reserve: Promises a sequence its row in `slots`, where it goes on to decode in that row;
             None: for its prompt alone. Raises as `SlotTable.reserve`.
         prefixes: Keeps what was computed for prompts that begin alike; None: every prompt is
@@ -177,6 +178,8 @@ class PrefillLoop:
         if not len(self._queue) or self.is_stalled or self._is_held:
             return False
         first = self._queue.first
+        if first is not None and not self._may_wait(first):
+            first = self._queue.first_ending
         return first is not None and self._may_begin(first)
 
     def hold(self) -> None:
@@ -306,7 +309,9 @@ class PrefillLoop:
                 self._share(sequence, self.prefixes)
             return True
 
-        self._queue.take(start, now_s=now_s)
+        first = self._queue.first
+        is_full = first is not None and not self._may_wait(first)
+        self._queue.take(start, now_s=now_s, only_ending=is_full)
 
     def _min_layers(self, state: SequenceState) -> int:
         """Layers that a sequence's first token may need; 0 where any will do."""
@@ -323,9 +328,14 @@ class PrefillLoop:
         Those that are less important come after it in both, so they do not count.
         """
         ahead = [s for s in self.running if s.state.priority <= sequence.state.priority]
-        if sum(not s.is_placed for s in ahead) >= self.max_unplaced:
-            return False
-        return sum(_remaining(s) for s in _prefilling(ahead)) < self._chunk_tokens
+        num_left = sum(_remaining(s) for s in _prefilling(ahead))
+        return num_left < self._chunk_tokens and self._may_wait(sequence)
+
+    def _may_wait(self, sequence: RunningSequence) -> bool:
+        """Whether a sequence needs no decode replica, or few before it have none."""
+        priority = sequence.state.priority
+        ahead = [s for s in self.running if s.state.priority <= priority and s.goes_on]
+        return not sequence.goes_on or sum(not s.is_placed for s in ahead) < self.max_unplaced
 
     @property
     def num_unplaced(self) -> int:

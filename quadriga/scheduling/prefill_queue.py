@@ -102,15 +102,22 @@ class PrefillQueue:
                 retry_after_s=max(1.0, 0.1 * queued / max(drain_tokens_per_s, 1.0)),
             )
 
-    def take(self, start: Callable[[RunningSequence], bool], *, now_s: float) -> None:
+    def take(
+        self,
+        start: Callable[[RunningSequence], bool],
+        *,
+        now_s: float,
+        only_ending: bool = False,
+    ) -> None:
         """Hand sequences to `start`, in their order, until it has no room for the next.
 
         Args:
             start: Takes one sequence; False leaves it queued, in its place. It must have room for a
                 more important one wherever it has some for a less important one, unless that one's
                 turn has come and the room is kept for it.
+            only_ending: Those that go on to decode are left where they are.
         """
-        line = self._ready()
+        line = [s for s in self._ready() if not (only_ending and s.goes_on)]
         starving = find_starving(line, now_s) if self._is_turn_of_starving else None
         if starving is not None and start(starving):
             self._is_turn_of_starving = False
@@ -147,6 +154,11 @@ class PrefillQueue:
     def first(self) -> RunningSequence | None:
         """The most important that waits, of those that need no more layers than are loaded."""
         return next((s for s in self._waiting if s.min_layers <= self.num_layers), None)
+
+    @property
+    def first_ending(self) -> RunningSequence | None:
+        """The same of those that end with their first token."""
+        return next((s for s in self._ready() if not s.goes_on), None)
 
     @property
     def needs_layers(self) -> int:

@@ -133,6 +133,11 @@ class RunningSequence:
     stays_until: int = 0
     suspended: Any = None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether it decodes once its prompt is computed; others end with their first token."""
+        return self.state.sampling.max_tokens > 1
+
     def set_end(self, *, eos_token_ids: tuple[int, ...], row_capacity_tokens: int) -> None:
         """Work out when it is over, which is asked after every token."""
         params = self.state.sampling

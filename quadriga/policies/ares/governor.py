@@ -294,7 +294,8 @@ class Governor:
             of_class = [o for o in orders if o.depth_class == depth_class]
             why = _why(of_class, some, busy, load_only)
             if overload is not None:
-                why = overload.described(len(some), self.num_held[model])
+                names = [s.info.name for s in some]
+                why = overload.described(names, self.num_held[model])
             elif depth_class in pools:
                 why += f"; {pools[depth_class].described()}"
             self.last.why[str(depth_class)] = why

@@ -31,7 +31,7 @@ and a few long ones hold most of the memory: serving the shortest first keeps th
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -146,11 +146,11 @@ class OverloadPlan:
             spread = np.where(most > 0.0, np.hypot(spread, most - mine), 0.0)
         return np.asarray((held + spread).max(axis=1) / cluster.capacity_tokens)
 
-    def described(self, num_replicas: int, num_held: int) -> str:
-        """In a line, for operators."""
+    def described(self, names: Collection[str], num_held: int) -> str:
+        """In a line, for operators; of the replicas of one class."""
         return (
-            f"overload: protecting {len(self.protected)} of {num_replicas} replicas for sequences "
-            f"of up to {self.short_tokens:,.0f} tokens, {num_held} held"
+            f"overload: protecting {len(self.protected & set(names))} of {len(names)} replicas for "
+            f"sequences of up to {self.short_tokens:,.0f} tokens, {num_held} held"
         )
 
 

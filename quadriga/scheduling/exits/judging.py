@@ -100,7 +100,9 @@ def _leave_some(
                 if sequence.is_strict:
                     batch.wait(sequence, at.ran.stop, now_s, is_parked=True)
                     continue
-            _count_breaches(batch, [sequence], [confidence])
+            within_budget = sequence.lacks_layers and passed
+            count = _count_lowered if within_budget else _count_breaches
+            count(batch, [sequence], [confidence])
             leavers.append(sequence)
         elif (passed and decision is BatchDecision.SPLIT) or (
             decision is BatchDecision.LEAVE and (passed or not sequence.is_strict)

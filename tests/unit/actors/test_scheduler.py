@@ -64,6 +64,15 @@ async def test_what_is_known_of_lengths_goes_with_their_model() -> None:
     assert b'"old"' not in made.metrics.registry.snapshot(), "a coverage of 0 would be a failure"
 
 
+async def test_who_ends_with_its_first_token_waits_for_no_decode_replica() -> None:
+    scheduler = Scheduler(plain())
+    await scheduler.report(snapshot("p0", Role.PREFILL, FULL))
+    await scheduler.report(snapshot("d0", Role.DECODE, FULL))
+    for name, max_tokens in (("embedding", 0), ("score", 1), ("chat", 2)):
+        await scheduler.admit(replace(request(name, "quadriga-s"), max_tokens=max_tokens))
+    assert scheduler._waiting.num_pending("quadriga-s") == 1
+
+
 async def test_without_helios_the_model_auto_is_unknown() -> None:
     scheduler = Scheduler(plain())
     await scheduler.configure(plain(), ["quadriga-s"], 0.0)

@@ -210,6 +210,8 @@ def test_a_model_at_several_depths_is_overloaded_where_one_class_is_and_protects
     assert plan is not None
     depth_of = dict(zip(cluster.names, cluster.depth.tolist(), strict=True))
     assert sorted(depth_of[name] for name in plan.protected) == [4, 8]
+    shallow = [name for name, depth in depth_of.items() if depth == 4]
+    assert plan.described(shallow, 0).startswith("overload: protecting 1 of 2 replicas for")
     assert plan_overload(at_depths(4, 8, 4, 8, 8, share=0.7), None, num_held=1) is None
     # One alone has nobody to leave long sequences to, and is not protected.
     mixed = plan_overload(at_depths(4, 8, 8, share=0.9), None, num_held=1)

@@ -230,6 +230,27 @@ def test_shrinking_too_soon_makes_patient() -> None:
     assert [round(w / 60) for w in waits] == [1, 2, 4, 8, 8]
 
 
+def test_one_mistake_counts_once_however_many_replicas_come_of_it() -> None:
+    made, now_s = policy(), 70.0
+    calm = ClassLoad(CLASS, [replica("a", [10]), replica("b", [10])])
+    assert settled(made, calm)
+    for count in (1, 2, 3):  # the load climbs, and a replica comes each time
+        load = ClassLoad(CLASS, [replica(f"r{i}", [450, 450]) for i in range(count)])
+        (order,) = made.decide([replace(load, waiting_tokens=100)], now_s=now_s)
+        assert isinstance(order, AddReplicas)
+        now_s += 1.0
+    began_s = now_s
+    while not made.decide([calm], now_s=now_s):
+        now_s += 10.0
+    assert round((now_s - began_s) / 60) == 2
+
+
+def test_a_class_of_more_replicas_than_allowed_shrinks() -> None:
+    load = ClassLoad(CLASS, [replica(f"r{i}", [450 + i]) for i in range(4)])
+    (order,) = policy(max_replicas=3).decide([load], now_s=0)
+    assert isinstance(order, RetireReplica) and order.replica == "r0"
+
+
 def test_what_has_not_started_is_given_up_first() -> None:
     load = ClassLoad(CLASS, [replica("a", [10])], pending_s={"b": 60.0, "c": 70.0})
     (order,) = settled(policy(pending_timeout_s=1000), load, until_s=80)

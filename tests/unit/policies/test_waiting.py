@@ -6,6 +6,7 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import Mock
@@ -173,6 +174,26 @@ def test_whoever_comes_back_when_told_is_let_in() -> None:
     assert len(refused) > 2 * SLOTS
     assert sum(count == 2 for count in refused) >= 0.7 * len(refused)
     assert max(refused) <= 5
+
+
+def test_a_request_of_several_sequences_that_comes_back_when_told_is_let_in() -> None:
+    """Asked for one by one, hardly any of its places would be kept at once."""
+    cluster, seconds = Cluster(random.Random(5)), 90.0
+    rate = 1.2 * SLOTS / SERVICE_S
+    calls = [(i / rate, f"one-{i}", 0) for i in range(int(rate * seconds))]
+    calls += [(20.0 + i, f"four-{i}", 0) for i in range(20)]
+    heapq.heapify(calls)
+    while calls and calls[0][0] < seconds:
+        at_s, name, attempt = heapq.heappop(calls)
+        cluster.run_to(at_s)
+        num_places = 4 if name.startswith("four") else 1
+        if cluster.arrive(f"{name}-{attempt}", visitor=name, num_places=num_places):
+            for i in range(1, num_places):
+                assert cluster.arrive(f"{name}-{attempt}-{i}", num_places=0)
+        else:
+            heapq.heappush(calls, (at_s + cluster.told_s[-1], name, attempt + 1))
+    assert sum(name.startswith("four") for _, name, _ in calls) <= 2
+    assert cluster.num_ended >= 0.9 * SLOTS / SERVICE_S * seconds
 
 
 def test_a_long_overload_in_which_one_in_ten_comes_back() -> None:
@@ -435,6 +456,36 @@ def test_a_prompt_goes_where_memory_is_left_for_it() -> None:
     snapshots = [full, busy, snapshot(Role.DECODE)]
     chosen = admit(request(), snapshots, now_unix_s=0.0, scheduler=USUAL, prefill=PREFILL)
     assert chosen.prefill_replica == "busy"
+
+
+@pytest.mark.parametrize(
+    ("role", "max_tokens", "is_let_in"),
+    [(Role.PREFILL, 1, True), (Role.PREFILL, 2, False), (Role.MIXED, 1, False)],
+)
+def test_who_ends_with_its_first_token_waits_for_no_decode_replica(
+    role: Role, max_tokens: int, is_let_in: bool
+) -> None:
+    step_s = 1.0 if role is Role.MIXED else 0.01
+    first = snapshot(role, num_running=SLOTS, step_time_s=step_s, chunk_time_s=0.01)
+    decode = snapshot(Role.DECODE, num_running=SLOTS, step_time_s=1.0)
+    snapshots, book = [first] if role is Role.MIXED else [first, decode], WaitEstimator()
+    for i in range(10):
+        book.admitted(request(str(i)), "m", now_s=0.0)
+    with nullcontext() if is_let_in else pytest.raises(Overloaded):
+        let_in(request(max_tokens=max_tokens), snapshots, book, scheduler=SCHEDULER)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        {"reserved_tokens": 60_000, "used_tokens": 10_000, "waiting_tokens": 50_000},  # under way
+        {"reserved_tokens": 60_000, "waiting_tokens": 60_000},  # just sent there
+        {"reserved_tokens": 90_000, "used_tokens": 20_000, "waiting_tokens": 40_000},  # mixed
+    ],
+)
+def test_a_prompt_takes_memory_once_whatever_is_known_of_it(load: dict[str, int]) -> None:
+    snapshots = [snapshot(Role.PREFILL, **load), snapshot(Role.DECODE)]
+    let_in(request(), snapshots, WaitEstimator(), num_held=1)
 
 
 def test_full_queues_too_tell_everybody_another_time_and_keep_the_place() -> None:

@@ -210,6 +210,21 @@ def test_no_prompt_is_begun_while_enough_have_no_place() -> None:
     assert h.events.started[4:] == ["high"]
 
 
+def test_who_ends_with_its_first_token_waits_for_no_place() -> None:
+    h = Harness(rows=8, chunk=8, max_unplaced=2)
+    for name in "abc":
+        h.submit(sequence(name, [1, ord(name)]))
+    h.submit(sequence("ends", [1, 2], max_tokens=1))
+    for _ in range(3):
+        h.step()
+    assert h.events.started == ["a", "b", "ends"]
+    assert not h.loop.has_work
+    h.loop.release("a")
+    h.submit(sequence("high", [1, 2], max_tokens=1, priority=-1))
+    h.step()
+    assert h.events.started[3:] == ["high", "c"], "they do not count either"
+
+
 def test_a_more_important_prompt_passes_by_one_that_found_no_room() -> None:
     h = Harness(capacity=50)
     h.submit(sequence("held", [1], priority=10))

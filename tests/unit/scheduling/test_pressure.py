@@ -22,6 +22,7 @@ from quadriga.scheduling.exits.pressure import (
     memory_pressure,
 )
 from quadriga.scheduling.slots import SlotTable
+from tests.fake_depth_runner import FakeDepthRunner
 from tests.fake_runner import FakeSegmentRunner, confidence_at
 
 ENDS = (2, 5, 8)
@@ -34,8 +35,8 @@ class Replica:
 
     def __init__(self, *, rows: int = 8) -> None:
         self.clock, self.counters = ManualClock(), ExitCounters()
-        self.runner = FakeSegmentRunner(rows, 160, ends=ENDS, clock=self.clock)
-        costs = SegmentCosts(len(ENDS), rows)
+        self.runner = self.make_runner(rows)
+        costs = SegmentCosts(len(self.runner.segment_ends), rows)
         self.loop = DecodeLoop(
             runner=self.runner,
             slots=SlotTable(
@@ -51,6 +52,9 @@ class Replica:
         )
         for _ in range(WINDOW):
             self.loop.answers.ended(1)  # newcomers are promised hardly more than they have
+
+    def make_runner(self, rows: int) -> FakeSegmentRunner:
+        return FakeSegmentRunner(rows, 160, ends=ENDS, clock=self.clock)
 
     def take(self, number: int, exits: ExitParams, *, max_tokens: int = 60) -> SequenceState:
         prompt = [number + 3] * 15
@@ -207,3 +211,18 @@ def test_a_promise_ends_where_its_row_cannot_be_filled() -> None:
     with pytest.raises(RuntimeError):
         loop.fill("s", slot.row, [b"k"])
     assert not loop.batch.sequences and loop.slots.get("s") is None
+
+
+class Shallow(Replica):
+    """The same, with the first two segments loaded."""
+
+    def make_runner(self, rows: int) -> FakeSegmentRunner:
+        return FakeDepthRunner(rows, ENDS[1], clock=self.clock)
+
+
+def test_tokens_of_a_row_that_lacks_layers_spend_the_budget_and_are_no_breaches() -> None:
+    replica = Shallow(rows=1)
+    state = replica.take(10, ExitParams(THRESHOLD, "bounded", 0, 1e-6, 1.0))
+    replica.loop.take_depth(ENDS[-1])
+    replica.run()
+    assert state.num_breaches == 1, "of so little confidence that no budget allows it"
