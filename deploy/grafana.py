@@ -37,10 +37,10 @@ class Panel:
     can_be_negative: bool = False
 
 
-def quantiles(name: str, by: str = "", *, of: Sequence[float] = (0.5, 0.99)) -> Any:
-    """Queries for quantiles of a histogram, over five minutes."""
+def quantiles(name: str, by: str = "", *, what: str = "", of: Sequence[float] = (0.5, 0.99)) -> Any:
+    """Queries for quantiles of a histogram, over five minutes; `what` begins their legends."""
     labels = ", ".join(filter(None, ("le", by)))
-    legend = f"{{{{{by}}}}} " if by else ""
+    legend = "".join(f"{part} " for part in (what, by and f"{{{{{by}}}}}") if part)
     return tuple(
         (
             f"histogram_quantile({q}, sum by ({labels}) (rate({name}_bucket[5m])))",
@@ -50,13 +50,10 @@ def quantiles(name: str, by: str = "", *, of: Sequence[float] = (0.5, 0.99)) -> 
     )
 
 
-def rate(name: str, *by: str, matchers: str = "") -> tuple[tuple[str, str], ...]:
-    """A query for a counter's rate over five minutes, added up by some labels."""
-    selected = f"{name}{{{matchers}}}" if matchers else name
-    if not by:
-        return ((f"sum(rate({selected}[5m]))", "all"),)
-    legend = " ".join(f"{{{{{label}}}}}" for label in by)
-    return ((f"sum by ({', '.join(by)}) (rate({selected}[5m]))", legend),)
+def rate(name: str, *by: str, what: str = "") -> tuple[tuple[str, str], ...]:
+    """A query for a counter's rate over five minutes, by some labels; `what` begins its legend."""
+    legend = " ".join(filter(None, (what, *(f"{{{{{label}}}}}" for label in by))))
+    return ((f"sum by ({', '.join(by)}) (rate({name}[5m]))", legend),)
 
 
 DECODE = 'role=~"decode|mixed"'
@@ -101,7 +98,7 @@ DASHBOARDS: dict[str, tuple[str, list[list[Panel]]]] = {
             [
                 Panel("Lost and recovered", "Sequences begun anew after a loss, and what came.",
                       (*rate("quadriga_recoveries_total", "result"),
-                       *rate("quadriga_rebuilds_total", "cause")), "short"),
+                       *rate("quadriga_rebuilds_total", "cause", what="begun anew:")), "short"),
                 Panel("Recovery", "Loss of a replica noticed, to the next token.",
                       quantiles("quadriga_recovery_seconds"), "s"),
                 Panel("Errors of sequences", "By code.",
@@ -172,9 +169,9 @@ DASHBOARDS: dict[str, tuple[str, list[list[Panel]]]] = {
                       (("sum by (layer, use) (quadriga_exit_use)", "{{layer}}: {{use}}"),)),
                 Panel("Below their threshold", "Breaches at the deepest loaded exit; lowered under "
                       "pressure, within quality budgets; involuntary exits are 0 by promise.",
-                      (*rate("quadriga_breaches_total", "replica"),
-                       *rate("quadriga_lowered_tokens_total", "replica"),
-                       *rate("quadriga_involuntary_exits_total", "replica"))),
+                      (*rate("quadriga_breaches_total", "replica", what="breaches"),
+                       *rate("quadriga_lowered_tokens_total", "replica", what="lowered"),
+                       *rate("quadriga_involuntary_exits_total", "replica", what="involuntary"))),
             ],
             [
                 Panel("Waiting at exits", "Tokens in the buffers now.",
@@ -268,8 +265,9 @@ DASHBOARDS: dict[str, tuple[str, list[list[Panel]]]] = {
                 Panel("Hand-off", "First token to acknowledged commit.",
                       quantiles("quadriga_handoff_seconds"), "s"),
                 Panel("Size", "KV bytes of a hand-off, and of a migration.",
-                      (*quantiles("quadriga_handoff_bytes", of=(0.5,)),
-                       *quantiles("quadriga_migration_bytes", of=(0.5,))), "bytes"),
+                      (*quantiles("quadriga_handoff_bytes", what="hand-off", of=(0.5,)),
+                       *quantiles("quadriga_migration_bytes", what="migration", of=(0.5,))),
+                      "bytes"),
             ],
             [
                 Panel("Fallbacks", "Peers moved to the next transport so far.",

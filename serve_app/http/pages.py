@@ -33,6 +33,7 @@ PROTECTED = [
 FILES = {
     "/": ("index.html", b"text/html; charset=utf-8"),
     "/dashboard": ("index.html", b"text/html; charset=utf-8"),
+    "/dashboard/": ("index.html", b"text/html; charset=utf-8"),
     "/dashboard/page.css": ("page.css", b"text/css; charset=utf-8"),
 } | {
     f"/dashboard/{name}": (name, b"text/javascript; charset=utf-8")

@@ -39,8 +39,10 @@ class LoadAnswer(Answer):
     """GET /load."""
 
     server_load: int = Field(description="Requests being answered by the ingress that was asked.")
-    num_running: int = Field(description="Sequences in the batches of all replicas.")
-    num_waiting: int = Field(description="Sequences queued at all replicas.")
+    num_running: int | None = Field(
+        description="Sequences in the batches of all replicas; null while the scheduler is away."
+    )
+    num_waiting: int | None = Field(description="Sequences queued at all replicas; as above.")
 
 
 class ModelCard(Answer):

@@ -80,7 +80,9 @@ class AdminServer:
             Route(path, Endpoint(self._engine_client, handler, "admin"), methods=["GET"])
             for path, handler in handlers
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: routing_error})
+        app = Starlette(routes=routes, exception_handlers={HTTPException: routing_error})
+        app.router.redirect_slashes = False  # to http://, also for who came over TLS
+        return app
 
     async def metrics(self, call: Call) -> None:
         await answer_metrics(self._engine_client, call)

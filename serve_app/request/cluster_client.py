@@ -238,9 +238,14 @@ class ClusterStateCache:
         self._lost[replica] = now_s
         self.view.snapshots = [s for s in self.view.snapshots if s.info.name != replica]
 
+    @property
+    def is_old(self) -> bool:
+        """Whether the view says nothing of the present: the scheduler is away."""
+        return self._clock.now_s() - self._taken_s > self._max_age_s
+
     def check_ready(self) -> None:
         """Raises: Unavailable while a role has no replica that is known to serve."""
-        if self._clock.now_s() - self._taken_s > self._max_age_s:
+        if self.is_old:
             raise Unavailable("the cluster has not been heard of lately", retry_after_s=1.0)
         for role in PARTS:
             if not self._serving(role):

@@ -337,13 +337,14 @@ class EngineClient:
         self._check_takes_new()
         self._cluster_state.check_ready()
 
-    def load(self) -> dict[str, int]:
-        """Requests open at this ingress; sequences running and waiting in the whole cluster."""
-        snapshots = self._cluster_state.view.snapshots
+    def load(self) -> dict[str, int | None]:
+        """Requests open at this ingress; sequences running and waiting in the whole cluster, None
+        while the scheduler is away."""
+        snapshots, is_old = self._cluster_state.view.snapshots, self._cluster_state.is_old
         return {
             "server_load": self._num_open,
-            "num_running": sum(s.num_running for s in snapshots),
-            "num_waiting": sum(s.num_waiting for s in snapshots),
+            "num_running": None if is_old else sum(s.num_running for s in snapshots),
+            "num_waiting": None if is_old else sum(s.num_waiting for s in snapshots),
         }
 
     async def metrics_page(self) -> bytes:

@@ -88,6 +88,8 @@ def test_legends_name_labels_that_their_queries_have() -> None:
             assert label in every, (where, label)
             grouped = re.search(r"by \(([^)]*)\)", expression)
             assert grouped is None or label in grouped[1].split(", "), (where, label)
+    names = [(where, legend) for where, _, legend in dashboard_queries()]
+    assert [name for name in names if names.count(name) > 1] == [], "which line is which?"
 
 
 def test_every_alert_reads_what_is_there_and_says_what_it_means() -> None:
@@ -104,6 +106,17 @@ def test_every_alert_reads_what_is_there_and_says_what_it_means() -> None:
         assert rule["labels"]["severity"] in ("info", "warning", "critical"), name  # type: ignore[index]
         assert set(rule["annotations"]) == {"summary", "description"}, name  # type: ignore[call-overload]
         assert re.fullmatch(r"\d+[smh]", str(rule.get("for", "1m"))), name
+
+
+def test_each_part_without_a_replica_is_told() -> None:
+    rules = dict(alerts())
+    for name, role in (
+        ("QuadrigaNoDecodeReplica", "decode"),
+        ("QuadrigaNoPrefillReplica", "prefill"),
+    ):
+        ready = f'quadriga_replicas{{role=~"{role}|mixed", phase="ready"}}'
+        assert rules[name]["expr"] == f"sum({ready}) == 0"
+        assert rules[name]["labels"] == {"severity": "critical"}
 
 
 def test_each_dashboard_is_one_that_grafana_takes() -> None:

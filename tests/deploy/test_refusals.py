@@ -94,6 +94,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "client CA without TLS": (KEYS | {"tls": {"clientCaSecret": "c"}}, "tls.clientCaSecret"),
     "metrics without a key": (KEYS | {"podMonitor": {"enabled": True}}, "podMonitor.keySecret"),
+    "a scrape longer than its interval": (
+        {"podMonitor": {"interval": "500ms", "scrapeTimeout": "1s"}},
+        "podMonitor.scrapeTimeout is 1s",
+    ),
     "one port twice": ({"http": {"port": 9000}}, "9000 is taken by"),
     "the port of the proxy behind HAProxy": ({"admin": {"port": 8500}}, "8500 is taken by Serve"),
     "a port of Ray's": ({"http": {"port": 8265}}, "8265 is taken by Ray"),

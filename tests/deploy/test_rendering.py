@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -313,6 +314,8 @@ def test_every_pod_can_be_placed() -> None:
         assert pod["tolerations"] == [{"operator": "Exists"}]
     assert job["affinity"] == {"nodeAffinity": {}}
     [download] = job["containers"]
+    for container in (download, *hook["spec"]["containers"]):
+        assert {"cpu", "memory"} <= container["resources"]["limits"].keys(), "for a quota"
     assert {"name": "HTTPS_PROXY", "value": "http://proxy:3128"} in download["env"]
     assert download["envFrom"] == [{"configMapRef": {"name": "proxy"}}]
     assert hook["spec"]["containers"][0]["resources"]["requests"]["cpu"] == "100m"
@@ -385,6 +388,16 @@ def test_streams_of_grpc_outlast_the_default_of_envoy() -> None:
     policy = one(documents, "BackendTrafficPolicy")["spec"]
     assert policy["targetRefs"][0]["name"] == one(documents, "GRPCRoute")["metadata"]["name"]
     assert policy["timeout"]["http"]["requestTimeout"] == "1830s"
+
+
+def test_bodies_that_the_service_takes_pass_the_ingress_controller() -> None:
+    documents = render(CASES["several-models"])
+    most = one(documents, "Ingress")["metadata"]["annotations"][
+        "nginx.ingress.kubernetes.io/proxy-body-size"
+    ]
+    told = serve_config(documents)["applications"][0]["args"]
+    mib = load_config(told).ingress.max_body_bytes / 2**20
+    assert most == f"{math.ceil(mib)}m"
 
 
 def test_dashboards_and_alerts_of_the_chart_are_shipped(tmp_path: Path) -> None:

@@ -70,6 +70,9 @@
 {{- if and $v.podMonitor.enabled $v.apiKeys.existingSecret (not $v.podMonitor.keySecret.name) -}}
 {{- fail "podMonitor.keySecret: with API keys /metrics asks for one with `admin`; name its Secret" -}}
 {{- end -}}
+{{- if gt (include "quadriga.milliseconds" $v.podMonitor.scrapeTimeout | int) (include "quadriga.milliseconds" $v.podMonitor.interval | int) -}}
+{{- fail (printf "podMonitor.scrapeTimeout is %s, longer than podMonitor.interval (%s): nothing would be scraped" $v.podMonitor.scrapeTimeout $v.podMonitor.interval) -}}
+{{- end -}}
 {{- if and $v.otel.enabled (not $v.otel.endpoint) -}}
 {{- fail "otel.endpoint: needed when otel.enabled" -}}
 {{- end -}}
@@ -82,6 +85,12 @@
 {{- end -}}
 {{- $_ := set $ports $number $what -}}
 {{- end -}}
+{{- end -}}
+
+{{/* Of a duration with one unit. */}}
+{{- define "quadriga.milliseconds" -}}
+{{- $unit := regexFind "[a-z]+$" . -}}
+{{- mul (trimSuffix $unit . | int) (get (dict "ms" 1 "s" 1000 "m" 60000 "h" 3600000) $unit) -}}
 {{- end -}}
 
 {{- define "quadriga.validateModels" -}}

@@ -58,16 +58,20 @@ const View = (() => {
     return { level: "bad", mark: "■", text: `silent for ${seconds(replica.age_s)}` };
   }
 
+  /** Whether a replica's figures are of now, so that sums may hold them. */
+  function isHeard(replica) {
+    return !replica.is_silent && age(replica) === null;
+  }
+
   /** Whether somebody should look at a replica; in large clusters only these are listed. */
   function isNotable(replica) {
-    if (replica.is_silent || !["ready", "–"].includes(replica.phase) || age(replica) !== null) return true;
+    if (!isHeard(replica) || !["ready", "–"].includes(replica.phase)) return true;
     return replica.num_paused > 0 || ["warn", "bad"].includes(urgency(replica).level);
   }
 
   /** A class in a line: its replicas and what they do together. */
   function together(replicas) {
-    const known = replicas.filter((r) => !r.is_silent);
-    const decode = known.filter(decodes);
+    const decode = replicas.filter((r) => isHeard(r) && decodes(r));
     const sum = (of) => decode.reduce((all, r) => all + of(r), 0);
     const parts = [replicas.length === 1 ? "1 replica" : `${replicas.length} replicas`];
     if (decode.length) {
@@ -251,7 +255,7 @@ const View = (() => {
 
   /** Figures of the head line. */
   function summary(view) {
-    const replicas = view.replicas ?? [];
+    const replicas = (view.replicas ?? []).filter(isHeard);
     const decode = replicas.filter(decodes);
     const sum = (of, list) => (view.mode ? list.reduce((all, r) => all + of(r), 0) : null);
     const fleet = view.fleet;

@@ -43,7 +43,10 @@ async def test_its_root_shows_the_live_page(stand: Stand) -> None:
     async with client(stand, "127.0.0.1:8001") as http:
         page = await http.get("/")
         assert page.headers["content-type"].startswith("text/html")
-        assert page.content == (await http.get("/dashboard")).content
+        for path in ("/dashboard", "/dashboard/"):
+            assert page.content == (await http.get(path)).content
+        reply = await http.get("/cluster/")
+        assert (reply.status_code, "location" in reply.headers) == (404, False)
 
 
 async def test_a_query_of_too_many_fields_is_refused(stand: Stand) -> None:

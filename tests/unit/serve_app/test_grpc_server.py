@@ -13,6 +13,7 @@ from quadriga.client import DepthSpan
 from quadriga.client.wire import completion
 from quadriga.core.request import token_digest
 from quadriga.errors import Overloaded
+from quadriga.observability.metrics import parse_exposition
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.messages import generation_fields
@@ -110,6 +111,20 @@ async def test_without_keys_grpc_stays_closed(make_stand: MakeStand) -> None:
     context = Context()
     await GrpcServer(stand.engine).list_models(b"", context)
     assert context.trailing["quadriga-error-code"] == "api_keys_off"
+
+
+async def test_short_calls_are_counted_by_their_result(make_stand: MakeStand) -> None:
+    stand = await make_stand(keys=KEYS)
+    server = GrpcServer(stand.engine)
+    await server.list_models(b"", Context())
+    assert not (await server.cancel(b"\xff", Context())).found
+    for call in (server.list_models, server.cancel):
+        await call(b"", Context("Bearer wrong"))
+    headers = {"authorization": "Bearer secret"}
+    series = parse_exposition((await stand.http.get("/metrics", headers=headers)).text)
+    name = 'quadriga_requests_total{{code="{}",door="grpc",replica="ingress-0"}}'
+    counts = {"OK": 1, "INVALID_ARGUMENT": 1, "UNAUTHENTICATED": 2}
+    assert {code: series.get(name.format(code)) for code in counts} == counts
 
 
 async def test_resumption_and_cancel(make_stand: MakeStand) -> None:

@@ -124,6 +124,10 @@ async def test_routes_of_other_servers(stand: Stand) -> None:
     assert set((await stand.http.get("/version")).json()) == {"version"}
     load = (await stand.http.get("/load")).json()
     assert load == {"server_load": 0, "num_running": 0, "num_waiting": 0}
+    stand.engine._cluster_state._taken_s -= 60.0
+    stand.cluster.directory = None  # type: ignore[assignment, method-assign]  # the scheduler is away
+    load = (await stand.http.get("/load")).json()
+    assert load == {"server_load": 0, "num_running": None, "num_waiting": None}
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/", "/health/", "/docs/"])
