@@ -193,9 +193,8 @@ def _with_admin_port(
     if named or "admin.port" in arguments:
         return arguments, ""
     if os.environ.get(ADMIN_PORT_VARIABLE):
-        return arguments | {
-            "admin.port": port_variable(ADMIN_PORT_VARIABLE, 0, least=0) or None
-        }, ""
+        port = port_variable(ADMIN_PORT_VARIABLE, 0, least=0)
+        return arguments | {"admin.port": port or None}, ""
     if DEFAULT_ADMIN_PORT not in others and is_free(DEFAULT_ADMIN_PORT):
         return arguments | {"admin.port": DEFAULT_ADMIN_PORT}, ""
     return arguments | {"admin.port": None}, (

@@ -138,7 +138,8 @@ class GrpcServer:
 
     async def cancel(self, data: bytes, context: Any) -> Any:
         """Cancel: returns `CancelResponse`."""
-        try:
+
+        def answer() -> Any:
             caller = self._caller(context)
             message = wire.parse_request(pb.CancelRequest, data, self._limits.max_body_bytes)
             request_id = check_key(message.request_id, "request_id")
@@ -146,13 +147,13 @@ class GrpcServer:
             if request is not None and not request.done:
                 self._engine_client.abort(request, Cancelled("cancelled by the client"))
             return pb.CancelResponse(found=request is not None)
-        except Exception as exc:  # as above
-            self._failed(exc, context)
-            return pb.CancelResponse()
+
+        return self._at_once(answer, pb.CancelResponse, context)
 
     async def list_models(self, data: bytes, context: Any) -> Any:
         """ListModels: returns `ListModelsResponse`."""
-        try:
+
+        def answer() -> Any:
             self._caller(context)
             rows = self._engine_client.models.listing()["data"]
             return pb.ListModelsResponse(
@@ -167,9 +168,19 @@ class GrpcServer:
                     for row in rows
                 ]
             )
+
+        return self._at_once(answer, pb.ListModelsResponse, context)
+
+    def _at_once(self, answer: Callable[[], Any], message_class: Any, context: Any) -> Any:
+        """What `answer` returns, or an empty message of this class where it fails."""
+        code = OK
+        try:
+            return answer()
         except Exception as exc:  # as above
-            self._failed(exc, context)
-            return pb.ListModelsResponse()
+            code = self._failed(exc, context).grpc_code
+            return message_class()
+        finally:
+            self._end(None, code)
 
     def check(self, service: str, context: Any) -> Any:
         """grpc.health.v1: the state; NOT_FOUND where there is no such service."""
