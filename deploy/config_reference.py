@@ -57,7 +57,8 @@ ENVIRONMENT = {
     "QUADRIGA_TLS_CLIENT_CA": "clients must show a certificate of this CA; `--tls-client-ca`",
     "QUADRIGA_HTTPS_PORT": "8443; `--https-port`",
     "QUADRIGA_GRPC_TLS_PORT": "9443; `--grpc-tls-port`",
-    "QUADRIGA_TLS_HOST": "address of the two ports; every one unless it is set",
+    "QUADRIGA_TLS_HOST": "address of the two ports, on nodes of a cluster; every one unless it is "
+    "set. `python -m serve_app` sets it by `--host`",
 }
 
 HEAD = """\

@@ -6,6 +6,7 @@ import random
 import socket
 
 LOOPBACK = "127.0.0.1"
+MAX_PORT = 65_535
 PORTS = range(20_000, 32_768)
 """Neither Linux nor Ray hands these out to whoever asks for any port: one that is free now is still
 free when the service that is told of it comes up."""

@@ -17,12 +17,13 @@ from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.ports import LOOPBACK, is_free, with_port
 from serve_app.auth.api_keys import KEY_VARIABLE, ApiKeys
 from serve_app.auth.keys import make_key
-from serve_app.cli.arguments import MAX_PORT, ServeParser, port_number
+from serve_app.cli.arguments import ServeParser, port_number
 from serve_app.cli.environment import Proxy, choose_proxy, prepare_environment
 from serve_app.cli.launch import Addresses
 from serve_app.cli.local_run import RunningService, leave, run_local
 from serve_app.cli.startup import describe
-from serve_app.http.tls import DEFAULT_GRPC_PORT, DEFAULT_HTTPS_PORT, Tls, is_loopback
+from serve_app.http import tls
+from serve_app.http.tls import Tls, is_loopback, port_variable
 
 KEY_FILE = "api_key"
 DEFAULT_ADMIN_PORT = 8001
@@ -32,8 +33,9 @@ _EXAMPLES = """examples:
   python -m serve_app model=/models/Llama-3.2-1B decode_replicas=3 engine.threads=4
   python -m serve_app --config service.yaml --http-port 8080
 
-environment: QUADRIGA_HOST, QUADRIGA_HTTP_PORT, QUADRIGA_GRPC_PORT and QUADRIGA_ADMIN_PORT (metrics
-and live page; 8001, 0: none) change the defaults; QUADRIGA_API_KEY is a key for clients."""
+environment: QUADRIGA_HOST, QUADRIGA_HTTP_PORT, QUADRIGA_GRPC_PORT, QUADRIGA_TLS_CERT and others for
+TLS, and QUADRIGA_ADMIN_PORT (metrics and live page; 8001, 0: none) change the defaults;
+QUADRIGA_API_KEY is a key for clients."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,13 +116,13 @@ def _parser() -> ServeParser:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="settings in YAML; key=value wins over it"
     )
-    host = os.environ.get("QUADRIGA_HOST", LOOPBACK)
+    host = os.environ.get("QUADRIGA_HOST") or LOOPBACK
     parser.add_argument(
         "--host", default=host, help="address to listen at; off loopback it needs API keys"
     )
-    http_port = _port("QUADRIGA_HTTP_PORT", 8000)
+    http_port = port_variable(tls.PLAIN_HTTP_PORT_VARIABLE, 8000)
     _add_port(parser, http_port, "OpenAI's API, /health, /docs", "--http-port", "--port")
-    grpc_port = _port("QUADRIGA_GRPC_PORT", 9000)
+    grpc_port = port_variable(tls.PLAIN_GRPC_PORT_VARIABLE, 9000)
     _add_port(
         parser, grpc_port, "gRPC; Serve's own proxy opens it on every interface", "--grpc-port"
     )
@@ -131,17 +133,18 @@ def _parser() -> ServeParser:
         default="auto",
         help="in front of HTTP and gRPC; auto: HAProxy where it is installed, else Ray Serve's own",
     )
-    tls = parser.add_argument_group("TLS", "certificate and key in PEM; then only TLS is spoken")
-    tls.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate with its chain")
-    tls.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
-    tls.add_argument(
-        "--tls-client-ca",
-        type=Path,
-        metavar="FILE",
-        help="ask clients for a certificate of this CA",
-    )
-    _add_port(tls, DEFAULT_HTTPS_PORT, "HTTPS", "--https-port")
-    _add_port(tls, DEFAULT_GRPC_PORT, "gRPC over TLS", "--grpc-tls-port")
+    group = parser.add_argument_group("TLS", "certificate and key in PEM; then only TLS is spoken")
+    for option, variable, what in (
+        ("--tls-cert", tls.CERT_VARIABLE, "certificate with its chain"),
+        ("--tls-key", tls.KEY_VARIABLE, "its key"),
+        ("--tls-client-ca", tls.CLIENT_CA_VARIABLE, "ask clients for a certificate of this CA"),
+    ):
+        file = os.environ.get(variable) or None
+        group.add_argument(option, type=Path, default=file, metavar="FILE", help=what)
+    https_port = port_variable(tls.HTTPS_PORT_VARIABLE, tls.DEFAULT_HTTPS_PORT)
+    _add_port(group, https_port, "HTTPS", "--https-port")
+    tls_port = port_variable(tls.GRPC_PORT_VARIABLE, tls.DEFAULT_GRPC_PORT)
+    _add_port(group, tls_port, "gRPC over TLS", "--grpc-tls-port")
     return parser
 
 
@@ -151,9 +154,9 @@ def _add_port(group: argparse._ActionsContainer, default: int, what: str, *optio
 
 def _addresses(options: argparse.Namespace) -> Addresses:
     """Raises: ConfigError when the TLS options do not go together."""
-    tls = Tls.from_environment()
+    secured = None
     if options.tls_cert is not None and options.tls_key is not None:
-        tls = Tls(
+        secured = Tls(
             options.tls_cert.absolute(),
             options.tls_key.absolute(),
             options.tls_client_ca and options.tls_client_ca.absolute(),
@@ -162,12 +165,16 @@ def _addresses(options: argparse.Namespace) -> Addresses:
             "" if options.host == "0.0.0.0" else options.host,
         )
     elif options.tls_cert or options.tls_key or options.tls_client_ca:
-        raise ConfigError("--tls-cert and --tls-key are both needed for TLS", param="tls-cert")
+        raise ConfigError(
+            "--tls-cert and --tls-key are both needed for TLS, or "
+            f"{tls.CERT_VARIABLE} and {tls.KEY_VARIABLE}",
+            param="tls-cert",
+        )
     return Addresses(
         options.host,
         options.http_port,
         None if options.no_grpc else options.grpc_port,
-        tls,
+        secured,
     )
 
 
@@ -185,8 +192,9 @@ def _with_admin_port(
     named = isinstance(arguments.get("admin"), dict) and "port" in arguments["admin"]
     if named or "admin.port" in arguments:
         return arguments, ""
-    if ADMIN_PORT_VARIABLE in os.environ:
-        return arguments | {"admin.port": _port(ADMIN_PORT_VARIABLE, 0, least=0) or None}, ""
+    if os.environ.get(ADMIN_PORT_VARIABLE):
+        port = port_variable(ADMIN_PORT_VARIABLE, 0, least=0)
+        return arguments | {"admin.port": port or None}, ""
     if DEFAULT_ADMIN_PORT not in others and is_free(DEFAULT_ADMIN_PORT):
         return arguments | {"admin.port": DEFAULT_ADMIN_PORT}, ""
     return arguments | {"admin.port": None}, (
@@ -202,16 +210,6 @@ def _admin_line(config: QuadrigaConfig) -> str:
         return ""
     url = f"http://{with_port(config.admin.host, config.admin.port)}"
     return f"\n  live {url}/dashboard, metrics {url}/metrics\n"
-
-
-def _port(variable: str, default: int, *, least: int = 1) -> int:
-    """Raises: ConfigError when the variable holds no port."""
-    text = os.environ.get(variable, str(default))
-    if not (text.isdecimal() and least <= int(text) <= MAX_PORT):
-        raise ConfigError(
-            f"{variable}: {text!r} is no port ({least} to {MAX_PORT})", param=variable
-        )
-    return int(text)
 
 
 def _arguments(file: Path | None, settings: list[str]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Auto = Literal["auto"]
 
@@ -39,3 +39,9 @@ class Section(BaseModel):
     """A part of the tree: frozen, and strict about unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_is_empty(cls, keys: Any) -> Any:
+        """YAML has a section as null where all of its lines are comments."""
+        return {} if keys is None else keys

@@ -103,13 +103,14 @@ def load_config(data: dict[str, Any]) -> QuadrigaConfig:
                 continue  # pydantic counts a pool at fault as none
             # Of a field that takes "auto" or a number, pydantic says both: what it is not.
             place = [str(part) for part in error["loc"]]
-            place = [part for part in place if not part.startswith(("literal[", "constrained-"))]
+            kinds = ("literal[", "constrained-", "tuple[")
+            place = [part for part in place if not part.startswith(kinds)]
             field = ".".join(place) or "(top level)"
             if error["type"] == "extra_forbidden":
                 lines.append(f"{field}: there is no such setting{_similar(error['loc'])}")
                 continue
             messages = said.setdefault(f"{field}: {{}} (got {error['input']!r:.80})", [])
-            messages.append(error["msg"])
+            messages.append(error["msg"].replace("valid tuple", "list (YAML)"))
         lines += [text.replace("{}", ", or: ".join(found), 1) for text, found in said.items()]
         raise ConfigError("; ".join(lines), param=lines[0].split(":", 1)[0]) from exc
     pools = tuple(_with_model(pool, config.helios) for pool in config.pools)
@@ -166,7 +167,9 @@ def expand_dotted(data: dict[str, Any]) -> dict[str, Any]:
         *parents, leaf = key.split(".")
         node = tree
         for parent in parents:
-            node = node.setdefault(parent, {})
+            if node.get(parent) is None:
+                node[parent] = {}
+            node = node[parent]
             if not isinstance(node, dict):
                 raise ConfigError(f"{key}: {parent!r} is a value, not a section", param=key)
         if isinstance(value, dict) and isinstance(node.get(leaf), dict):

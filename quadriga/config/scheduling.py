@@ -281,3 +281,12 @@ class HeliosConfig(Section):
         None, description="File of the performance history; null: kept with the application."
     )
     scaling: ScalingConfig = ScalingConfig()
+
+    @model_validator(mode="after")
+    def _scaling_has_a_choice(self) -> HeliosConfig:
+        """Scaling without HELIOS would do nothing; who turns HELIOS off by name may keep it."""
+        if self.scaling.enabled and not self.enabled and "enabled" not in self.model_fields_set:
+            raise ValueError(
+                "scaling.enabled is for what HELIOS chooses, which is off; set helios.enabled: true"
+            )
+        return self

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-MAX_PORT = 65_535
+from quadriga.ports import MAX_PORT
 
 
 class ServeHelpFormatter(

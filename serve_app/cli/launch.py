@@ -210,7 +210,9 @@ class LocalService:
     def _check_ports(self) -> None:
         where, admin = self.addresses, self.config.admin
         options = where.http_options()
-        wanted = [("--http-port", options["host"], options["port"])]
+        has_tls = "ssl_certfile" in options
+        first = "--https-port" if has_tls else "--http-port"
+        wanted = [(first, options["host"], options["port"])]
         if where.grpc_port is not None and self._keys.digests:
             # Serve's own proxy listens on every interface.
             address = options["host"] if haproxy_enabled() else ""

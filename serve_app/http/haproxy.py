@@ -23,7 +23,8 @@ with a front end for HTTPS and one for gRPC over TLS, which pass on to Serve's o
 
 Serve takes another binary by `RAY_SERVE_HAPROXY_BINARY_PATH`: so it is given a short script. On a
 cluster, every node that runs a proxy needs the variable before `ray start`:
-`export RAY_SERVE_HAPROXY_BINARY_PATH=$(python -m serve_app.http.haproxy)`.
+`export RAY_SERVE_HAPROXY_BINARY_PATH=$(python -m serve_app.http.haproxy)`. With
+`--no-grpc` it opens no port for gRPC over TLS.
 """
 
 from __future__ import annotations
@@ -383,6 +384,6 @@ def _binary() -> str:
 if __name__ == "__main__":
     os.environ.pop(BINARY_VARIABLE, None)  # or the script would start itself
     try:
-        print(starter_script())
+        print(starter_script(has_grpc="--no-grpc" not in sys.argv[1:]))
     except QuadrigaError as error:
         sys.exit(f"quadriga: {error.message}")

@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 
 from quadriga.errors import ConfigError
-from quadriga.ports import with_port
+from quadriga.ports import MAX_PORT, with_port
 
 CERT_VARIABLE = "QUADRIGA_TLS_CERT"
 KEY_VARIABLE = "QUADRIGA_TLS_KEY"
@@ -198,9 +198,9 @@ def is_public_name(host: str) -> bool:
     return False
 
 
-def port_variable(variable: str, default: int) -> int:
+def port_variable(variable: str, default: int, *, least: int = 1) -> int:
     """A port from the environment. Raises: ConfigError."""
     text = os.environ.get(variable) or str(default)
-    if not text.isdigit() or not 0 < int(text) < 65_536:
-        raise ConfigError(f"{variable}: must be a port from 1 to 65535, got {text[:20]!r}")
+    if not (text.isdecimal() and least <= int(text) <= MAX_PORT):
+        raise ConfigError(f"{variable}: {text[:20]!r} is no port ({least} to {MAX_PORT})")
     return int(text)

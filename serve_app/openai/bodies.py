@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -37,9 +38,12 @@ BodyModel = TypeVar("BodyModel", bound=RequestBody)
 def parse_json(data: bytes) -> Any:
     """Decode JSON strictly: UTF-8, no NaN or Infinity, no lone surrogates, 201 levels at most.
 
+    A byte order mark before it is passed over.
+
     Raises: InvalidRequest.
     """
     check_pieces(data)
+    data = data.removeprefix(BOM_UTF8)
     try:
         return from_json(data, allow_inf_nan=False, cache_strings="keys")
     except ValueError as exc:

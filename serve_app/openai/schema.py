@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError
 
@@ -145,6 +152,17 @@ class RequestFields(RequestBody):
     )
     user: str | None = Field(None, max_length=4096, description="Accepted; changes nothing.")
     cache_salt: CacheSalt | None = Field(None, description=CACHE_SALT)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, fields: Any) -> Any:
+        """Read 16.0 as 16: JSON Schema, and so OpenAI's API, takes either for a whole number."""
+        if not isinstance(fields, dict):
+            return fields
+        return {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in fields.items()
+        }
 
 
 class GenerationFields(RequestFields):

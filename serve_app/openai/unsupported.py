@@ -70,6 +70,8 @@ def _table(*groups: Iterable[UnsupportedField]) -> dict[str, UnsupportedField]:
 
 
 _Field = UnsupportedField
+NO_REASONING = "none"
+"""As `reasoning_effort`: templates are told `enable_thinking: false`."""
 
 STRUCTURE = (
     # SGLang, llama.cpp
@@ -195,7 +197,7 @@ CHAT = _table(
         _Field("modalities", ([], ["text"])),
         _Field("web_search_options"),
         _Field("reasoning", ({},)),
-        _Field("reasoning_effort"),
+        _Field("reasoning_effort", (NO_REASONING,)),
         _Field("thinking"),
         _Field("enable_thinking", instead="chat_template_kwargs"),
         _Field("verbosity", ("medium",)),
@@ -224,7 +226,7 @@ RESPONSES = _table(
         _Field("prompt"),
         _Field("background", (False,)),
         _Field("include", ([], ["reasoning.encrypted_content"])),
-        _Field("reasoning", ({},)),
+        _Field("reasoning", ({}, {"effort": NO_REASONING})),
         _Field("truncation", ("disabled", "auto")),
         _Field("max_tool_calls"),
         _Field("top_logprobs", (0,)),

@@ -31,6 +31,7 @@ from serve_app.openai.schema import (
     ToolCallBody,
 )
 from serve_app.openai.tools import NO_TOOLS, ChatTools, read_tools
+from serve_app.openai.unsupported import NO_REASONING
 from serve_app.request.request import Request, in_time
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -122,9 +123,10 @@ async def chat_request(
         num_logprobs = _logprobs(body.top_logprobs or 0, limits, "top_logprobs")
     n = _choices(body.n, limits)
     tools = read_tools(body, model) if body.tools or body.tool_choice else NO_TOOLS
-    text = model.tokenizer.render_chat(
-        plain_messages(body.messages), tools.told, body.chat_template_kwargs
-    )
+    variables = body.chat_template_kwargs or {}
+    if (body.model_extra or {}).get("reasoning_effort") == NO_REASONING:
+        variables = {"enable_thinking": False} | variables
+    text = model.tokenizer.render_chat(plain_messages(body.messages), tools.told, variables)
     async with in_time(read_deadline_s(body, limits)):
         token_ids = await models.tokenize(model, text, False, field="messages")
     if not token_ids:

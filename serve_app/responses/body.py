@@ -22,7 +22,7 @@ from serve_app.openai.schema import (
     RequestBody,
     RequestFields,
 )
-from serve_app.openai.unsupported import RESPONSES
+from serve_app.openai.unsupported import NO_REASONING, RESPONSES
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 CHAT_NAMES = {
@@ -121,6 +121,8 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     extra = body.model_extra or {}  # what a chat does not know either, it names as ignored
     fields: dict[str, Any] = {k: v for k, v in extra.items() if k not in RESPONSES}
     fields |= {name: value for name in SAME if (value := getattr(body, name)) is not None}
+    if extra.get("reasoning"):
+        fields["reasoning_effort"] = NO_REASONING
     fields["messages"] = _messages(body)
     if len(fields["messages"]) > MAX_MESSAGES:
         raise InvalidRequest(

@@ -350,6 +350,10 @@ def test_tls_at_the_pods() -> None:
     [starter] = [c for c in template["initContainers"] if c["name"] == "haproxy-starter"]
     assert _env(starter, "QUADRIGA_TLS_CLIENT_CA") == "/etc/quadriga/client-ca/ca.crt"
     assert _env(template["containers"][0], "RAY_SERVE_HAPROXY_BINARY_PATH") in starter["args"][0]
+    assert "--no-grpc" not in starter["args"][0]
+    without = pod_templates(render(EVERYTHING | {"grpc": {"enabled": False}}))["head"]["spec"]
+    [starter] = [c for c in without["initContainers"] if c["name"] == "haproxy-starter"]
+    assert "serve_app.http.haproxy --no-grpc)" in starter["args"][0]
 
 
 def test_without_haproxy_nothing_starts_it() -> None:

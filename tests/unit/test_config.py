@@ -89,6 +89,20 @@ def test_a_value_is_not_a_section() -> None:
         load_config({"engine": 3, "engine.threads": 2})
 
 
+def test_a_section_whose_lines_are_comments_is_none_left_out() -> None:
+    """As YAML reads it: null."""
+    given = {"decode": None, "decode.max_slots": "4", "scheduler": {"ares": None}, "exits": None}
+    assert load_config(given) == load_config({"decode.max_slots": 4})
+
+
+@pytest.mark.parametrize("key", ["exits.layers", "auth.api_keys"])
+def test_a_list_is_asked_for_in_the_words_of_the_documentation(key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{key}: [^:]*(, or: )?[^:]*a list \(YAML\) \(got '4,8'"
+    ):
+        load_config({key: "4,8"})
+
+
 def test_it_survives_json() -> None:
     config = load_config({"decode.max_slots": 7})
     assert QuadrigaConfig.model_validate_json(config.model_dump_json()) == config

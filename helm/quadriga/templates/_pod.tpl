@@ -104,7 +104,7 @@ KubeRay takes no name twice. */}}
   command: [sh, -ec]
   args:
     - |
-      starter=$(python -m serve_app.http.haproxy)
+      starter=$(python -m serve_app.http.haproxy{{ if and .root.Values.tls.secretName (not .root.Values.grpc.enabled) }} --no-grpc{{ end }})
       ln -sf "$starter" /home/quadriga/haproxy
   env:
     {{- include "quadriga.env" (dict "root" .root "own" .pod.env) | nindent 4 }}

@@ -324,6 +324,9 @@ def test_the_configuration_is_strict() -> None:
         {"scaling": {"min_replicas": 5}},
         {"scaling": {"utilisation": 0}},
         {"modles": []},
+        {"scaling": {"enabled": True}},
     ):
         with pytest.raises(ConfigError, match="helios"):
             load_config({"helios": bad})
+    off = load_config({"helios": {"enabled": False, "scaling": {"enabled": True}}})
+    assert load_config(off.model_dump()) == off

@@ -10,6 +10,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from quadriga.observability.metrics import parse_exposition
+from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.grpc.server import GrpcServer
 from serve_app.http.call import Call
 from serve_app.http.server import HttpServer
@@ -46,6 +47,17 @@ async def test_grpc_calls_whose_client_left(make_stand: MakeStand) -> None:
     assert [m async for m in server.generate(wants(), Context())]
     await server.generate_once(wants(), Context())
     assert await counted(stand, "grpc") == {"CANCELLED": 2, "OK": 2}
+
+
+async def test_grpc_calls_that_are_answered_at_once(make_stand: MakeStand) -> None:
+    stand = await make_stand(keys=KEYS)
+    server = GrpcServer(stand.engine)
+    assert (await server.list_models(b"", Context())).models
+    assert not (await server.list_models(b"", Context(None))).models
+    await server.cancel(pb.CancelRequest(request_id="a").SerializeToString(), Context())
+    await server.cancel(b"", Context())
+    counts = {"OK": 2, "UNAUTHENTICATED": 1, "INVALID_ARGUMENT": 1}
+    assert await counted(stand, "grpc") == counts
 
 
 async def test_an_http_call_that_is_cancelled_before_its_answer(make_stand: MakeStand) -> None:

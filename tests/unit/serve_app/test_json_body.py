@@ -19,7 +19,7 @@ from serve_app.grpc.server import GrpcServer
 from serve_app.openai.bodies import MAX_PIECES, parse_body, parse_json
 from serve_app.openai.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationFields
 from serve_app.openai.validation import SLICE_TOKENS, check_token_ids, plain_messages
-from tests.unit.serve_app.conftest import MODEL, MakeStand
+from tests.unit.serve_app.conftest import MODEL, MakeStand, Stand
 from tests.unit.serve_app.test_grpc_server import KEYS, Context
 
 SIZE = 4_000_000
@@ -203,3 +203,12 @@ async def test_a_message_of_too_many_items_is_not_made_a_list_of(
     reply = await GrpcServer(stand.engine).generate_once(data, Context())
     assert reply.error.param == field
     assert reply.error.code in ("invalid_value", "context_length_exceeded")
+
+
+async def test_a_mark_before_the_body_and_whole_numbers_with_a_point(stand: Stand) -> None:
+    body = b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 3.0, "temperature": 0.0, "seed": 7.0}'
+    reply = await stand.http.post("/v1/completions", content=body)
+    assert reply.json()["usage"]["completion_tokens"] == 3, reply.text
+    for number, said in ((2.5, "a valid integer"), (1e300, "less than or equal")):
+        refused = await stand.complete(max_tokens=number)
+        assert refused.status_code == 400 and said in refused.json()["error"]["message"]

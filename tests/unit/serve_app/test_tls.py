@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import uvicorn
 from quadriga.client import AsyncClient, RetryPolicy
 from quadriga.errors import ConfigError, QuadrigaError, Unauthenticated, Unavailable
 from quadriga.ports import free_port
+from serve_app.__main__ import main
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.cli.launch import Addresses
 from serve_app.grpc.messages import add_quadriga_to_server
@@ -286,6 +288,25 @@ def test_half_a_configuration_is_refused() -> None:
     os.environ["QUADRIGA_HTTPS_PORT"] = "70000"
     with pytest.raises(ConfigError, match="QUADRIGA_HTTPS_PORT"):
         Tls.from_environment()
+
+
+def test_the_environment_says_what_options_say(
+    ca: Authority, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The address as well: what is on loopback, and asks for no key, is on no other interface."""
+    pair, served = ca.server(), list[Any]()
+    os.environ |= {"QUADRIGA_TLS_CERT": str(pair.cert), "QUADRIGA_TLS_KEY": str(pair.key)}
+    os.environ |= {"QUADRIGA_GRPC_TLS_PORT": "9555", "QUADRIGA_HTTP_PORT": ""}
+    with monkeypatch.context() as stubbed:
+        stubbed.setattr("serve_app.__main__._serve", lambda *given: served.append(given[2]) or 0)
+        assert main(["--proxy=serve", "--no-grpc", "--https-port=8500"]) == 0
+    tls = Tls(pair.cert, pair.key, None, 8500, 9555, "127.0.0.1")
+    assert served == [Addresses("127.0.0.1", 8000, None, tls)]
+    assert os.environ["QUADRIGA_TLS_HOST"] == "127.0.0.1"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--proxy=serve", "--no-grpc", f"--https-port={port}"]) == 2
+    assert f"--https-port: {port} is taken by another process" in capsys.readouterr().err
 
 
 def test_serves_own_proxy_cannot_ask_http_clients_for_certificates(ca: Authority) -> None:

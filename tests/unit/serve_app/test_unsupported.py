@@ -20,9 +20,10 @@ from serve_app.openai.unsupported import (
     TOKENIZE,
     UnsupportedField,
 )
-from tests.unit.serve_app.conftest import Stand
+from tests.unit.serve_app.conftest import MODEL, Stand
 
 MESSAGES = [{"role": "user", "content": "a"}]
+THINK_NOT = {"enable_thinking": False}
 ROUTES: dict[str, tuple[dict[str, UnsupportedField], dict[str, Any]]] = {
     "/v1/completions": (COMPLETIONS, {"prompt": "a", "max_tokens": 1}),
     "/v1/chat/completions": (CHAT, {"messages": MESSAGES, "max_tokens": 1}),
@@ -91,3 +92,21 @@ def test_the_openapi_document_and_the_docs_name_each_field() -> None:
         for name, field in table.items():
             assert schemas[body]["properties"][name]["enum"] == [None, *field.neutral]
             assert f"`{name}`" in text, f"docs/clients.md does not name {name}"
+
+
+async def test_no_reasoning_is_told_to_the_template(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{{ messages[0].content }}{% if enable_thinking is false %} do not think{% endif %}"
+    monkeypatch.setattr(MODEL.tokenizer._fast, "chat_template", template)
+    num_tokens = []
+    for more in ({}, {"reasoning_effort": "none"}, {"chat_template_kwargs": THINK_NOT}):
+        body = {"messages": MESSAGES, "max_tokens": 1} | more
+        reply = await stand.http.post("/v1/chat/completions", json=body)
+        num_tokens.append(reply.json()["usage"]["prompt_tokens"])
+    for more in ({}, {"reasoning": {"effort": "none"}}):
+        body = {"input": "a", "max_output_tokens": 1} | more
+        reply = await stand.http.post("/v1/responses", json=body)
+        num_tokens.append(reply.json()["usage"]["input_tokens"])
+    plain, told = len(MODEL.tokenizer.encode("a")), len(MODEL.tokenizer.encode("a do not think"))
+    assert num_tokens == [plain, told, told, plain, told]
