@@ -33,6 +33,9 @@ pools:
   - {model: quadriga-l, prefill_replicas: 1, decode_replicas: 2}
 """
 """The first is HELIOS's, and changes its model and depth; the second keeps them."""
+LONGEST = 448
+KV_BYTES = 12 * 2 * 2 * 32 * 4
+"""Of a token of quadriga-l: layers, keys and values, heads, their size, float32."""
 SETTINGS = (
     "helios.enabled=true",
     # Looked at again after few requests, so that depths change within minutes.
@@ -48,7 +51,9 @@ SETTINGS = (
     "helios.scaling.down_after_s=20",
     "decode.max_slots=8",
     "engine.compile=wait",
-    "engine.max_model_len=512",
+    f"engine.max_model_len={LONGEST}",
+    # Of quadriga-l one longest sequence, or a few usual ones: of more some are paused.
+    f"engine.kv_memory_bytes={LONGEST * KV_BYTES}",
     "engine.resources_cpus=0.05",
     "lifecycle.heartbeat_interval_s=0.5",
 )
@@ -72,6 +77,7 @@ COUNTED = {
     "resizes": ("quadriga_resizes_total", 'outcome="resized"'),
     "scaled": ("quadriga_helios_events_total", 'kind="scaled"'),
     "lowered": ("quadriga_lowered_tokens_total",),
+    "pauses": ("quadriga_pauses_total",),
 }
 """Of the last line, and by which metric it is counted."""
 BUDGET: dict[str, Any] = {
@@ -201,8 +207,8 @@ async def _switched(control: ClusterControl, is_on: bool) -> bool | None:
 
 
 async def counted(http: HttpClient) -> dict[str, float]:
-    """What the service counted so far: moves, resizes, and tokens below their thresholds. Moves and
-    resizes that were done to it are among them.
+    """What the service counted so far: moves, resizes, pauses, and tokens below their thresholds.
+    Moves that were done to it are among them.
 
     Raises: ConnectionError.
     """
