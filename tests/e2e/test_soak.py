@@ -8,12 +8,8 @@ import sys
 
 import pytest
 
-from tests.reliability import all_on
-
 TIMEOUT_S = 480.0
 HAPPENED = ("lowered", "moves", "pauses")
-LONGEST = 192
-"""Tokens of a sequence, and of a replica of quadriga-l, which two of the short answers fill."""
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S + 20)
@@ -25,8 +21,6 @@ def test_with_everything_on_no_answer_changes_and_nothing_stays_behind() -> None
     words = [sys.executable, "-m", "loadgen", "soak", "--all-on", "--warm-up-s", "6"]
     words += ["--turn-s", "5", "--every-s", "3", "--places", "6"]
     words += ["--max-tokens", "48", "--max-slope", "1e6", "--set", "engine.compile=off"]
-    words += ["--set", f"engine.max_model_len={LONGEST}"]
-    words += ["--set", f"engine.kv_memory_bytes={LONGEST * all_on.KV_BYTES}"]
     wanted = dict.fromkeys(("failed", "differing", "duplicated", "leaked"), 0)
     for minutes in ("1", "2"):
         ran = subprocess.run(

@@ -33,9 +33,6 @@ pools:
   - {model: quadriga-l, prefill_replicas: 1, decode_replicas: 2}
 """
 """The first is HELIOS's, and changes its model and depth; the second keeps them."""
-LONGEST = 448
-KV_BYTES = 12 * 2 * 2 * 32 * 4
-"""Of a token of quadriga-l: layers, keys and values, heads, their size, float32."""
 SETTINGS = (
     "helios.enabled=true",
     # Looked at again after few requests, so that depths change within minutes.
@@ -51,14 +48,12 @@ SETTINGS = (
     "helios.scaling.down_after_s=20",
     "decode.max_slots=8",
     "engine.compile=wait",
-    f"engine.max_model_len={LONGEST}",
-    # Of quadriga-l one longest sequence, or a few usual ones: of more some are paused.
-    f"engine.kv_memory_bytes={LONGEST * KV_BYTES}",
+    "engine.max_model_len=512",
     "engine.resources_cpus=0.05",
     "lifecycle.heartbeat_interval_s=0.5",
 )
-WEIGHTS = {"migrate": 16.0, "kill": 1.0}
-"""Harms; depths are HELIOS's to change here."""
+WEIGHTS = {"migrate": 16.0, "pause": 4.0, "kill": 1.0}
+"""Harms; depths are HELIOS's to change here, and memory holds all that runs."""
 FREE_SHARE = 0.4
 """Of the clients."""
 PREFIX = "Count from 3 to 40.\nSort: 7 3 9 1 4 8 2 6\n" * 3
@@ -208,7 +203,7 @@ async def _switched(control: ClusterControl, is_on: bool) -> bool | None:
 
 async def counted(http: HttpClient) -> dict[str, float]:
     """What the service counted so far: moves, resizes, pauses, and tokens below their thresholds.
-    Moves that were done to it are among them.
+    Moves and pauses that were done to it are among them.
 
     Raises: ConnectionError.
     """
