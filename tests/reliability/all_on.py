@@ -52,8 +52,8 @@ SETTINGS = (
     "engine.resources_cpus=0.05",
     "lifecycle.heartbeat_interval_s=0.5",
 )
-WEIGHTS = {"migrate": 16.0, "kill": 1.0}
-"""Harms; depths are HELIOS's to change here."""
+WEIGHTS = {"migrate": 16.0, "pause": 4.0, "kill": 1.0}
+"""Harms; depths are HELIOS's to change here, and memory holds all that runs."""
 FREE_SHARE = 0.4
 """Of the clients."""
 PREFIX = "Count from 3 to 40.\nSort: 7 3 9 1 4 8 2 6\n" * 3
@@ -72,6 +72,7 @@ COUNTED = {
     "resizes": ("quadriga_resizes_total", 'outcome="resized"'),
     "scaled": ("quadriga_helios_events_total", 'kind="scaled"'),
     "lowered": ("quadriga_lowered_tokens_total",),
+    "pauses": ("quadriga_pauses_total",),
 }
 """Of the last line, and by which metric it is counted."""
 BUDGET: dict[str, Any] = {
@@ -201,8 +202,8 @@ async def _switched(control: ClusterControl, is_on: bool) -> bool | None:
 
 
 async def counted(http: HttpClient) -> dict[str, float]:
-    """What the service counted so far: moves, resizes, and tokens below their thresholds. Moves and
-    resizes that were done to it are among them.
+    """What the service counted so far: moves, resizes, pauses, and tokens below their thresholds.
+    Moves and pauses that were done to it are among them.
 
     Raises: ConnectionError.
     """

@@ -16,6 +16,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from actors.rpc.lifecycle import controller_name, scheduler_name
@@ -99,6 +100,11 @@ class FaultAgent:
             replica, "on_engine", _running, timeout_s=CALL_TIMEOUT_S
         )
         return found
+
+    async def pause(self, replica: str, sequence_id: str) -> bool:
+        """Have a decode replica take a sequence to host memory; whether it ran there."""
+        command = partial(_pause, sequence_id)
+        return bool(await call(replica, "on_engine", command, timeout_s=CALL_TIMEOUT_S))
 
     async def serving(self, role: str) -> list[str]:
         """Names of the ready replicas of a role that are no scouts, by their places."""
@@ -248,6 +254,11 @@ def _place(name: str) -> str:
 def _running(core: Any) -> list[tuple[str, int]]:
     """On the replica's engine thread."""
     return [(state.sequence_id, len(state.output_ids)) for state in core.loop.running]
+
+
+def _pause(sequence_id: str, core: Any) -> bool:
+    """On the replica's engine thread."""
+    return bool(core.loop.preemption.pause(sequence_id))
 
 
 def _num_open(replica: Any) -> int:

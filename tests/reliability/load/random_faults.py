@@ -1,4 +1,4 @@
-"""What a soak does to the service while it serves: moves, resizes, kills, at random times."""
+"""What a soak does to the service while it serves: moves, pauses, resizes and kills at random."""
 
 from __future__ import annotations
 
@@ -107,6 +107,14 @@ class RandomFaults:
                 outcome = said.split()[0]
                 self.done[f"move {outcome}"] += 1
                 return bool(outcome == "moved")
+        return False
+
+    async def _pause(self) -> bool:
+        """Have a decode replica take a sequence to host memory, and back when it has room."""
+        agent = self._control.agent
+        for replica in await self._control.replicas("decode"):
+            if running := await agent.call("running", replica):
+                return bool(await agent.call("pause", replica, self._rng.choice(running)[0]))
         return False
 
     async def _resize(self) -> bool:
