@@ -65,6 +65,7 @@ class OwnIngress:
     async def cut_off(self) -> None:
         """Leave everything as a killed process would: nobody is told, and nothing is freed."""
         await self.engine.tasks.close()
+        self.engine.models.close()
 
     async def complete(self, **fields: Any) -> dict[str, Any]:
         """Send a request, which may not fail."""
