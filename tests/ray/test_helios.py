@@ -22,7 +22,9 @@ from tests.ray.choosing import (
     OwnIngress,
     history,
     holds,
+    is_served,
     kill_controller,
+    until,
     until_another,
 )
 from tests.ray.moves import held
@@ -148,8 +150,16 @@ def until_running(app: App, count: int) -> None:
 @pytest.mark.timeout(300)
 async def test_ordinary_requests_stay_off_scouts(choosing: App) -> None:
     """Also while there is no scheduler, and while a new one has no route."""
+
+    def is_settled(now: dict[str, Any]) -> bool:
+        """Whether nothing changes any more: nobody's model is left to be chosen, nobody goes."""
+        is_whole = choosing.status()["is_ready"] and len(choosing.replicas("decode")) == 2
+        return is_served(now) and is_whole
+
     async with OwnIngress(choosing) as ingress:
-        now = await ingress.until(choosing, is_chosen)
+        await ingress.until(choosing, is_chosen)
+    async with OwnIngress(choosing) as ingress:  # the one before has told all that it knew
+        now = await asyncio.to_thread(until, choosing, is_settled)
         named = {"model": now["target"].split("@")[0], "max_tokens": 300}
         replicas = await asyncio.to_thread(choosing.replicas, "decode")
         for dies in (False, True):
