@@ -86,6 +86,7 @@ class Controller(DirectlyCalled):
             self._ingress_age_s,
             self._takes_nothing,
             self._leader_lease.is_held,
+            self._is_scout,
         )
         self._strict = StrictRequests(self._manager.replicas, self._clock)
         die_on_sigterm()
@@ -434,8 +435,10 @@ class Controller(DirectlyCalled):
 
     def _takes_nothing(self, replica: ReplicaRecord) -> bool:
         """Whether others' sequences shall not go there: it leaves, or only serves profiles."""
-        is_scout = self._helios is not None and replica.key in self._helios.pools.scouts
-        return is_scout or self._left_s(replica) is not None
+        return self._is_scout(replica) or self._left_s(replica) is not None
+
+    def _is_scout(self, replica: ReplicaRecord) -> bool:
+        return self._helios is not None and replica.key in self._helios.pools.scouts
 
     def _left_s(self, replica: ReplicaRecord) -> float | None:
         """Seconds until a replica goes, or its node does; None where both stay, as far as known."""

@@ -64,6 +64,7 @@ class ReplicaManager:
         changed: Called when a replica became ready or is gone: time to reconcile.
         ingress_age_s: Seconds since an ingress was heard of; passed on with heartbeats.
         is_leaving: Whether a replica must go soon, and should be given nothing more.
+        is_scout: Whether a replica is there for profiles; it is told so with heartbeats.
         is_held: Whether this process may act for the application now; see `LeaderLease`.
 
     Attributes:
@@ -78,6 +79,7 @@ class ReplicaManager:
         ingress_age_s: Callable[[], float],
         is_leaving: Callable[[ReplicaRecord], bool] = lambda replica: False,
         is_held: Callable[[], Awaitable[bool]] = _always,
+        is_scout: Callable[[ReplicaRecord], bool] = lambda replica: False,
     ) -> None:
         self.replicas: dict[str, ReplicaHandle] = {}
         self.lifecycle = LifecycleConfig()
@@ -88,6 +90,7 @@ class ReplicaManager:
         self._ingress_age_s = ingress_age_s
         self._is_leaving = is_leaving
         self._is_held = is_held
+        self._is_scout = is_scout
         self._departed: OrderedDict[str, None] = OrderedDict()
         self._num_failures: dict[tuple[PlaceKey, str | None], int] = {}
         self._not_before_s: dict[PlaceKey, float] = {}
@@ -220,6 +223,7 @@ class ReplicaManager:
                 replica.handle,
                 "heartbeat",
                 self._ingress_age_s(),
+                self._is_scout(replica),
                 timeout_s=timeout_s,
             )
             self._heard(replica, status)

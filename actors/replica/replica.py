@@ -129,7 +129,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self._accepted: list[str] = []
         self.departed = DepartedSequences()
         self._news = asyncio.Event()
-        self._is_draining = False
+        self._is_draining = self._is_scout = False
         self.is_ending = False
         self._leave_by_s: float | None = None
         self.report_options = ReportOptions()
@@ -286,8 +286,13 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self.engine.require_core()
         return self._snapshot()
 
-    async def heartbeat(self, ingress_age_s: float) -> ReplicaStatus:
-        """The controller's watch; it passes on how long ago it heard of any ingress."""
+    async def heartbeat(self, ingress_age_s: float, is_scout: bool = False) -> ReplicaStatus:
+        """The controller's watch; it passes on how long ago it heard of any ingress.
+
+        Args:
+            is_scout: See `ReplicaSnapshot`.
+        """
+        self._is_scout = is_scout
         self.mail.heard_of_any(ingress_age_s)
         return ReplicaStatus(
             self.info_record,
@@ -420,6 +425,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             tokens_per_s=load.tokens_per_s,
             step_time_s=load.step_time_s,
             draining=self._is_draining,
+            is_scout=self._is_scout,
             num_paused=load.num_paused,
             num_unplaced=load.num_unplaced,
             least_priority=load.least_priority,

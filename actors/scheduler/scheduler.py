@@ -91,7 +91,7 @@ class Scheduler(BatchedCalls):
         self._heard_s = self._clock.now_s()
         if self._auto.route is not None:
             return self._admit_auto(request)
-        return self._admit(request, self._adjusted())
+        return self._admit(request, [s for s in self._adjusted() if not s.is_scout])
 
     def _admit_auto(self, request: AdmitRequest) -> Admission:
         """As `admit`, where model and depth are chosen by the controller."""
@@ -369,13 +369,14 @@ class Scheduler(BatchedCalls):
         self._inflight.sent(name, request.sequence_id, sent)
 
     def _adjusted(self) -> list[ReplicaSnapshot]:
-        """The snapshots with what is on its way to each replica added."""
+        """The snapshots with what is on its way to each replica added, and scouts marked.
+
+        The route marks them before they are told themselves; until the first one they say it.
+        """
         now_s, route = self._clock.now_s(), self._auto.route
         scouts = route.scouts if route is not None else ()
         found = [self._inflight.adjust(s, now_s=now_s) for s in self._snapshots.values()]
-        for snapshot in found:
-            snapshot.is_scout = snapshot.info.name in scouts
-        return found
+        return [replace(s, is_scout=True) if s.info.name in scouts else s for s in found]
 
     async def _watch(self) -> None:
         """Forget replicas that fell silent; end when no ingress was heard of for long."""

@@ -199,13 +199,14 @@ class AutoRouter:
         named = [s for s in alive if s.info.name == decision.profile]
         if named:
             return [named]
-        others = [s for s in alive if s.info.name not in route.scouts]
+        scouts = route.scouts | {s.info.name for s in alive if s.is_scout}
+        others = [s for s in alive if s.info.name not in scouts]
         # It may need layers that only a scout has; or no other has the model.
         if decision.needs_depth or not (others or request.exclude):
             others = list(alive)
         by_class: dict[tuple[DepthClass, bool], list[ReplicaSnapshot]] = {}
         for s in others:
-            key = (s.info.depth_class, s.info.name in route.scouts)
+            key = (s.info.depth_class, s.info.name in scouts)
             by_class.setdefault(key, []).append(s)
         order = {c: i for i, c in enumerate(route.serve)}
 

@@ -183,7 +183,7 @@ class ReplicaSnapshot(RelativeTimeMixin):
         cached_share: Prefill only: of the prompt tokens so far, those that were not computed, as
             their KV was there; None where nothing is shared, or nothing came yet.
         is_scout: It profiles for HELIOS, and takes nothing but what is sent there for that, or for
-            its layers; the scheduler marks it.
+            its layers; the controller tells the replica, and the scheduler.
         taken_unix_s: When it was sent.
         sent_s, loaded_s: When it was sent, and when the engine counted all this, by the replica's
             own monotonic clock: only to be compared with what the same replica says.

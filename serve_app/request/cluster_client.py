@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from quadriga.clock import Clock
@@ -274,7 +275,8 @@ class ClusterStateCache:
                 ) from exc
             # Where none has the layers, they are loaded, or the replica refuses it.
             candidates = [s for s in serving if s.info.has_layers(request.needs_depth)] or serving
-            best = min(candidates, key=lambda s: (s.waiting_tokens, s.num_waiting, s.info.name))
+            queue = attrgetter("is_scout", "waiting_tokens", "num_waiting", "info.name")
+            best = min(candidates, key=queue)
             best.waiting_tokens += request.num_prompt_tokens  # until the next view
             return Admission(best.info.name, best.info.depth_class)
 

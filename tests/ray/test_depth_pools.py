@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from quadriga.checkpoint.exits import ExitParams
 from quadriga.config.pacing import find_profile
 from quadriga.core.replica import DepthClass
 from tests.ray.apps import App, app_fixture, wait_until
+from tests.ray.choosing import OwnIngress
 from tests.ray.ingress import call
 from tests.ray.moves import set_device, set_pace
 
@@ -53,15 +57,16 @@ def look_every_second(app: App) -> None:
     ray.get(actor.__ray_call__.remote(change), timeout=30)
 
 
-def sides(replica: str) -> set[str]:
-    """What the sequences of a replica have noted of the side that they run on."""
-
-    def read(actor: Any) -> set[str]:
-        return {state.depth_pool for state in actor.engine.core.loop.running}
-
-    actor: Any = get_actor(replica)
-    found: set[str] = ray.get(actor.__ray_call__.remote(read), timeout=30)
-    return found
+async def sides(app: App) -> list[list[str]]:
+    """What a shallow and a deep request are told of the side that they ran on."""
+    asked: list[dict[str, Any]] = [
+        {"exit_policy": "bounded", "exit_threshold": 0.0},
+        {"exit_policy": "off"},
+    ]
+    async with OwnIngress(app) as ingress:
+        complete = partial(ingress.complete, model=CLASS.model, max_tokens=20)
+        answers = await asyncio.gather(*(complete(**fields) for fields in asked))
+    return [answer["usage"]["quadriga"]["depth_pools"] for answer in answers]
 
 
 @pytest.mark.timeout(400)
@@ -96,9 +101,10 @@ def test_shallow_and_deep_sequences_come_to_run_on_replicas_of_their_own(split: 
     wait_until(lambda: split.metric("quadriga_depth_pool_gain") >= 0.03, 30.0)
     why = call(scheduler_name(split.name), "operators_view")["last_tick"]["why"][str(CLASS)]
     assert "depths apart: 1 of 2 replicas" in why
-    for name in replicas:
-        side = "shallow" if name in decided["shallow"] else "deep"
-        wait_until(lambda n=name, s=side: sides(n) == {s}, 60.0)  # type: ignore[misc]
+    with ThreadPoolExecutor(1) as thread:
+        told = thread.submit(asyncio.run, sides(split))
+        ingress.until(told.done, 120.0)
+        assert told.result() == [["shallow"], ["deep"]]
 
     for exits, side in ((DEEP, "deep"), (SHALLOW, "shallow")):
         new = ingress.submit([9] * 10, LONG, deadline_s=300.0, exits=exits)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from typing import Any
 
 import pytest
 import ray
 
-from actors.rpc.lookup import get_actor
+from actors.rpc.lookup import get_actor, scheduler_name
 from quadriga.core.replica import ReplicaSnapshot, Role
 from quadriga.policies.drex import RebatchPlan
-from tests.ray.apps import App, app_fixture, wait_until
+from tests.ray.apps import App, app_fixture, pids, wait_until
 from tests.ray.choosing import (
     EASY,
     SURE,
@@ -20,7 +22,9 @@ from tests.ray.choosing import (
     OwnIngress,
     history,
     holds,
+    is_served,
     kill_controller,
+    until,
     until_another,
 )
 from tests.ray.moves import held
@@ -102,7 +106,9 @@ async def test_another_ingress_goes_on_with_a_request_whose_model_was_chosen(cho
     body |= {"ignore_eos": True, "return_token_ids": True, "stream": True, "logprobs": 1}
     body |= {"stream_options": {"include_usage": True}}
     headers = {"idempotency-key": "of-two", "x-resume-index": "2"}
-    async with OwnIngress(choosing) as first, OwnIngress(choosing, "another-ingress") as second:
+    first = OwnIngress(choosing)
+    first.engine.start()
+    async with OwnIngress(choosing, "another-ingress") as second:
         await first.until(choosing, lambda now: is_chosen(now) and choosing.status()["is_ready"])
         path = "/v1/completions"
         replicas = await asyncio.to_thread(choosing.replicas, "decode")
@@ -110,16 +116,18 @@ async def test_another_ingress_goes_on_with_a_request_whose_model_was_chosen(cho
             begun = asyncio.create_task(
                 first.http.post(path, json=body, headers=headers | {"x-resume-index": "0"})
             )
-            while not any(  # noqa: ASYNC110
-                s.num_running for s in await asyncio.to_thread(decoding, choosing)
-            ):
-                await asyncio.sleep(0.01)
+            await asyncio.to_thread(until_running, choosing, 1)
+            await first.cut_off()
+            begun.cancel()
             resumed = asyncio.create_task(second.http.post(path, json=body, headers=headers))
-            # The first ingress ends its stream when the second one has taken the request over.
-            await asyncio.wait({begun, resumed}, return_when=asyncio.FIRST_COMPLETED)
-        answer, told = await resumed, (await begun).text
+            while not resumed.done() and not any(  # noqa: ASYNC110
+                s.state.output_ids
+                for request in second.engine._request_manager.open_requests()
+                for s in request.sequences
+            ):
+                await asyncio.sleep(0.05)
+        answer = await resumed
         assert answer.status_code == 200, answer.text
-        assert "resumed elsewhere" in told
     *parts, usage = [json.loads(x[6:]) for x in answer.text.splitlines() if x.startswith("data: {")]
     choices = [c for part in parts for c in part["choices"]]
     assert sum(len(c["token_ids"]) for c in choices) == 478
@@ -132,6 +140,38 @@ async def test_another_ingress_goes_on_with_a_request_whose_model_was_chosen(cho
 
 def decoding(app: App) -> list[ReplicaSnapshot]:
     return [s for s in app.snapshots() if s.info.role is Role.DECODE]
+
+
+def until_running(app: App, count: int) -> None:
+    """Wait until so many sequences decode."""
+    wait_until(lambda: sum(s.num_running for s in decoding(app)) == count, 60.0)
+
+
+@pytest.mark.timeout(300)
+async def test_ordinary_requests_stay_off_scouts(choosing: App) -> None:
+    """Also while there is no scheduler, and while a new one has no route."""
+
+    def is_settled(now: dict[str, Any]) -> bool:
+        """Whether nothing changes any more: nobody's model is left to be chosen, nobody goes."""
+        is_whole = choosing.status()["is_ready"] and len(choosing.replicas("decode")) == 2
+        return is_served(now) and is_whole
+
+    async with OwnIngress(choosing) as ingress:
+        await ingress.until(choosing, is_chosen)
+    async with OwnIngress(choosing) as ingress:  # the one before has told all that it knew
+        now = await asyncio.to_thread(until, choosing, is_settled)
+        named = {"model": now["target"].split("@")[0], "max_tokens": 300}
+        replicas = await asyncio.to_thread(choosing.replicas, "decode")
+        for dies in (False, True):
+            with held(replicas):
+                if dies:
+                    os.kill(pids(choosing.name)[scheduler_name(choosing.name)], signal.SIGKILL)
+                asked = [asyncio.create_task(ingress.complete(**named)) for _ in range(6)]
+                await asyncio.to_thread(until_running, choosing, len(asked))
+                loads = {s.is_scout: s.num_running for s in decoding(choosing)}
+                assert loads == {True: 0, False: len(asked)}
+            await asyncio.gather(*asked)
+    await asyncio.to_thread(choosing.until_ready)
 
 
 @pytest.mark.timeout(500)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ import ray
 import yaml
 
 from actors.rpc.lookup import get_actor
-from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.request import FinishReason
-from quadriga.policies.baselines.exits import LazyExits
+from quadriga.policies.drex import DrexRebatcher
 from tests.promql import evaluate
 from tests.ray.apps import App, app_fixture, wait_until
+from tests.ray.choosing import OwnIngress
 from tests.ray.ingress import Stream, call
 from tests.ray.moves import held, set_pace
 
@@ -119,31 +120,51 @@ def test_the_alert_names_the_replica_whose_memory_runs_out(crowded: App) -> None
 
 
 @pytest.mark.timeout(300)
-def test_a_quality_budget_is_spent_where_tokens_come_late(crowded: App) -> None:
-    """No replica gives a token every microsecond; nobody is sure enough of 0.9999 by itself."""
+async def test_a_quality_budget_is_spent_where_tokens_come_late_or_memory_runs_short(
+    crowded: App,
+) -> None:
+    """No replica gives a token every microsecond; nobody is sure enough of 0.9999 by itself.
+
+    Two sequences that grow as long as they may have memory enough in the end, and none to spare:
+    nobody is ever paused, and thresholds fall all the same.
+    """
 
     def test_every_exit(replica: Any) -> None:
         def change(core: Any) -> None:
-            batch = core.loop.batch
-            batch.rebatcher = LazyExits(batch.rebatcher.costs)
+            batch, counters = core.loop.batch, core.loop.counters
+            costs = batch.rebatcher.costs
+            batch.rebatcher = DrexRebatcher(costs, counters=counters, deterministic=True)
 
         replica.engine._inbox.put(change)
 
     (decode,) = crowded.replicas("decode")
     ray.get(get_actor(decode).__ray_call__.remote(test_every_exit), timeout=10.0)
-    ingress, lowered = crowded.ingress(), []
-    for budget in (0.0, 0.3):
-        late = ExitParams(0.9999, "bounded", 0, 1e-6, budget)
-        stream = ingress.submit([7] * 20, NUM_OUTPUT, exits=late)
-        ingress.finish(stream)
-        assert_whole([stream])
-        counted = get_actor(decode).__ray_call__.remote(
-            lambda replica: replica.engine.core.loop.counters.lowered
-        )
-        lowered.append(ray.get(counted, timeout=10.0))
-    assert lowered[0] == 0 < lowered[1] <= 0.3 * NUM_OUTPUT
-    wait_until(lambda: crowded.metric("quadriga_lowered_tokens_total") == lowered[1], 10.0)
-    crowded.until_idle()
+    unsure = {"model": "quadriga-s", "prompt": [7] * 20, "exit_threshold": 0.9999}
+    unsure |= {"exit_policy": "bounded", "max_tokens": NUM_OUTPUT}
+    as_long_as_may_be = unsure | {"max_tokens": MAX_LEN - 20, "quality_budget": 0.3}
+    async with OwnIngress(crowded) as ingress:
+
+        async def spent(**fields: Any) -> int:
+            said = (await ingress.complete(**fields))["usage"]["quadriga"]
+            assert said["pauses"] == 0
+            return int(said["lowered"])
+
+        lowered = [await spent(**unsure, sla_tbt_ms=0.001, quality_budget=b) for b in (0.0, 0.3)]
+        assert lowered[0] == 0 < lowered[1] <= 0.3 * NUM_OUTPUT
+        assert await spent(**as_long_as_may_be) == 0, "alone it has memory to spare"
+        with held([decode], 0.5):  # both begin before either has gone far
+            pair = [asyncio.create_task(spent(**as_long_as_may_be)) for _ in range(2)]
+            await asyncio.to_thread(
+                wait_until, lambda: call(decode, "snapshot").num_running == 2, 60.0
+            )
+        lowered += await asyncio.gather(*pair)
+        assert 0 < max(lowered[2:]) <= 0.3 * (MAX_LEN - 20)
+    await asyncio.to_thread(
+        wait_until,
+        lambda: crowded.metric("quadriga_lowered_tokens_total") == sum(lowered),
+        30.0,
+    )
+    await asyncio.to_thread(crowded.until_idle)
 
 
 @pytest.mark.timeout(300)

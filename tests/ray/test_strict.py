@@ -29,18 +29,17 @@ NUM_TOKENS = 24
 POOL: dict[str, Any] = {"model": "quadriga-s", "prefill_replicas": 1, "decode_replicas": 1}
 POOL |= {"exits": {"replay_newest": 4}}
 
-two_depths = app_fixture(
-    "two-depths",
-    **{
-        "pools": [POOL | {"depth": SHALLOW}, POOL],
-        "deterministic": True,
-        "decode.max_slots": 16,
-        "decode.pace": "steady-15ms",
-        "engine.max_model_len": 512,
-        "lifecycle.orphan_timeout_s": 300.0,
-    },
-)
+DEPTHS: dict[str, Any] = {
+    "pools": [POOL | {"depth": SHALLOW}, POOL],
+    "decode.max_slots": 16,
+    "decode.pace": "steady-15ms",
+    "engine.max_model_len": 512,
+    "lifecycle.orphan_timeout_s": 300.0,
+}
+two_depths = app_fixture("two-depths", **DEPTHS, deterministic=True)
 """Two pools of quadriga-s: one with four of its eight layers, one with all."""
+by_load = app_fixture("by-load", scope="function", **DEPTHS)
+"""The same, where the load decides which exits are tested."""
 
 
 def at(app: App, role: str, depth: int) -> str:
@@ -65,6 +64,8 @@ async def complete(ingress: OwnIngress, policy: str, **fields: Any) -> dict[str,
     body = {"model": "quadriga-s", "prompt": EASY, "max_tokens": NUM_TOKENS, "temperature": 0}
     body |= {"ignore_eos": True, "exit_threshold": UNSURE, "exit_policy": policy}
     body |= fields
+    if policy in ("off", "lossless"):
+        del body["exit_threshold"]
     answer = await ingress.http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
@@ -88,12 +89,36 @@ async def test_strict_requests_go_where_all_layers_are(two_depths: App) -> None:
         assert all(max(exits(a)) == DEEP for a in answers)
         assert breaches(two_depths) == 0
 
-        mixed = [complete(ingress, policy) for policy in ("strict", "bounded") * NUM_REQUESTS]
-        answers = await asyncio.gather(*mixed)
-        deepest = [max(exits(a)) for a in answers]
-        assert set(deepest[::2]) == {DEEP}
-        assert SHALLOW in deepest[1::2], "bounded requests use the other pool, too"
+        await assert_only_bounded_ones_breach(ingress)
         assert breaches(two_depths) > 0
+
+
+async def assert_only_bounded_ones_breach(ingress: OwnIngress) -> None:
+    """Strict requests among them run all layers, or leave where they are sure."""
+    mixed = [complete(ingress, policy) for policy in ("strict", "bounded") * NUM_REQUESTS]
+    answers = await asyncio.gather(*mixed)
+    deepest = [max(exits(a)) for a in answers]
+    breached = [a["usage"]["quadriga"]["breaches"] for a in answers]
+    assert set(deepest[::2]) == {DEEP} and sum(breached[::2]) == 0
+    assert SHALLOW in deepest[1::2], "bounded requests use the other pool, too"
+    assert sum(breached[1::2]) > 0
+
+
+@pytest.mark.timeout(300)
+async def test_where_the_load_decides_about_exits_strict_and_seeded_answers_do_not_change(
+    by_load: App,
+) -> None:
+    """No strict token leaves unsure; what runs the whole model says the same as alone."""
+    seeded = [
+        (policy, {"seed": 7 + i, "temperature": 0.9})
+        for i, policy in enumerate(("off", "lossless") * 4)
+    ]
+    async with OwnIngress(by_load) as ingress:
+        alone = [await complete(ingress, policy, **one) for policy, one in seeded]
+        tasks = [asyncio.create_task(complete(ingress, policy, **one)) for policy, one in seeded]
+        await assert_only_bounded_ones_breach(ingress)
+        answers = await asyncio.gather(*tasks)
+    assert [a["choices"][0]["text"] for a in answers] == [a["choices"][0]["text"] for a in alone]
 
 
 @pytest.mark.timeout(200)
@@ -147,14 +172,16 @@ async def test_seeded_answers_under_load_and_after_a_death_are_those_of_a_reques
     two_depths.until_idle()
     before = breaches(two_depths)
     fields = [
-        {"seed": 7 + i, "temperature": 0.9, "exit_threshold": 0.9, "max_tokens": 120}
-        for i in range(NUM_REQUESTS)
+        (policy, {"seed": 7 + i, "temperature": 0.9, "exit_threshold": 0.9, "max_tokens": 120})
+        for i, policy in enumerate(("strict", "lossless", "off") * 3)
     ]
     async with OwnIngress(two_depths) as ingress:
-        alone = [await complete(ingress, "strict", **one) for one in fields]
-        assert any(len(exits(a)) > 2 for a in alone), "tokens leave early"
+        alone = [await complete(ingress, policy, **one) for policy, one in fields]
+        assert any(len(exits(a)) > 2 for a in alone[::3]), "tokens leave early"
         for dies in (False, True):
-            tasks = [asyncio.create_task(complete(ingress, "strict", **one)) for one in fields]
+            tasks = [
+                asyncio.create_task(complete(ingress, policy, **one)) for policy, one in fields
+            ]
             await asyncio.sleep(0.7)  # in their middle, at 15 ms a token; else the death tells less
             if dies:
                 os.kill(pids(two_depths.name)[deep], signal.SIGKILL)

@@ -23,9 +23,10 @@ from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import AdmitRequest, ClusterView, PlaceRequest
-from quadriga.errors import Overloaded, Unavailable, UnknownModel
+from quadriga.errors import Overloaded, ReplicaDied, Unavailable, UnknownModel
 from quadriga.scheduling.prefixes.affinity import prefix_marks
 from quadriga.scheduling.transfer.placement_turns import PlacementTurns
+from serve_app.request.cluster_client import ClusterStateCache
 from tests.unit.policies.test_ares_governor import uneven
 
 
@@ -291,6 +292,29 @@ async def test_without_a_scheduler_depths_are_chosen_alike(
     )
     assert [await placement.find(PREFILLED) for _ in range(2)] == ["d1", "d1"]
     assert await placement.find(replace(PREFILLED, exclude=("d1",))) == second
+
+
+async def test_ordinary_sequences_stay_off_scouts_without_a_scheduler_and_without_a_route() -> None:
+    """Scouts are idle, and say themselves what they are."""
+    scheduler, busy = Scheduler(CHOOSES), {"num_running": 5, "waiting_tokens": 50}
+    await scheduler.configure(CHOOSES, ["quadriga-s"], 0.0)
+    for number, load in enumerate((busy, {"is_scout": True})):
+        await scheduler.report(snapshot(f"p{number}", Role.PREFILL, FULL, **load))
+        await scheduler.report(snapshot(f"d{number}", Role.DECODE, FULL, **load))
+    placement = DecodePlacement(load_config(CHOOSES), SimpleNamespace(), PlacementTurns({}))  # type: ignore[arg-type]
+    ingress = ClusterStateCache(
+        SimpleNamespace(admit=AsyncMock(side_effect=ReplicaDied("away"))),  # type: ignore[arg-type]
+        ManualClock(),
+        max_age_s=10.0,
+    )
+    placement._is_scheduler_away = True
+    placement._view = ingress.view = await scheduler.directory()
+    for admits in (scheduler, ingress):
+        assert (await admits.admit(request(model="quadriga-s"))).prefill_replica == "p0"
+    assert [await scheduler.place_now(PREFILLED), await placement.find(PREFILLED)] == ["d0"] * 2
+    await scheduler.replica_died("d0")
+    placement._view = await scheduler.directory()
+    assert await placement.find(PREFILLED) == "d1", "no other has the model"
 
 
 async def test_a_sequence_is_placed_where_rows_are_long_enough() -> None:
