@@ -34,6 +34,15 @@ KEY = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z][\w-]*):(?P<rest>.*)$")
 HELM_ONLY = ("helm.sh/chart", "app.kubernetes.io/managed-by")
 SECRET_FIELDS = ("api_keys", "api_keys_file")
 BAR = "\\|"
+MEANINGS = {
+    "rebatching": "DREX, where tokens may leave early: those that stay are regrouped",
+    "reservation": "BATON: prompts join the running batch; where memory fills, some pause",
+    "placement": "ARES: a new sequence goes where it hurts the forecast least",
+    "ares": "ARES: running sequences move before a replica overloads",
+    "max_wait_s": "who would wait longer for a place to decode is told when to come back",
+}
+"""Of settings in a manifest's `serveConfigV2`, where rendering leaves no comment."""
+SETTING = re.compile(rf"^ +(?P<key>{'|'.join(MEANINGS)}):( [\w.]+)?$", re.MULTILINE)
 DRAFT_07 = "#/definitions/{model}"
 
 
@@ -153,7 +162,8 @@ def manifest_text(example: Path) -> str:
         f"# Made from helm/quadriga and its examples/{example.name} by deploy/chart.py; for use\n"
         f"# without Helm: kubectl create namespace {NAME}; kubectl apply -f {example.name}\n"
     )
-    return head + yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=100)
+    text = yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=100)
+    return head + SETTING.sub(lambda found: f"{found[0]} # {MEANINGS[found['key']]}", text)
 
 
 class _Dumper(yaml.SafeDumper):

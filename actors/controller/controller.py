@@ -29,7 +29,7 @@ from quadriga.control.control_metrics import ControllerMetrics
 from quadriga.control.desired import Desired, resolve_on
 from quadriga.control.replica_names import new_replica_name, parse_replica_name
 from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord, place_name
-from quadriga.control.rollout import is_relieved, kept_places, turn_over
+from quadriga.control.rollout import fewer_wanted, is_relieved, kept_places, turn_over
 from quadriga.core.routing import AutoReport
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.observability.exits_view import exits_view
@@ -382,8 +382,7 @@ class Controller(DirectlyCalled):
         background(self._leaving.look())
         helios, places = self._helios, self._places(desired)
         wanted = {key: desired.fingerprint(spec) for key, spec in places.items()}
-        if helios is None:
-            await self._keep_alike(wanted)
+        work = {} if helios is not None else await self._keep_alike(wanted)
         failing = {role for (role, _), _ in self._manager.failing & wanted.items()}
         for key, spec in places.items():
             if self._is_ending:
@@ -411,10 +410,14 @@ class Controller(DirectlyCalled):
             if replica.key in places or replica.fingerprint is None:
                 continue
             if is_relieved(replica, there, now_s=now_s):
-                self._manager.retire(replica, "fewer are wanted", moves=True)
+                why = fewer_wanted(replica, self._manager.replicas.values(), work)
+                self._manager.retire(replica, why, moves=True)
 
-    async def _keep_alike(self, wanted: Mapping[PlaceKey, str]) -> None:
-        """Give replicas the places that shall hold what they are; see `kept_places`."""
+    async def _keep_alike(self, wanted: Mapping[PlaceKey, str]) -> Mapping[str, float]:
+        """Give replicas the places that shall hold what they are; see `kept_places`.
+
+        Returns: the remaining work of each replica, where some leave.
+        """
         replicas = {
             name: m
             for name, m in self._manager.replicas.items()
@@ -432,6 +435,7 @@ class Controller(DirectlyCalled):
         for name, key in kept_places([*replicas.values()], wanted, work).items():
             logger.info("%s fills %s now", name, place_name(key))
             replicas[name].key = key
+        return work
 
     def _takes_nothing(self, replica: ReplicaRecord) -> bool:
         """Whether others' sequences shall not go there: it leaves, or only serves profiles."""

@@ -23,19 +23,20 @@ AWAY = ("moved", "finished")
 
 
 async def hand_over(
-    call: Caller, replica: str, next_owners: Sequence[str], *, timeout_s: float
+    call: Caller, replica: str, next_owners: Sequence[str], *, reason: str, timeout_s: float
 ) -> None:
     """Have a decode replica move what it runs.
 
     Args:
         next_owners: The one with the most room first; the next gets what did not fit there.
+        reason: For operators who ask why a sequence has moved.
 
     Raises:
         QuadrigaError: It does not answer.
     """
     for destination in next_owners:
         reports: list[MigrationReport] = await call(
-            replica, "hand_over", destination, timeout_s=timeout_s
+            replica, "hand_over", destination, reason, timeout_s=timeout_s
         )
         moved = sum(r.outcome == "moved" for r in reports)
         if reports:
@@ -47,16 +48,21 @@ async def hand_over(
 
 
 async def empty(
-    call: Caller, replica: str, next_owners: Callable[[], Sequence[str]], *, timeout_s: float
+    call: Caller,
+    replica: str,
+    next_owners: Callable[[], Sequence[str]],
+    *,
+    reason: str,
+    timeout_s: float,
 ) -> None:
     """Move what a decode replica runs, round after round, until it has died or this is cancelled.
 
     Args:
-        next_owners: See `hand_over`; as of now.
+        next_owners: See `hand_over`, as `reason`; as of now.
     """
     while True:
         try:
-            await hand_over(call, replica, next_owners(), timeout_s=timeout_s)
+            await hand_over(call, replica, next_owners(), reason=reason, timeout_s=timeout_s)
         except QuadrigaError as exc:
             logger.info("%s did not hand over what it runs: %s", replica, exc)
             if is_known_death(exc):

@@ -155,7 +155,11 @@ class ReplicaManager:
             deadline_s = min(deadline_s, within_s)
         if moves and was_ready and replica.key[0].does(Role.DECODE):
             emptying = empty(
-                call, replica.name, lambda: self.next_owners(replica), timeout_s=deadline_s
+                call,
+                replica.name,
+                lambda: self.next_owners(replica),
+                reason=reason,
+                timeout_s=deadline_s,
             )
             replica.tasks.append(background(emptying))
         replica.tasks.append(background(self._retire(replica, was_ready, deadline_s)))

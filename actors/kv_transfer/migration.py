@@ -366,7 +366,7 @@ class Migrations:
             return "cancelled: it was cancelled"
         return None
 
-    async def move_all(self, destination: str) -> list[MigrationReport]:
+    async def move_all(self, destination: str, reason: str = "") -> list[MigrationReport]:
         """Hand everything that runs here over to one replica, as many at once as allowed."""
         states = await self._replica.engine.call(lambda core: core.loop.running)
         room = asyncio.Semaphore(MAX_OUTGOING)
@@ -381,6 +381,7 @@ class Migrations:
                 gain=0.0,
                 num_tokens=num_tokens,
                 remaining_tokens=0.0,
+                reason=reason,
             )
             async with room:
                 return await self.migrate(order)

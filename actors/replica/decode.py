@@ -228,9 +228,9 @@ class DecodeReplica(Replica[DecodeEngine]):
 
     # RPC: the giving side
 
-    async def hand_over(self, destination: str) -> list[MigrationReport]:
+    async def hand_over(self, destination: str, reason: str = "") -> list[MigrationReport]:
         """Move everything that runs here to another replica, as far as it goes."""
-        return await self.migrations.move_all(destination)
+        return await self.migrations.move_all(destination, reason)
 
     async def migrate(self, order: MigrationOrder) -> MigrationReport:
         """Hand a running sequence over, live; never raises for an ordinary end.

@@ -14,6 +14,8 @@ FIRST_ANSWER_S = 5.0
 """An empty place waits so long for an adopted replica, which may have filled it before."""
 LEAVE_S = 15.0
 """A replica that will go anyway is retired so long before, whether or not it has a successor."""
+SHOWN_WORK = 4
+"""Replicas whose remaining work is told where one goes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,17 @@ def is_relieved(
         return True
     waits = any(_waits_long(m, now_s) for m in staying)
     return waits or all(any(m.is_ready for m in of_place) for of_place in replicas.values())
+
+
+def fewer_wanted(
+    replica: ReplicaRecord, replicas: Iterable[ReplicaRecord], work: Mapping[str, float]
+) -> str:
+    """Say why a replica goes that has no place any more; `work` as for `kept_places`."""
+    kind = replica.key[0], replica.fingerprint
+    alike = [m.name for m in replicas if (m.key[0], m.fingerprint) == kind and m.name in work]
+    least = sorted(alike, key=lambda name: (work[name], name))[:SHOWN_WORK]
+    figures = ", ".join(f"{name} {work[name]:.0f}" for name in least)
+    return f"fewer are wanted{figures and '; tokens to come times share of layers: '}{figures}"
 
 
 def kept_places(

@@ -28,6 +28,7 @@ class MigrationOrder(CompactPickleMixin):
         gain: Share of the class's weighted variance that the move removes.
         num_tokens: KV tokens to move, as last reported.
         remaining_tokens: Predicted tokens still to come; 0 where nothing was predicted.
+        reason: Of the controller's orders: why the replica is emptied.
     """
 
     sequence_id: str
@@ -38,6 +39,7 @@ class MigrationOrder(CompactPickleMixin):
     gain: float
     num_tokens: int
     remaining_tokens: float
+    reason: str = ""
 
 
 MigrationOutcome = Literal["moved", "finished", "refused", "failed", "unknown"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import Any
 import pytest
 
 from actors.rpc.lookup import ensure_cluster, forget_actor, get_actor, scheduler_name
+from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.request import FinishReason
 from quadriga.errors import QuadrigaError
+from quadriga.policies.ares.forecast import REMAINING, rows_of
 from quadriga.policies.ares.recording import read_ticks, replay
+from quadriga.policies.scaling_need import remaining_work
 from tests.ray.apps import App, wait_until
 from tests.ray.ingress import Ingress, call
-from tests.ray.moves import free_memory, pause, set_pace
+from tests.ray.moves import HELD_STEP_S, free_memory, hold, order, pause, set_pace
 
 PACE = "ares-qwen7b-4090d-short"
 NUM_SEQUENCES = 6
@@ -166,29 +170,48 @@ def ray_kill(name: str) -> None:
     forget_actor(name)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(240)
 def test_of_fewer_replicas_the_one_with_the_least_work_goes(growing: App) -> None:
-    """Its number is the lowest; the other one goes on with what it runs, in its place."""
+    """It has the lower number and more tokens to come, which run a quarter of the layers."""
     growing.ensure(**{"decode_replicas": 2, "scheduler.ares.mode": "off"})
     ingress = growing.ingress()
-    streams = [ingress.submit([9 + i] * 10, 1_000, deadline_s=150.0) for i in range(4)]
-    ingress.until(lambda: all(len(s.tokens) > 2 for s in streams))
     first, last = sorted(growing.replicas("decode"))
-    assert {s.replica for s in streams} == {first, last}
-    ingress.cancel(*(s for s in streams if s.replica == first))
-    left = [s for s in streams if s.replica == last]
+    for name in (first, last):
+        hold(name, HELD_STEP_S)
+    shallow = [
+        ingress.submit([9 + i] * 10, 1_100, deadline_s=200.0, exits=ExitParams(0.5, "bounded", 2))
+        for i in range(2)
+    ]
+    deep = [ingress.submit([20 + i] * 10, 700, deadline_s=200.0) for i in range(2)]
+    ingress.until(lambda: all(len(s.tokens) > 2 for s in (*shallow, *deep)))
+    for stream, there in (*((s, first) for s in shallow), *((s, last) for s in deep)):
+        if stream.replica != there:
+            report = call(stream.replica, "migrate", order(stream, stream.replica, there))
+            assert report.outcome == "moved", report
 
-    def work(name: str) -> int:
-        return int(next(r for r in view(growing)["replicas"] if r["name"] == name)["used_tokens"])
+    def left() -> list[tuple[float, float]]:
+        """Tokens to come of both, and the same by the layers that they run."""
+        loads = call(scheduler_name(growing.name), "loads", timeout_s=10.0)
+        known = {s.info.name: s for s in loads if s.forecast is not None}
+        tokens = {n: rows_of(s.forecast)[:, REMAINING].sum() for n, s in known.items()}
+        return [(tokens[n], remaining_work(known[n])) for n in (first, last)]
 
-    ingress.until(lambda: work(first) == 0 and work(last) > 0, 30.0)
+    def is_split() -> bool:
+        (tokens, work), (fewer, more) = left()
+        return tokens > fewer and 0.0 < work < more
+
+    ingress.until(is_split, 30.0)
     growing.config |= {"decode_replicas": 1}
     ensure_cluster(growing.config)
-    ingress.until(lambda: growing.replicas("decode") == [last], 60.0)
+    ingress.until(lambda: growing.replicas("decode") == [last], 90.0)
+    hold(last, 0.0)
     set_pace(last, None)
-    ingress.finish(*left, timeout_s=120.0)
-    assert [s.error for s in left] == [None] * len(left)
-    assert {s.replica for s in left} == {last}, "nothing had to move"
+    ingress.finish(*shallow, *deep, timeout_s=150.0)
+    assert [s.error for s in (*shallow, *deep)] == [None] * 4
+    assert {s.replica for s in (*shallow, *deep)} == {last}
+    told = [d["explanation"]["text"] for d in view(growing)["recent"] if d["source"] == first]
+    found = re.search(rf"times share of layers: {first} (\d+), {last} (\d+)$", told[-1])
+    assert found is not None and 0 < int(found[1]) < int(found[2]), told
     growing.until_idle()
 
 

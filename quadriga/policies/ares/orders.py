@@ -99,7 +99,8 @@ class MoveTracker:
             if decision.order == order:
                 decision.report = report
                 return
-        explanation = {"by": "controller", "text": REASONS[order.cause]}
+        text = f"{REASONS[order.cause]}{order.reason and f': {order.reason}'}"
+        explanation = {"by": "controller", "text": text}
         self.recent.append(MoveDecision(now_unix_s - report.took_s, order, explanation, report))
 
     def of_request(self, request_id: str) -> list[MoveDecision]:

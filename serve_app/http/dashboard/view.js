@@ -211,7 +211,7 @@ const View = (() => {
     if (move.cause === "depth") {
       return `${to} runs sequences of about its depth; apart, tokens take ${percent(move.gain)} less time by the model (${size}).`;
     }
-    if (move.cause === "drain") return `${from} is being emptied (${size}).`;
+    if (move.cause === "drain") return `${from} is being emptied${move.reason ? `: ${move.reason}` : ""} (${size}).`;
     return `${move.cause} (${size}).`;
   }
 

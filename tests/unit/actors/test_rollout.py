@@ -204,6 +204,7 @@ class Replicas:
 
     async def call(self, name: str, method: str, *args: Any, timeout_s: float) -> Any:
         assert (name, method) == ("going", "hand_over")
+        assert args[1] == "it is time"
         self.asked.append(args[0])
         if self.outcomes[args[0]] in ([], ["unreachable"]):
             raise ReplicaDied("no answer", code="".join(self.outcomes[args[0]]) or None)
@@ -212,7 +213,7 @@ class Replicas:
 
 async def test_sequences_that_do_not_fit_at_one_replica_go_to_the_next() -> None:
     replicas = Replicas(a=["moved", "refused"], b=["moved", "finished"], c=["moved"])
-    await hand_over(replicas.call, "going", ["a", "b", "c"], timeout_s=1.0)
+    await hand_over(replicas.call, "going", ["a", "b", "c"], reason="it is time", timeout_s=1.0)
     assert replicas.asked == ["a", "b"]
 
 
@@ -220,7 +221,7 @@ async def test_emptying_goes_on_until_the_replica_is_gone(monkeypatch: pytest.Mo
     monkeypatch.setattr("actors.controller.drain.AGAIN_S", 0.0)
     replicas = Replicas(a=["moved"], b=["refused"], c=[], d=["unreachable"])
     turns = [["b"], ["d"], [], ["a", "b"], ["c"]]
-    await empty(replicas.call, "going", lambda: turns.pop(0), timeout_s=1.0)
+    await empty(replicas.call, "going", lambda: turns.pop(0), reason="it is time", timeout_s=1.0)
     assert replicas.asked == ["b", "d", "a", "c"], "it may be reached again"
 
 

@@ -255,6 +255,8 @@ def test_why_a_request_moved() -> None:
     assert moves[0]["places"] == []
     escalated = {"cause": "escalate", "source": NAMES[0], "destination": NAMES[1], "num_tokens": 9}
     assert "lacks layers" in run("why", escalated)
+    drained = escalated | {"cause": "drain", "reason": "fewer are wanted"}
+    assert "being emptied: fewer are wanted (9 tokens" in run("why", drained)
 
 
 def test_helios_and_its_history() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own, of pydantic
     from ray.serve.schema import ServeDeploySchema
 
-FOLDER = Path(__file__).parents[3] / "deploy" / "serve"
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "deploy" / "serve"
+EXAMPLES = (
+    *sorted(FOLDER.glob("*.yaml")),
+    *sorted((ROOT / "helm" / "quadriga" / "examples").glob("*.yaml")),
+    *sorted((ROOT / "deploy" / "kuberay").glob("*.yaml")),
+)
 
 
 def read(path: Path) -> Any:
@@ -44,3 +51,17 @@ def test_production_is_closed() -> None:
     text = (FOLDER / "production.yaml").read_text()
     for variable in ("RAY_AUTH_MODE=token", "RAY_AUTH_TOKEN_PATH", "QUADRIGA_TLS_CERT"):
         assert variable in text
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: f"{p.parent.name}-{p.name}")
+def test_every_example_has_the_mechanisms_on_and_says_what_each_does(path: Path) -> None:
+    """DREX, BATON, both halves of ARES, and early refusal: the setting, and after it a comment."""
+    text = path.read_text(encoding="utf-8")
+    for setting in (
+        "rebatching: drex",
+        "reservation: used",
+        "placement: ares",
+        r"ares:( \{mode: ares\})?",
+        r"max_wait_s: [\d.]+",
+    ):
+        assert len(re.findall(rf"(?m)^ +{setting} # \w.*\w", text)) == 1, setting
