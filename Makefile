@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 # Each suite notes its failures in a cache of its own.
 LIVE_PYTEST = $(BIN)/python -m pytest -m "not slow" --durations 25 -o cache_dir=.pytest_cache/$@
 define LIVE_TESTS
-$(LIVE_PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(1) || { test $$? -eq 1 && \
+$(LIVE_PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(1) || { test $$? -eq 1 && \
   echo "failed once; these run again in a cluster of their own:" && \
   $(LIVE_PYTEST) --last-failed --last-failed-no-failures none $(1); }
 endef

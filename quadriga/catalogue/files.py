@@ -27,7 +27,7 @@ from quadriga.catalogue.records import (
     Measurement,
     depth_records,
 )
-from quadriga.checkpoint.folder import bundled_models
+from quadriga.checkpoint.folder import bundled_models, placed
 from quadriga.errors import ConfigError
 from quadriga.files import write_atomically
 
@@ -135,7 +135,7 @@ def require_one_tokenizer(models: Iterable[CatalogueModel], *, named_in: str) ->
 
 
 def _scan(folder: Path) -> Catalogue:
-    found = sorted(p.parent for p in folder.resolve().glob("*/config.json"))
+    found = sorted(p.parent for p in placed(str(folder)).glob("*/config.json"))
     if not found:
         raise _error(
             f"{folder} holds no {CATALOGUE_FILE} and no subfolder with a config.json; give a YAML "
@@ -185,7 +185,7 @@ def _model(entry: _Model, file: Path, cache_dir: str | None) -> CatalogueModel:
 
 def _resolve(model: str, folder: Path) -> str:
     """A folder or file is meant from the catalogue's own place; other names stay as they are."""
-    beside = (folder / model).resolve()
+    beside = placed(str(folder / model))
     is_bundled = model in bundled_models()
     return str(beside) if not is_bundled and beside.exists() else model
 

@@ -97,7 +97,7 @@ def locate(model: str, *, cache_dir: str | Path | None = None) -> Path:
     """
     if _is_bundled(model):
         return ASSETS / model
-    path = packaged_file(model) or _placed(model)
+    path = packaged_file(model) or placed(model)
     if path.is_file():
         from quadriga.gguf import converted_folder
 
@@ -116,7 +116,7 @@ def _is_bundled(model: str) -> bool:
     return model.rstrip("/") in bundled_models()
 
 
-def _placed(model: str) -> Path:
+def placed(model: str) -> Path:
     """The path that is meant, absolute; a link keeps its name, which clients may know."""
     path = Path(os.path.expanduser(model))
     return path.resolve() if ".." in path.parts else path.absolute()
@@ -240,7 +240,7 @@ def on_this_node(checkpoint: Checkpoint, cache_dir: Path) -> Checkpoint:
 
 
 def _source(model: str) -> str:
-    path = _placed(model)
+    path = placed(model)
     is_name = model in PACKAGED_MODELS or _is_bundled(model)
     return str(path) if path.exists() and not is_name else model
 
@@ -248,7 +248,7 @@ def _source(model: str) -> str:
 def _public_name(model: str, path: Path) -> str:
     if model in PACKAGED_MODELS:
         return model
-    source = _placed(model)
+    source = placed(model)
     if source.is_file():
         return source.name.removesuffix(GGUF_SUFFIX)
     return path.name if source.is_dir() or path.parent == ASSETS else model.rsplit("/", 1)[-1]

@@ -139,7 +139,7 @@ def fewer_wanted(
     alike = [m.name for m in replicas if (m.key[0], m.fingerprint) == kind and m.name in work]
     least = sorted(alike, key=lambda name: (work[name], name))[:SHOWN_WORK]
     figures = ", ".join(f"{name} {work[name]:.0f}" for name in least)
-    return f"fewer are wanted{figures and '; tokens to come times share of layers: '}{figures}"
+    return f"fewer are wanted{figures and '; the work left: '}{figures}"
 
 
 def kept_places(

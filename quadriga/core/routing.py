@@ -37,8 +37,6 @@ class AdmitRequest(RelativeTimeMixin):
         prefix_marks: Names of the prompt's beginnings; see `quadriga.scheduling.prefixes.affinity`.
         visitor: Who asks and for what, in one word that is the same when a refused caller comes
             back; empty: nobody would know it again.
-        num_places: Sequences of its request that it asks a place for, itself among them; 0: another
-            one asks for it. Asked for one by one, a refused request would come back with some.
     """
 
     INSTANTS = ("deadline_unix_s",)
@@ -53,7 +51,6 @@ class AdmitRequest(RelativeTimeMixin):
     is_rebuild: bool = False
     visitor: str = ""
     prefix_marks: tuple[tuple[int, bytes], ...] = ()
-    num_places: int = 1
 
     def decodes_at(self, role: Role) -> bool:
         """Whether it needs a place to decode; one that ends with its first token does not, but for

@@ -150,7 +150,7 @@ def check_room(
     Raises:
         Overloaded: With a time to come back, at which a place is kept for such a caller.
     """
-    if request.is_rebuild or not request.num_places:
+    if request.is_rebuild:
         return
     model = admission.depth_class.model
     prefills = _alive(Role.PREFILL, model, snapshots, now_unix_s, scheduler)
@@ -196,7 +196,6 @@ def check_room(
         now_s=now_s,
         most_s=scheduler.max_retry_after_s,
         least_free=least_free,
-        num_places=request.num_places,
     )
     if told_s is not None:
         raise Overloaded(

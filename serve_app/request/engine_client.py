@@ -34,7 +34,7 @@ from serve_app.ops.auto_reports import AutoReports
 from serve_app.ops.metrics import IngressMetrics, endpoint_gauges, view_gauges
 from serve_app.ops.tasks import Tasks
 from serve_app.request.cluster_client import ClusterClient, ClusterStateCache
-from serve_app.request.request import Request, caller_fingerprint, deadline_exceeded, resume_claims
+from serve_app.request.request import Request, caller_fingerprints, deadline_exceeded, resume_claims
 from serve_app.request.request_manager import RequestManager
 from serve_app.request.resumption import RequestStore
 from serve_app.request.sequence_request import SequenceRequest
@@ -207,13 +207,15 @@ class EngineClient:
         request.key, request.fingerprint, request.caller = key, fingerprint, caller.name
         request.arrived_s = self.clock.now_s()
         request.span = tracing.begin("request", request.traceparent, request.arrival_unix_s)
-        first = request.sequences[0]  # it asks for the places of all
-        first.caller_fingerprint = caller_fingerprint(request, caller.name)
-        claims = resume_claims(request, key, fingerprint)
-        for sequence, claim in zip(request.sequences, claims, strict=True):
-            sequence.num_places = len(request.sequences) if sequence is first else 0
+        for sequence, claim, caller_fingerprint in zip(
+            request.sequences,
+            resume_claims(request, key, fingerprint),
+            caller_fingerprints(request, caller.name),
+            strict=True,
+        ):
             sequence.state.claim = claim
             sequence.may_begin = may_begin
+            sequence.caller_fingerprint = caller_fingerprint
             if request.span is not None:
                 sequence.state.traceparent = request.span.traceparent
         left_s = max(0.0, request.deadline_unix_s - self.clock.unix_s())

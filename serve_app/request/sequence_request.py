@@ -75,7 +75,6 @@ class SequenceRequest:
         num_rebuilds: How often it was begun anew after a loss.
         num_stalled: How often since its last new token.
         caller_fingerprint: The same when its caller sends the same request again.
-        num_places: See `AdmitRequest`.
         is_ours: Its replica knows it as this ingress's; not while it is being adopted.
         was_adopted: It was another ingress's, which knows what its tokens took.
         is_auto: Its model is chosen by the cluster, anew whenever it is begun anew.
@@ -119,7 +118,6 @@ class SequenceRequest:
         self.num_at_first = 1
         self.last_token_s = 0.0
         self.caller_fingerprint = ""
-        self.num_places = 1
         self.is_ours = True
         self.was_adopted = False
         self.is_auto = False
@@ -214,7 +212,6 @@ class SequenceRequest:
             is_rebuild=self.num_rebuilds > 0,
             visitor=self.caller_fingerprint,
             prefix_marks=prefix_marks(state.prompt_ids, state.prefix_salt),
-            num_places=self.num_places,
         )
 
     def fail(self, error: QuadrigaError) -> None:

@@ -21,7 +21,7 @@ BOUNDS = {
     # Of the files alone; `tests/architecture/test_bounds.py`.
     "product_lines": Bound(105_700, 58_000),
     "test_lines": Bound(87_500, 38_000),
-    "reliability_lines": Bound(5_302, 4_000),
+    "reliability_lines": Bound(5_305, 4_000),
     "actors_lines": Bound(7_125, 6_485),
     "llm_lines": Bound(250, 250),
     "readme_words": Bound(900, 900),

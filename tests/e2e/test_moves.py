@@ -123,8 +123,10 @@ def answer(own: Service, request: pytest.FixtureRequest) -> Answer:
             known = get(own, "/cluster/moves", request=answer_id)["moves"]
             return [d for d in known if d["source"] == source and is_moved(d)]
 
-        decisions.append((answer_id, until(moved)[-1]))
-        free_memory(source)
+        try:
+            decisions.append((answer_id, until(moved)[-1]))
+        finally:
+            free_memory(source)
         for name in names:
             hold(name, 0.0)
 

@@ -41,7 +41,6 @@ from loadgen.target import Target
 from loadgen.wire.client_http import HttpClient
 from quadriga.errors import ConfigError
 from quadriga.ports import free_port
-from tests.reliability.cluster.agent_client import AgentError
 from tests.reliability.cluster.control import ClusterControl, cluster_control
 
 EXITS = {"off": (), "on": ("decode.rebatching=drex", "exits.mode=bounded")}
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         with started_service(settings, log=log) as service:
             run_event_loop(lambda e=exits, s=service: _measure(args, e, s, found))  # type: ignore[misc]
     columns: dict[str, Callable[[str], object]] = {"exits, rate": lambda name: name}
-    for name in (*RATIOS, "good_shares", "p50_ms", "p99_ms", "failed"):
+    for name in (*RATIOS, "good_shares", "p50_ms", "p99_ms", "refused", "failed"):
         columns[name] = lambda key, name=name: found[key][name]  # type: ignore[misc]
     show(found, columns, title="ARES over none: ratios, with intervals over pairs of turns")
     costs = [
@@ -118,16 +117,16 @@ async def _measure(
         await _turn(args, control, client, _specs(args, args.rates[0], 0), is_on=True)
         for rate in args.rates:
             pairs: list[tuple[LoadSummary, LoadSummary]] = []
+            key = f"exits {exits}, {rate:g}/s"
             for index in range(args.pairs):
                 specs = _specs(args, rate, index)
                 turns = {}
                 for is_on in (index % 2 == 0, index % 2 == 1):
                     turns[is_on] = await _turn(args, control, client, specs, is_on=is_on)
                 pairs.append((turns[True], turns[False]))
-            key = f"exits {exits}, {rate:g}/s"
-            found[key] = ratios_of(pairs)
+                found[key] = ratios_of(pairs)
+                keep_rows(KEPT, [plain(found)], args.out)
             say(f"{key}: good {found[key]['good']}, speed {found[key]['speed']}")
-            keep_rows(KEPT, [plain(found)], args.out)
 
 
 def _specs(args: argparse.Namespace, rate: float, index: int) -> list[RequestSpec]:
@@ -149,7 +148,7 @@ async def _turn(
     judgement = Judgement(Target(args.model, None))
     result = await run_load(specs, client, args.model, judgement, LoadOptions(), Live())
     if await control.agent.call("reschedule", is_on) is not is_on:
-        raise AgentError("the scheduler was configured anew within a turn, which says nothing then")
+        raise ConfigError("the scheduler was configured anew within a turn: it says nothing")
     found = summarise(result, slo_of(args))
     p50_ms, p99_ms = (1e3 * (s or 0.0) for s in (found.tpot.p50, found.tpot.p99))
     say(
@@ -170,7 +169,8 @@ def ratios_of(pairs: list[tuple[LoadSummary, LoadSummary]]) -> dict[str, Any]:
         "good_shares": _means([(on.good_share or 0.0, off.good_share or 0.0) for on, off in pairs]),
         "p50_ms": _means([(1e3 * on, 1e3 * off) for on, off in p50s]),
         "p99_ms": _means([(1e3 * on, 1e3 * off) for on, off in p99s]),
-        "failed": sum(turn.failed + turn.refused for pair in pairs for turn in pair),
+        "refused": [sum(on.refused for on, _ in pairs), sum(off.refused for _, off in pairs)],
+        "failed": sum(turn.failed for pair in pairs for turn in pair),
     }
 
 

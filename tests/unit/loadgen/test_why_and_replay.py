@@ -102,6 +102,15 @@ def test_what_the_controller_ordered_is_known_with_its_reason(ticks: list[Record
     assert "its replica ends or shall be empty" in said and ": fewer are wanted" in said
 
 
+def test_replay_tells_what_other_settings_would_order(
+    ticks: list[RecordedTick], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(RECORDED), "--set", "max_moves=0"]) == 0
+    num_orders = sum(len(tick.orders) for tick in ticks)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{num_orders} moves were ordered, 0 would be now" in said
+
+
 def test_without_overload_or_depth_pools_a_tick_is_decided_as_if_none_had_been_planned(
     ticks: list[RecordedTick],
 ) -> None:

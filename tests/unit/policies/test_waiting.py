@@ -176,26 +176,6 @@ def test_whoever_comes_back_when_told_is_let_in() -> None:
     assert max(refused) <= 5
 
 
-def test_a_request_of_several_sequences_that_comes_back_when_told_is_let_in() -> None:
-    """Asked for one by one, hardly any of its places would be kept at once."""
-    cluster, seconds = Cluster(random.Random(5)), 90.0
-    rate = 1.2 * SLOTS / SERVICE_S
-    calls = [(i / rate, f"one-{i}", 0) for i in range(int(rate * seconds))]
-    calls += [(20.0 + i, f"four-{i}", 0) for i in range(20)]
-    heapq.heapify(calls)
-    while calls and calls[0][0] < seconds:
-        at_s, name, attempt = heapq.heappop(calls)
-        cluster.run_to(at_s)
-        num_places = 4 if name.startswith("four") else 1
-        if cluster.arrive(f"{name}-{attempt}", visitor=name, num_places=num_places):
-            for i in range(1, num_places):
-                assert cluster.arrive(f"{name}-{attempt}-{i}", num_places=0)
-        else:
-            heapq.heappush(calls, (at_s + cluster.told_s[-1], name, attempt + 1))
-    assert sum(name.startswith("four") for _, name, _ in calls) <= 2
-    assert cluster.num_ended >= 0.9 * SLOTS / SERVICE_S * seconds
-
-
 def test_a_long_overload_in_which_one_in_ten_comes_back() -> None:
     """What is kept for them does not add up: places are used, and the last are told what the
     first were."""

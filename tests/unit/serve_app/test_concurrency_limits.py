@@ -114,11 +114,9 @@ async def test_one_request_has_so_many_readers_at_once(make_stand: MakeStand) ->
 async def test_a_refused_caller_is_known_again_by_what_it_asks(make_stand: MakeStand) -> None:
     stand = await make_stand(keys=ApiKeys.of(["a" * 32, "b" * 32]))
     admit, asked = stand.cluster.admit, []
-    places: list[int] = []
 
     async def note(request: AdmitRequest) -> Admission:
         asked.append(request.visitor)
-        places.append(request.num_places)
         return await admit(request)
 
     stand.cluster.admit = note  # type: ignore[method-assign]
@@ -153,4 +151,4 @@ async def test_a_refused_caller_is_known_again_by_what_it_asks(make_stand: MakeS
         pass
     assert asked[-1] == by_grpc
     await call(name="two", prompt=["hi", "ho"], n=2)
-    assert sorted(places[-4:]) == [0, 0, 0, 4], "one asks for all"
+    assert len(set(asked[-4:])) == 4
