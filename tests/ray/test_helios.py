@@ -22,9 +22,7 @@ from tests.ray.choosing import (
     OwnIngress,
     history,
     holds,
-    is_served,
     kill_controller,
-    until,
     until_another,
 )
 from tests.ray.moves import held
@@ -73,6 +71,34 @@ def set_plan(app: App, plan: RebatchPlan | None) -> None:
 
     actors: list[Any] = [get_actor(name) for name in app.replicas("decode")]
     ray.get([a.__ray_call__.remote(change) for a in actors], timeout=30)
+
+
+def decoding(app: App) -> list[ReplicaSnapshot]:
+    return [s for s in app.snapshots() if s.info.role is Role.DECODE]
+
+
+def until_running(app: App, count: int) -> None:
+    """Wait until so many sequences decode."""
+    wait_until(lambda: sum(s.num_running for s in decoding(app)) == count, 60.0, app.loads)
+
+
+@pytest.mark.timeout(300)
+async def test_ordinary_requests_stay_off_scouts(choosing: App) -> None:
+    """Before anything is chosen all hold the same, and scouts are idle. Also while there is no
+    scheduler, and while a new one has no route."""
+    replicas = await asyncio.to_thread(choosing.replicas, "decode")
+    async with OwnIngress(choosing) as ingress:
+        for dies in (False, True):
+            with held(replicas):
+                if dies:
+                    os.kill(pids(choosing.name)[scheduler_name(choosing.name)], signal.SIGKILL)
+                named = {"model": "quadriga-s", "max_tokens": 300}
+                asked = [asyncio.create_task(ingress.complete(**named)) for _ in range(6)]
+                await asyncio.to_thread(until_running, choosing, len(asked))
+                loads = {s.is_scout: s.num_running for s in decoding(choosing)}
+                assert loads == {True: 0, False: len(asked)}
+            await asyncio.gather(*asked)
+    await asyncio.to_thread(choosing.until_ready)
 
 
 @pytest.mark.timeout(300)
@@ -136,42 +162,6 @@ async def test_another_ingress_goes_on_with_a_request_whose_model_was_chosen(cho
     spans = usage["usage"]["quadriga"]["spans"]
     assert sum(s["tokens"] for s in spans) == 480
     assert len({s["model"] for s in spans}) == 1
-
-
-def decoding(app: App) -> list[ReplicaSnapshot]:
-    return [s for s in app.snapshots() if s.info.role is Role.DECODE]
-
-
-def until_running(app: App, count: int) -> None:
-    """Wait until so many sequences decode."""
-    wait_until(lambda: sum(s.num_running for s in decoding(app)) == count, 60.0)
-
-
-@pytest.mark.timeout(300)
-async def test_ordinary_requests_stay_off_scouts(choosing: App) -> None:
-    """Also while there is no scheduler, and while a new one has no route."""
-
-    def is_settled(now: dict[str, Any]) -> bool:
-        """Whether nothing changes any more: nobody's model is left to be chosen, nobody goes."""
-        is_whole = choosing.status()["is_ready"] and len(choosing.replicas("decode")) == 2
-        return is_served(now) and is_whole
-
-    async with OwnIngress(choosing) as ingress:
-        await ingress.until(choosing, is_chosen)
-    async with OwnIngress(choosing) as ingress:  # the one before has told all that it knew
-        now = await asyncio.to_thread(until, choosing, is_settled)
-        named = {"model": now["target"].split("@")[0], "max_tokens": 300}
-        replicas = await asyncio.to_thread(choosing.replicas, "decode")
-        for dies in (False, True):
-            with held(replicas):
-                if dies:
-                    os.kill(pids(choosing.name)[scheduler_name(choosing.name)], signal.SIGKILL)
-                asked = [asyncio.create_task(ingress.complete(**named)) for _ in range(6)]
-                await asyncio.to_thread(until_running, choosing, len(asked))
-                loads = {s.is_scout: s.num_running for s in decoding(choosing)}
-                assert loads == {True: 0, False: len(asked)}
-            await asyncio.gather(*asked)
-    await asyncio.to_thread(choosing.until_ready)
 
 
 @pytest.mark.timeout(500)
