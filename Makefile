@@ -5,12 +5,11 @@ BIN := $(VENV)/bin
 CLIENTS ?= .venv-clients
 AUDIT ?= .venv-audit
 STAMP := $(VENV)/.installed
-# Two clusters side by side, each with a file of tests at a time: most tests wait more than they compute.
-# What fails there is run once more in a cluster of its own, and named: failing twice fails.
+# What fails on a real cluster is run once more in a cluster of its own, and named: failing twice fails.
 # Each suite notes its failures in a cache of its own.
 LIVE_PYTEST = $(BIN)/python -m pytest -m "not slow" --durations 25 -o cache_dir=.pytest_cache/$@
 define LIVE_TESTS
-$(LIVE_PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(1) || { test $$? -eq 1 && \
+$(LIVE_PYTEST) $(1) || { test $$? -eq 1 && \
   echo "failed once; these run again in a cluster of their own:" && \
   $(LIVE_PYTEST) --last-failed --last-failed-no-failures none $(1); }
 endef
