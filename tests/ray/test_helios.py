@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.rpc.lookup import get_actor, scheduler_name
+from actors.rpc.lookup import forget_actor, get_actor, scheduler_name
 from quadriga.core.replica import ReplicaSnapshot, Role
 from quadriga.policies.drex import RebatchPlan
 from tests.ray.apps import App, app_fixture, pids, wait_until
@@ -85,19 +85,22 @@ def until_running(app: App, count: int) -> None:
 @pytest.mark.timeout(300)
 async def test_ordinary_requests_stay_off_scouts(choosing: App) -> None:
     """Before anything is chosen all hold the same, and scouts are idle. Also while there is no
-    scheduler, and while a new one has no route."""
+    scheduler that answers."""
     replicas = await asyncio.to_thread(choosing.replicas, "decode")
+    scheduler = pids(choosing.name)[scheduler_name(choosing.name)]
     async with OwnIngress(choosing) as ingress:
-        for dies in (False, True):
+        for stands_still in (False, True):
             with held(replicas):
-                if dies:
-                    os.kill(pids(choosing.name)[scheduler_name(choosing.name)], signal.SIGKILL)
+                if stands_still:
+                    os.kill(scheduler, signal.SIGSTOP)
                 named = {"model": "quadriga-s", "max_tokens": 300}
                 asked = [asyncio.create_task(ingress.complete(**named)) for _ in range(6)]
                 await asyncio.to_thread(until_running, choosing, len(asked))
                 loads = {s.is_scout: s.num_running for s in decoding(choosing)}
                 assert loads == {True: 0, False: len(asked)}
             await asyncio.gather(*asked)
+    os.kill(scheduler, signal.SIGKILL)
+    forget_actor(scheduler_name(choosing.name))
     await asyncio.to_thread(choosing.until_ready)
 
 
