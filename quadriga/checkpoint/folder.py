@@ -108,7 +108,7 @@ def locate(model: str, *, cache_dir: str | Path | None = None) -> Path:
         files = sorted(path.glob(f"*{GGUF_SUFFIX}"))
         remedy = f"name its file: {files[0]}" if files else "give a Hugging Face checkpoint"
         raise ConfigError(f"model: {model!r} has no config.json; {remedy}", param="model")
-    return path
+    return path.resolve()  # what a link means now, however long the service runs
 
 
 def _is_bundled(model: str) -> bool:
@@ -251,7 +251,9 @@ def _public_name(model: str, path: Path) -> str:
     source = placed(model)
     if source.is_file():
         return source.name.removesuffix(GGUF_SUFFIX)
-    return path.name if source.is_dir() or path.parent == ASSETS else model.rsplit("/", 1)[-1]
+    if source.is_dir():
+        return source.name
+    return path.name if path.parent == ASSETS else model.rsplit("/", 1)[-1]
 
 
 def _generation_config(path: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -55,12 +55,6 @@ class ExitsConfig(Section):
 
 class PoolConfig(Section):
     """Replicas of one model at one depth."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _none_is_empty(cls, keys: Any) -> Any:
-        """A pool that is left empty in a list is a mistake."""
-        return keys
 
     model: str = Field(
         "auto",

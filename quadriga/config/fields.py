@@ -44,4 +44,8 @@ class Section(BaseModel):
     @classmethod
     def _none_is_empty(cls, keys: Any) -> Any:
         """YAML has a section as null where all of its lines are comments."""
-        return {} if keys is None else keys
+        if not isinstance(keys, dict):
+            return keys
+        kinds = {name: field.annotation for name, field in cls.model_fields.items()}
+        sections = {n for n, k in kinds.items() if isinstance(k, type) and issubclass(k, Section)}
+        return {n: {} if v is None and n in sections else v for n, v in keys.items()}

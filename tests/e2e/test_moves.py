@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from serve_app.openai.answers import QuadrigaUsage
 from tests.e2e.conftest import Service
 from tests.e2e.observe import total
 from tests.e2e.roles import DECODE
+from tests.ray.apps import wait_until
 from tests.ray.moves import free_memory, held, hold, pause
 
 Found = TypeVar("Found")
@@ -59,11 +59,14 @@ def get(service: Service, path: str, **query: str) -> Any:
 
 def until(look: Callable[[], Found]) -> Found:
     """What a look finds, once it finds something."""
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not (found := look()):
-        assert time.monotonic() < give_up_s
-        time.sleep(0.1)
-    return found
+    found: list[Found] = []
+
+    def is_there() -> bool:
+        found[:] = [look()]
+        return bool(found[0])
+
+    wait_until(is_there, PATIENCE_S)
+    return found[0]
 
 
 def pause_where_it_runs(names: list[str], request_id: str) -> str:

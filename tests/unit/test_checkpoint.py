@@ -121,7 +121,7 @@ def test_a_folder_that_is_named_as_such_is_read_and_called_by_its_name(
         for model in (f"./{link}", str(tmp_path / link)):
             found = read_checkpoint(model)
             assert (found.id, found.vocab_size) == (link, CONFIG["vocab_size"])
-            assert found.source == str(tmp_path / link)
+            assert (found.source, found.path) == (str(tmp_path / link), folder)
     assert read_checkpoint("current/../v7").path == folder
 
 

@@ -93,6 +93,8 @@ def test_a_section_whose_lines_are_comments_is_none_left_out() -> None:
     """As YAML reads it: null."""
     given = {"decode": None, "decode.max_slots": "4", "scheduler": {"ares": None}, "exits": None}
     assert load_config(given) == load_config({"decode.max_slots": 4})
+    with pytest.raises(ConfigError, match="pools"):
+        load_config({"pools": [None]})
 
 
 @pytest.mark.parametrize("key", ["exits.layers", "auth.api_keys"])
