@@ -99,7 +99,8 @@ class Handle:
         def __init__(self, answer: Any) -> None:
             self._answer = answer
 
-        async def remote(self, *_: Any) -> Any:
+        async def remote(self, *told: Any) -> Any:
+            self.told = told
             return await self._answer()
 
     async def _beat(self) -> ReplicaStatus:
@@ -126,11 +127,13 @@ async def test_a_replica_is_watched_on_while_the_control_store_is_away(
 
     monkeypatch.setattr(replica_manager, "is_placed", is_placed)
     ready = asyncio.Event()
-    fleet, member = fleet_of(changed=ready.set), replica_of(ReplicaPhase.PENDING, handle)
+    member = replica_of(ReplicaPhase.PENDING, handle)
+    fleet = fleet_of(changed=ready.set, is_scout=lambda replica: replica is member)
     fleet.failing.add((member.key, "same"))
     async with watched(fleet, member):
         await ready.wait()
         assert member.phase is ReplicaPhase.READY and handle.num_early == 0
+        assert handle.heartbeat.told == (0.0, True), "of ingresses, and that it is a scout"
         assert not fleet.failing
 
 

@@ -17,6 +17,7 @@ from quadriga.control.rollout import (
     LEAVE_S,
     SURGE_PATIENCE_S,
     Rollout,
+    fewer_wanted,
     is_relieved,
     kept_places,
     turn_over,
@@ -275,3 +276,10 @@ def test_a_replica_has_a_place_of_its_kind(
         one.key = (Role.DECODE, int(ordinal))
     changed = kept_places(replicas, places, work)
     assert " ".join(f"{m.name}{changed.get(m.name, m.key)[1]}" for m in replicas) == kept
+
+
+def test_a_replica_that_goes_says_with_which_of_its_kind_it_was_compared() -> None:
+    replicas = [member(name, fingerprint="n" if name > "Z" else "o") for name in "abC"]
+    why = fewer_wanted(replicas[0], replicas, {"a": 2.4, "b": 1.0, "C": 0.0})
+    assert why == "fewer are wanted; the work left: b 1, a 2"
+    assert fewer_wanted(replicas[0], replicas, {}) == "fewer are wanted"

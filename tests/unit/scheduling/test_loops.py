@@ -214,9 +214,11 @@ def test_who_ends_with_its_first_token_waits_for_no_place() -> None:
     h = Harness(rows=8, chunk=8, max_unplaced=2)
     for name in "abc":
         h.submit(sequence(name, [1, ord(name)]))
-    h.submit(sequence("ends", [1, 2], max_tokens=1))
-    for _ in range(3):
+    while h.loop.has_work:
         h.step()
+    h.submit(sequence("ends", [1, 2], max_tokens=1))
+    assert h.loop.has_work
+    h.step()
     assert h.events.started == ["a", "b", "ends"]
     assert not h.loop.has_work
     h.loop.release("a")

@@ -309,3 +309,20 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         starter_script(tmp_path / "file" / "folder")
+
+
+@pytest.mark.parametrize("words", [[], ["--no-grpc"]], ids=["with grpc", "without"])
+def test_the_command_opens_a_port_for_grpc_over_tls_unless_told_not_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    pair = Authority(tmp_path).server()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("QUADRIGA_TLS_CERT", str(pair.cert))
+    monkeypatch.setenv("QUADRIGA_TLS_KEY", str(pair.key))
+    monkeypatch.setenv("QUADRIGA_GRPC_TLS_PORT", "29443")
+    command = [sys.executable, "-m", "serve_app.http.haproxy", *words]
+    script = Path(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    )
+    texts = [path.read_text(errors="replace") for path in script.parent.iterdir()]
+    assert any("29443" in text for text in texts) is not bool(words)
