@@ -90,7 +90,7 @@ check: setup ## Lint, format, types, import rules
 	$(BIN)/lint-imports
 
 audit: $(AUDIT)/.installed ## Known faults of the pinned packages, asked of the package index
-	$(AUDIT)/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip --timeout 20
+	$(AUDIT)/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip --strict --timeout 20
 
 $(AUDIT)/.installed: Makefile
 	@test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
