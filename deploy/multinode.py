@@ -46,6 +46,7 @@ from deploy.multinode_inside import (
     serve_config,
 )
 from quadriga.pipes import read_line
+from quadriga.ports import RAY_ON_LOOPBACK
 
 COMMANDS = ("ip", "unshare", "nsenter")
 SUBNET = "10.213.{third}"
@@ -243,6 +244,7 @@ class MultiNode:
             "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
             # All nodes start at once, on a machine that may be busy.
             "RAY_agent_register_timeout_ms": str(AGENT_TIMEOUT_MS),
+            **dict.fromkeys(RAY_ON_LOOPBACK, "1"),  # not what this process's own Ray does
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "QUADRIGA_API_KEY": self.api_key,

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
+import secrets
 import socket
 
 LOOPBACK = "127.0.0.1"
+RAY_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Environment in which a Ray that is started, or joined, has its ports on loopback.
+
+Otherwise Ray opens every interface, under the address by which others reach the machine, and is
+lost when that changes. To be set before Ray is imported.
+"""
 MAX_PORT = 65_535
 PORTS = range(20_000, 32_768)
 """Neither Linux nor Ray hands these out to whoever asks for any port: one that is free now is still
@@ -16,6 +24,15 @@ MAX_TRIES = 1000
 def with_port(host: str, port: int) -> str:
     """Return `host:port` as URLs and gRPC write it: an IPv6 address is in brackets."""
     return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def use_private_ray() -> None:
+    """Have this process and all that it starts use a Ray that nobody else can use; for tools.
+
+    Whoever reaches a Ray without a token runs code in it. To be called before Ray is imported.
+    """
+    os.environ |= RAY_ON_LOOPBACK | {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def free_port() -> int:

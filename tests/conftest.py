@@ -9,8 +9,10 @@ before first; `tests.hostile` says how many.
 from __future__ import annotations
 
 from quadriga.checkpoint import packaged_models
+from quadriga.ports import use_private_ray
 
 packaged_models.DEFAULT_MODEL = "quadriga-s"
+use_private_ray()
 
 try:
     from hypothesis import HealthCheck, settings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import warnings
 from collections.abc import Iterator
 
@@ -17,8 +16,6 @@ def ray_cluster() -> Iterator[None]:
     """A Ray of four logical CPUs without dashboard, shared by every test of the session."""
     import ray
 
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     is_ours = not ray.is_initialized()
     if is_ours:
         with RayProcesses().starting():

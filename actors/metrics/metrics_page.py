@@ -7,6 +7,7 @@ import logging
 
 from actors.controller import controller_store
 from actors.rpc.ray_rpc import RAY_FAILED
+from quadriga import malloc
 from quadriga.background import background
 from quadriga.clock import Clock
 from quadriga.observability.load_history import INTERVAL_S, LoadHistory
@@ -38,6 +39,7 @@ class MetricsPage:
         self._writing = asyncio.Lock()
         self._waiting: asyncio.Task[None] | None = None  # to write, behind another that does
         self._is_over = False
+        malloc.share_arenas()
 
     def push(self, source: str, families: bytes) -> None:
         """Take a process's metrics, as `metrics.Registry.snapshot` packs them."""
@@ -107,6 +109,7 @@ class MetricsPage:
                 await asyncio.to_thread(save, app, "load_history", self.history.dump())
             except RAY_FAILED as exc:
                 logger.warning("the counters were not stored: %s", exc)
+            malloc.trim()  # of the dump, which grows with the cluster
 
     async def close(self) -> None:
         """Keep nothing any more; no writer is under way afterwards, unless Ray's store hangs."""

@@ -20,7 +20,7 @@ from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.config.resolve import runner_of
 from quadriga.errors import ConfigError, QuadrigaError, ReplicaError, Unavailable
-from quadriga.ports import LOOPBACK, with_port
+from quadriga.ports import LOOPBACK, RAY_ON_LOOPBACK, with_port
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.cli.environment import (
     GRPC_SERVICERS,
@@ -196,6 +196,8 @@ class LocalService:
         self._check_ports()
         os.environ[LOG_FORMAT_VARIABLE] = self.config.logging.format
         prepare_environment()
+        for name, value in RAY_ON_LOOPBACK.items():
+            os.environ.setdefault(name, value)
         if haproxy_enabled():
             from serve_app.http.haproxy import make_private
 
@@ -249,7 +251,6 @@ class LocalService:
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
             "log_to_driver": False,
-            "_node_ip_address": LOOPBACK,
         }
         began_s = time.monotonic()
         try:

@@ -73,7 +73,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def _started(collector: Collector, adapters: str) -> Iterator[Service]:
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     prepare_environment()
     config = load_config(
         {

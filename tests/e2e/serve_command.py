@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from quadriga.client import Client, RetryPolicy
-from quadriga.ports import free_port
+from quadriga.ports import RAY_ON_LOOPBACK, free_port
 from tests.e2e.roles import argument
 
 START_TIMEOUT_S = 300.0
@@ -23,6 +23,9 @@ END_TIMEOUT_S = 240.0
 LOOK_INTERVAL_S = 0.1
 READY = "Ctrl-C stops everything"
 PROC = Path("/proc")
+RAYS_OWN = ("gcs_server", "raylet")
+LOOPBACK_IN_HEX = {"0100007F", "0000000000000000FFFF00000100007F"}
+"""127.0.0.1 as /proc has it, and the same in IPv6."""
 
 
 class ServeCommand:
@@ -30,7 +33,8 @@ class ServeCommand:
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         http_port, grpc_port = free_port(), free_port()
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("QUADRIGA_")}
+        own = ("QUADRIGA_", *RAY_ON_LOOPBACK)  # the command has its own
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(own)}
         self.url = f"http://127.0.0.1:{http_port}"
         self.grpc_target = f"127.0.0.1:{grpc_port}"
         self._key_file = folder / "quadriga" / "api_key"
@@ -44,7 +48,6 @@ class ServeCommand:
             ],
             env=environment
             | {
-                "RAY_AUTH_MODE": "disabled",
                 "XDG_STATE_HOME": str(folder),
                 "QUADRIGA_ADMIN_PORT": "0",
             },
@@ -79,6 +82,9 @@ class ServeCommand:
         self.until(lambda: READY in self.said or self._process.poll() is not None, START_TIMEOUT_S)
         assert self._process.poll() is None, self.said
         self._processes = {pid: _start_time(pid) for pid in _tree(self._process.pid)}
+        rays = [pid for pid in self._processes if _name(pid) in RAYS_OWN]
+        assert rays
+        assert set().union(*map(_listening, rays)) <= LOOPBACK_IN_HEX  # Ray asks for no TLS
 
     def signal(self, number: int, *, name: str = "") -> None:
         """To the command, or to those of its processes that have this name."""
@@ -159,6 +165,18 @@ def _tree(pid: int) -> set[int]:
         found.add(unseen[-1])
         unseen += children.get(unseen.pop(), [])
     return found
+
+
+def _listening(pid: int) -> set[str]:
+    """Addresses at which a process takes connections, as /proc has them."""
+    files = (file.readlink().name for file in (PROC / str(pid) / "fd").iterdir())
+    sockets = {name.removeprefix("socket:[").rstrip("]") for name in files}
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in (PROC / str(pid) / "net" / table).read_text(encoding="ascii").splitlines()[1:]
+    ]
+    return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[9] in sockets}
 
 
 def _start_time(pid: int) -> str:

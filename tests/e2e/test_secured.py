@@ -111,7 +111,7 @@ def started(folder: Path, *options: str) -> Iterator[Secured]:
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment | {"RAY_AUTH_MODE": "disabled"},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

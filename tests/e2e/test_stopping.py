@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -196,7 +195,6 @@ def test_streams_that_serve_would_cut_end_in_an_error_and_a_dying_ray_is_not_wai
         streams = Streams(service, NEVER_TOKENS)
         subprocess.run(
             [sys.executable, "-c", DELETE, gcs_address(service.pid), APP],
-            env=os.environ | {"RAY_AUTH_MODE": "disabled"},
             timeout=120.0,
             check=True,
         )

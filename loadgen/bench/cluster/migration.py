@@ -29,6 +29,7 @@ from quadriga.core.output import EngineOutput, PollReply
 from quadriga.core.replica import DepthClass
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.core.routing import Admission, AdmitRequest
+from quadriga.ports import use_private_ray
 
 APP = "bench-migration"
 SPREAD_S = 0.4
@@ -140,14 +141,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure at each pace; prints a table and one JSON line. Returns 1 where moves failed."""
+    check_service(args.model, ())
+    use_private_ray()
+    os.environ |= {"RAY_worker_niceness": "0"}
     import ray
 
-    check_service(args.model, ())
-    os.environ |= {
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_worker_niceness": "0",
-    }
     args.moves = args.moves or (20 if args.quick else 60)
     ray.init(
         num_cpus=4, object_store_memory=128 << 20, include_dashboard=False, log_to_driver=False

@@ -16,7 +16,7 @@ from loadgen.options import API_KEY_VARIABLE
 from loadgen.runner import now_s
 from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError
-from quadriga.ports import free_port
+from quadriga.ports import free_port, use_private_ray
 
 START_TIMEOUT_S = 300.0
 PROBE_TIMEOUT_S = 5.0
@@ -50,13 +50,9 @@ def started_service(settings: Sequence[str], *, log: Path) -> Iterator[ServiceUn
     """
     http_port, grpc_port, key = free_port(), free_port(), secrets.token_urlsafe(24)
     words = ["-m", "serve_app", "--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+    use_private_ray()
     # Ray's workers are nice 15 by default; the engine they are compared with is not.
-    env = {
-        API_KEY_VARIABLE: key,
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_worker_niceness": "0",
-    }
+    env = {API_KEY_VARIABLE: key, "RAY_worker_niceness": "0"}
     service = ServiceUnderLoad(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", key)
     with python_process([*words, *settings], env=env, log=log) as process:
         _await_health(service, process, log)

@@ -21,7 +21,6 @@ from tests.reliability.cluster.agent_client import AgentClient, AgentError, star
 LOOK_EVERY_S = 0.25
 REPLICAS = ("prefill", "decode")
 ACTORS = (*REPLICAS, "scheduler", "controller", "ingress", "proxy")
-LOCAL = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 class ClusterControl:
@@ -88,7 +87,7 @@ async def cluster_control(service: ServiceUnderLoad) -> AsyncIterator[ClusterCon
     assert service.pid is not None
     address = await asyncio.to_thread(gcs_address, service.pid)
     # A deployment is built in a process of the cluster, which has the key from the agent.
-    environment = LOCAL | {API_KEY_VARIABLE: service.api_key or ""}
+    environment = {API_KEY_VARIABLE: service.api_key or ""}
     async with started_agent(address, log=Path(os.devnull), environment=environment) as agent:
         yield ClusterControl(service.pid, agent)
 

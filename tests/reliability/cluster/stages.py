@@ -15,7 +15,7 @@ from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
 from quadriga.errors import ConfigError
 from tests.reliability.chaos.fault_matrix import Stage, Victim
 from tests.reliability.cluster.agent_client import AgentClient, AgentError, started_agent
-from tests.reliability.cluster.control import LOCAL, gcs_address
+from tests.reliability.cluster.control import gcs_address
 
 if TYPE_CHECKING:
     from deploy.node_faults import NodeFaults
@@ -161,7 +161,7 @@ async def _local(
     async with in_threads(started_service(words, log=log)) as service:
         assert service.pid is not None
         address = await asyncio.to_thread(gcs_address, service.pid)
-        async with started_agent(address, log=agent_log, environment=LOCAL) as agent:
+        async with started_agent(address, log=agent_log, environment={}) as agent:
             yield ServiceUnderTest(stage, service, agent)
 
 
