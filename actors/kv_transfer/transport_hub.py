@@ -25,7 +25,7 @@ from quadriga.kv_transport.channel import (
     NixlOffer,
 )
 from quadriga.kv_transport.counts import TransportCounts
-from quadriga.kv_transport.gloo import GlooTransport
+from quadriga.kv_transport.gloo import GlooChannels
 from quadriga.kv_transport.pairs import PairTransport
 
 if TYPE_CHECKING:
@@ -89,13 +89,15 @@ class TransportHub:
         self._store: ObjectStoreTransport | None = None
         library = nccl or _library(kind, device)
         if library is not None:
-            from quadriga.kv_transport.nccl import NcclTransport  # for GPUs alone
+            from quadriga.kv_transport.nccl import NcclChannels  # for GPUs alone
 
-            self._pairs[NcclOffer] = NcclTransport(me, sink, host_for, library, invite_actor)
+            gpus = NcclChannels(me, host_for, library)
+            self._pairs[NcclOffer] = PairTransport(me, sink, gpus, invite_actor)
         if kind == "nixl":
             self._pairs[NixlOffer] = _nixl(me, sink, host_for, device)
         if kind in ("auto", "gloo"):
-            self._pairs[ChannelOffer] = GlooTransport(me, sink, host_for, invite_actor)
+            hosts = GlooChannels(me, host_for)
+            self._pairs[ChannelOffer] = PairTransport(me, sink, hosts, invite_actor)
         if kind in ("auto", "object_store"):
             self._store = ObjectStoreTransport(me, sink)
         self._ways: list[KVTransport] = [*self._pairs.values()]
@@ -183,15 +185,16 @@ def _nixl(
     me: str, sink: KVSink | None, host_for: Callable[[str], str], device: Device
 ) -> PairTransport:
     """NIXL, which was asked for. Raises: ConfigError."""
-    from quadriga.kv_transport.nixl import NixlTransport  # for those who have it
+    from quadriga.kv_transport.nixl import NixlChannels, find_nixl  # for those who have it
 
     try:
-        return NixlTransport(me, sink, host_for, invite_actor, torch.device(device))
+        channels = NixlChannels(me, host_for, find_nixl(), torch.device(device))
     except KVTransportError as exc:
         raise ConfigError(
             f"transport.kind: 'nixl' cannot be had: {exc.message}; or set it to 'auto'",
             param="transport.kind",
         ) from exc
+    return PairTransport(me, sink, channels, invite_actor)
 
 
 def _library(kind: Kind, device: Device) -> NcclLibrary | None:
