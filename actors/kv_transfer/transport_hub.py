@@ -21,6 +21,7 @@ from quadriga.kv_transport.channel import (
     NO_ROUTE,
     TOO_LARGE,
     ChannelOffer,
+    Channels,
     NcclOffer,
     NixlOffer,
 )
@@ -85,19 +86,18 @@ class TransportHub:
         self.num_fallbacks = 0
         self.counts = TransportCounts()
         self._clock = clock
-        self._pairs: dict[type[ChannelOffer], PairTransport] = {}
+        lines: dict[type[ChannelOffer], Channels] = {}
         self._store: ObjectStoreTransport | None = None
         library = nccl or _library(kind, device)
         if library is not None:
             from quadriga.kv_transport.nccl import NcclChannels  # for GPUs alone
 
-            gpus = NcclChannels(me, host_for, library)
-            self._pairs[NcclOffer] = PairTransport(me, sink, gpus, invite_actor)
+            lines[NcclOffer] = NcclChannels(me, host_for, library)
         if kind == "nixl":
-            self._pairs[NixlOffer] = _nixl(me, sink, host_for, device)
+            lines[NixlOffer] = _nixl(me, host_for, device)
         if kind in ("auto", "gloo"):
-            hosts = GlooChannels(me, host_for)
-            self._pairs[ChannelOffer] = PairTransport(me, sink, hosts, invite_actor)
+            lines[ChannelOffer] = GlooChannels(me, host_for)
+        self._pairs = {o: PairTransport(me, sink, c, invite_actor) for o, c in lines.items()}
         if kind in ("auto", "object_store"):
             self._store = ObjectStoreTransport(me, sink)
         self._ways: list[KVTransport] = [*self._pairs.values()]
@@ -181,20 +181,17 @@ class TransportHub:
         return {pair.name: pair.describe() for pair in self._pairs.values()}
 
 
-def _nixl(
-    me: str, sink: KVSink | None, host_for: Callable[[str], str], device: Device
-) -> PairTransport:
+def _nixl(me: str, host_for: Callable[[str], str], device: Device) -> Channels:
     """NIXL, which was asked for. Raises: ConfigError."""
     from quadriga.kv_transport.nixl import NixlChannels, find_nixl  # for those who have it
 
     try:
-        channels = NixlChannels(me, host_for, find_nixl(), torch.device(device))
+        return NixlChannels(me, host_for, find_nixl(), torch.device(device))
     except KVTransportError as exc:
         raise ConfigError(
             f"transport.kind: 'nixl' cannot be had: {exc.message}; or set it to 'auto'",
             param="transport.kind",
         ) from exc
-    return PairTransport(me, sink, channels, invite_actor)
 
 
 def _library(kind: Kind, device: Device) -> NcclLibrary | None:
