@@ -172,11 +172,12 @@ def read_ticks(path: Path) -> Iterator[RecordedTick]:
 
 def parse_ticks(lines: Iterable[str], source: str) -> Iterator[RecordedTick]:
     """Yield the ticks of lines that came from `source`. Raises: ConfigError: As `read_ticks`."""
+    reader = TypeAdapter(RecordedTick)
     for number, text in enumerate(lines, 1):
         try:
             if (version := json.loads(text)["version"]) != VERSION:
                 raise ValueError(f"version {version}, this is {VERSION}")
-            tick = TypeAdapter(RecordedTick).validate_json(text)
+            tick = reader.validate_json(text)
             for forecast in (s.forecast for s in tick.snapshots if s.forecast is not None):
                 check_forecast(forecast)
             yield tick
