@@ -150,7 +150,7 @@ evaluate: setup ## What the bundled models can do: exact match, exits, agreement
 
 protos: setup ## Generate the gRPC code again from quadriga/protos
 	$(BIN)/python -m grpc_tools.protoc -I . \
-	  --python_out=. --pyi_out=. --grpc_python_out=. quadriga/protos/quadriga/v1/quadriga.proto
+	  --python_out=. --pyi_out=. quadriga/protos/quadriga/v1/quadriga.proto
 
 clean: ## Remove caches and results, keep .venv
 	rm -rf results build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

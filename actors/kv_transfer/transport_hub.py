@@ -21,11 +21,12 @@ from quadriga.kv_transport.channel import (
     NO_ROUTE,
     TOO_LARGE,
     ChannelOffer,
+    Channels,
     NcclOffer,
     NixlOffer,
 )
 from quadriga.kv_transport.counts import TransportCounts
-from quadriga.kv_transport.gloo import GlooTransport
+from quadriga.kv_transport.gloo import GlooChannels
 from quadriga.kv_transport.pairs import PairTransport
 
 if TYPE_CHECKING:
@@ -85,17 +86,18 @@ class TransportHub:
         self.num_fallbacks = 0
         self.counts = TransportCounts()
         self._clock = clock
-        self._pairs: dict[type[ChannelOffer], PairTransport] = {}
+        lines: dict[type[ChannelOffer], Channels] = {}
         self._store: ObjectStoreTransport | None = None
         library = nccl or _library(kind, device)
         if library is not None:
-            from quadriga.kv_transport.nccl import NcclTransport  # for GPUs alone
+            from quadriga.kv_transport.nccl import NcclChannels  # for GPUs alone
 
-            self._pairs[NcclOffer] = NcclTransport(me, sink, host_for, library, invite_actor)
+            lines[NcclOffer] = NcclChannels(me, host_for, library)
         if kind == "nixl":
-            self._pairs[NixlOffer] = _nixl(me, sink, host_for, device)
+            lines[NixlOffer] = _nixl(me, host_for, device)
         if kind in ("auto", "gloo"):
-            self._pairs[ChannelOffer] = GlooTransport(me, sink, host_for, invite_actor)
+            lines[ChannelOffer] = GlooChannels(me, host_for)
+        self._pairs = {o: PairTransport(me, sink, c, invite_actor) for o, c in lines.items()}
         if kind in ("auto", "object_store"):
             self._store = ObjectStoreTransport(me, sink)
         self._ways: list[KVTransport] = [*self._pairs.values()]
@@ -179,14 +181,12 @@ class TransportHub:
         return {pair.name: pair.describe() for pair in self._pairs.values()}
 
 
-def _nixl(
-    me: str, sink: KVSink | None, host_for: Callable[[str], str], device: Device
-) -> PairTransport:
+def _nixl(me: str, host_for: Callable[[str], str], device: Device) -> Channels:
     """NIXL, which was asked for. Raises: ConfigError."""
-    from quadriga.kv_transport.nixl import NixlTransport  # for those who have it
+    from quadriga.kv_transport.nixl import NixlChannels, find_nixl  # for those who have it
 
     try:
-        return NixlTransport(me, sink, host_for, invite_actor, torch.device(device))
+        return NixlChannels(me, host_for, find_nixl(), torch.device(device))
     except KVTransportError as exc:
         raise ConfigError(
             f"transport.kind: 'nixl' cannot be had: {exc.message}; or set it to 'auto'",

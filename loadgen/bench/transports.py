@@ -26,8 +26,8 @@ from loadgen.report.experiment import print_line, say, show
 from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError
 from quadriga.kv_transport.channel import ChannelOffer
-from quadriga.kv_transport.gloo import GlooTransport
-from quadriga.kv_transport.nixl import PACKAGES, NixlTransport
+from quadriga.kv_transport.gloo import GlooChannels
+from quadriga.kv_transport.nixl import PACKAGES, NixlChannels, find_nixl
 from quadriga.kv_transport.pairs import PairTransport
 from quadriga.kv_transport.payload import checksum
 
@@ -180,8 +180,9 @@ def _make(
         return "127.0.0.1"
 
     if kind == "gloo":
-        return GlooTransport(me, sink, here, invite)
-    return NixlTransport(me, sink, here, invite, torch.device("cpu"))
+        return PairTransport(me, sink, GlooChannels(me, here), invite)
+    channels = NixlChannels(me, here, find_nixl(), torch.device("cpu"))
+    return PairTransport(me, sink, channels, invite)
 
 
 def _receive(kind: str, pipe: Connection[Any, Any]) -> None:

@@ -11,9 +11,9 @@ models:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -23,7 +23,6 @@ from quadriga.catalogue.records import (
     Catalogue,
     CatalogueModel,
     DepthRecord,
-    EnergySource,
     Measurement,
     depth_records,
 )
@@ -36,34 +35,15 @@ CATALOGUE_FILE = "catalogue.yaml"
 VERSION = 1
 PARAM = "helios.catalogue"
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-
 
 class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class _Depth(_Strict):
-    depth: int = Field(ge=1)
-    step_s: dict[Annotated[int, Field(ge=1)], Positive] = {}
-    ttft_s: Positive | None = None
-    prompt_tokens: int | None = Field(None, ge=1)
-    accuracy: Share | None = None
-    perplexity: float | None = Field(None, ge=1, allow_inf_nan=False)
-    unchanged: Share | None = None
-    coverage: Share | None = None
-    token_s: Positive | None = None
-    memory_bytes: int | None = Field(None, ge=0)
-    load_s: Positive | None = None
-    joules_per_token: Positive | None = None
-    energy_source: EnergySource | None = None
-
-
 class _Model(_Strict):
     model: str = Field(min_length=1)
     tokenizer: str | None = None
-    depths: tuple[_Depth, ...] = ()
+    depths: tuple[DepthRecord, ...] = ()
 
 
 class _Measured(_Strict):
@@ -174,9 +154,9 @@ def _model(entry: _Model, file: Path, cache_dir: str | None) -> CatalogueModel:
             f"{file}: {entry.model}: its tokenizer is {model.tokenizer}, the catalogue promises "
             f"{entry.tokenizer}; the files were exchanged, profile the model again"
         )
-    for depth in entry.depths:
-        _check_depth(depth.depth, model, file)
-    records = [DepthRecord(**_plain(d)) for d in entry.depths]
+    records = entry.depths
+    for record in records:
+        _check_depth(record.depth, model, file)
     if len({r.depth for r in records}) < len(records):
         raise _error(f"{file}: {entry.model}: a depth is on record twice")
     _check_coverage(records, model, file)
@@ -217,12 +197,6 @@ def _check_coverage(records: Sequence[DepthRecord], model: CatalogueModel, file:
         before = (record.depth, record.coverage)
 
 
-def _plain(depth: _Depth) -> dict[str, Any]:
-    values = depth.model_dump()
-    values["step_s"] = tuple(sorted(depth.step_s.items()))
-    return values
-
-
 def write_catalogue(
     path: Path, models: Sequence[tuple[str, CatalogueModel]], measured: Measurement
 ) -> None:
@@ -253,8 +227,7 @@ def _written(record: DepthRecord) -> dict[str, Any]:
     values: dict[str, Any] = {"depth": record.depth}
     if record.step_s:
         values["step_s"] = {batch: float(f"{s:.4g}") for batch, s in record.step_s}
-    names = [n for n in _Depth.model_fields if n not in ("depth", "step_s")]
-    for name in names:
+    for name in [f.name for f in fields(record)][2:]:
         value = getattr(record, name)
         if value is not None:
             values[name] = float(f"{value:.6g}") if isinstance(value, float) else value

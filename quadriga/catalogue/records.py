@@ -7,13 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from quadriga.catalogue.sizes import ModelSizes
 from quadriga.checkpoint.exits import ExitSpec
 from quadriga.errors import UnknownModel
 
 EnergySource = Literal["nvml", "rapl", "estimate"]
+Positive = Annotated[int, Field(ge=1)]
+Quantity = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _pairs(steps: Any) -> Any:
+    """Steps as a file has them, by the batch."""
+    return tuple(steps.items()) if isinstance(steps, dict) else steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +46,23 @@ class DepthRecord:
             before it tested.
     """
 
-    depth: int
-    step_s: tuple[tuple[int, float], ...] = ()
-    ttft_s: float | None = None
-    prompt_tokens: int | None = None
-    accuracy: float | None = None
-    perplexity: float | None = None
-    unchanged: float | None = None
-    memory_bytes: int | None = None
-    load_s: float | None = None
-    joules_per_token: float | None = None
+    depth: Positive
+    step_s: Annotated[
+        tuple[tuple[Positive, Quantity], ...],
+        BeforeValidator(_pairs),
+        AfterValidator(lambda pairs: tuple(sorted(pairs))),
+    ] = ()
+    ttft_s: Quantity | None = None
+    prompt_tokens: Positive | None = None
+    accuracy: Share | None = None
+    perplexity: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    unchanged: Share | None = None
+    memory_bytes: Annotated[int, Field(ge=0)] | None = None
+    load_s: Quantity | None = None
+    joules_per_token: Quantity | None = None
     energy_source: EnergySource | None = None
-    coverage: float | None = None
-    token_s: float | None = None
+    coverage: Share | None = None
+    token_s: Quantity | None = None
 
     @property
     def best_tokens_per_s(self) -> float | None:

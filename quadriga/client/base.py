@@ -16,10 +16,24 @@ from quadriga.client.retries import RetryPolicy
 from quadriga.client.wire import CHANNEL_OPTIONS, affinity, check_sendable, credentials
 from quadriga.errors import Cancelled, DeadlineExceeded, QuadrigaError
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
-from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import QuadrigaStub
 
 CANCEL_TIMEOUT_S = 2.0
 DEFAULT_TIMEOUT_S = 600.0
+
+
+class QuadrigaStub:
+    """The service's methods over a channel, each as an attribute of its name."""
+
+    def __init__(self, channel: Any) -> None:
+        service = pb.DESCRIPTOR.services_by_name["Quadriga"]
+        for method in service.methods:
+            make = channel.unary_stream if method.server_streaming else channel.unary_unary
+            call = make(
+                f"/{service.full_name}/{method.name}",
+                request_serializer=getattr(pb, method.input_type.name).SerializeToString,
+                response_deserializer=getattr(pb, method.output_type.name).FromString,
+            )
+            setattr(self, method.name, call)
 
 
 class Deadline:
@@ -124,7 +138,7 @@ class BaseClient:
                 raise Cancelled("the client was closed")
             if self._stub is None:
                 self._channel = self._make_channel()
-                self._stub = QuadrigaStub(self._channel)  # type: ignore[no-untyped-call]
+                self._stub = QuadrigaStub(self._channel)
             return self._stub
 
     def _disconnect(self) -> Any:

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 from quadriga.errors import KVTransportError
-from quadriga.interfaces import KVSink
 from quadriga.kv_transport.channel import CONNECT_TIMEOUT_S, ChannelOffer, parse_frame, seconds_to
-from quadriga.kv_transport.pairs import Invite, PairTransport
 from quadriga.kv_transport.payload import to_host
 from quadriga.process_groups import host_store, join_store, make_group, route_to
 
@@ -113,18 +111,3 @@ class GlooChannels:
 
     def check_part(self, num_bytes: int) -> None:
         """Host memory bounds them."""
-
-
-class GlooTransport(PairTransport):
-    """`PairTransport` over gloo.
-
-    Args:
-        me: Name of the replica this serves.
-        sink: Takes what arrives; None where nothing is received.
-        host_for: The local address under which a peer reaches this process.
-    """
-
-    def __init__(
-        self, me: str, sink: KVSink | None, host_for: Callable[[str], str], invite: Invite
-    ) -> None:
-        super().__init__(me, sink, GlooChannels(me, host_for), invite)

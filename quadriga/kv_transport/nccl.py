@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from quadriga.errors import KVTransportError
-from quadriga.interfaces import KVSink
 from quadriga.kv_transport.channel import (
     CONNECT_TIMEOUT_S,
     NO_ROUTE,
@@ -30,7 +29,6 @@ from quadriga.kv_transport.channel import (
 from quadriga.kv_transport.link import Link, Listener, join_link
 from quadriga.kv_transport.nccl_library import NcclLibrary
 from quadriga.kv_transport.nccl_pair import NcclPair
-from quadriga.kv_transport.pairs import Invite, PairTransport
 
 OPEN_TIMEOUT_S = 15.0
 """For a pair to form: NCCL looks at the machine's topology first."""
@@ -155,8 +153,13 @@ class NcclChannel:
 class NcclChannels:
     """See `Channels`.
 
+    KV to be sent is on this process's GPU, complete: a runner's `read_kv` orders its copy behind
+    the engine's stream and waits for it. What the sink gets is complete too, and its memory is
+    reused when `store` returns. KV in host memory is copied to the GPU first.
+
     Args:
         host_for: The local address under which a peer reaches this process.
+        library: NCCL on this process's GPU.
     """
 
     name = "nccl"
@@ -241,32 +244,3 @@ class NcclChannels:
                 "aborted; run with NCCL_DEBUG=INFO",
                 code=NO_ROUTE,
             )
-
-
-class NcclTransport(PairTransport):
-    """`PairTransport` over NCCL.
-
-    KV that is handed to `send` is on this process's GPU, complete: a runner's `read_kv` orders its
-    copy behind the engine's stream and waits for it. What the sink gets is complete too, and its
-    memory is reused when `store` returns. KV in host memory is copied to the GPU first.
-
-    Args:
-        me: Name of the replica this serves.
-        sink: Takes what arrives; None where nothing is received.
-        host_for: The local address under which a peer reaches this process.
-        library: NCCL on this process's GPU.
-    """
-
-    def __init__(
-        self,
-        me: str,
-        sink: KVSink | None,
-        host_for: Callable[[str], str],
-        library: NcclLibrary,
-        invite: Invite,
-        *,
-        staging_bytes: int = STAGING_BYTES,
-    ) -> None:
-        lines = NcclChannels(me, host_for, library, staging_bytes)
-        self.staging = lines.staging
-        super().__init__(me, sink, lines, invite)

@@ -37,44 +37,6 @@ LIMITS = {"NCCL_MAX_CTAS": "4"}
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class DeviceStream(Protocol):
-    """A stream with one user."""
-
-    @property
-    def ptr(self) -> int:
-        """Its cudaStream_t."""
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy bytes from host memory to the device, in order."""
-
-    def record(self) -> Callable[[], bool]:
-        """Returns a question: is everything that the stream was given so far done?"""
-
-    def synchronize(self) -> None:
-        """Wait for that."""
-
-
-class CudaInterface(Protocol):
-    """The GPU of this process.
-
-    Attributes:
-        gpu: Names it among all GPUs of the cluster.
-    """
-
-    gpu: str
-
-    def use(self) -> None:
-        """Make it the calling thread's."""
-
-    def make_stream(self) -> DeviceStream: ...
-
-    def holds(self, data: torch.Tensor) -> bool:
-        """Whether a tensor is in its memory."""
-
-    def empty(self, num_bytes: int, stream: DeviceStream) -> torch.Tensor:
-        """Memory, uint8 [num_bytes], to be used and given back in the order of a stream."""
-
-
 class NcclEnd(Protocol):
     """`cupy.cuda.nccl.NcclCommunicator`, as far as it is used."""
 
@@ -94,7 +56,7 @@ class NcclLibrary:
         module: `cupy.cuda.nccl`, or something like it.
     """
 
-    def __init__(self, module: Any, device: CudaInterface) -> None:
+    def __init__(self, module: Any, device: CudaDevice) -> None:
         self._module = module
         self.device = device
         self.bytes_type: int = module.NCCL_UINT8
@@ -163,23 +125,29 @@ def find_nccl() -> NcclLibrary:
 
 
 class CudaDevice:
-    """A GPU by its index in this process."""
+    """A GPU by its index in this process.
+
+    Attributes:
+        gpu: Names it among all GPUs of the cluster.
+    """
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         self.gpu = gpu_name(index)
 
     def use(self) -> None:
+        """Make it the calling thread's."""
         torch.cuda.set_device(self.device)
 
     def make_stream(self) -> CudaStream:
         return CudaStream(self.device)
 
     def holds(self, data: torch.Tensor) -> bool:
+        """Whether a tensor is in its memory."""
         return data.device == self.device
 
-    def empty(self, num_bytes: int, stream: DeviceStream) -> torch.Tensor:
-        assert isinstance(stream, CudaStream)
+    def empty(self, num_bytes: int, stream: CudaStream) -> torch.Tensor:
+        """Memory, uint8 [num_bytes], to be used and given back in the order of a stream."""
         with torch.cuda.stream(stream.stream):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
@@ -203,10 +171,12 @@ class CudaStream:
         return int(self._owner.ptr)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy bytes from host memory to the device, in order."""
         with torch.cuda.stream(self.stream):
             target.copy_(source.pin_memory(), non_blocking=True)
 
     def record(self) -> Callable[[], bool]:
+        """Returns a question: is everything that the stream was given so far done?"""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.stream)
         done: Callable[[], bool] = event.query

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from quadriga.errors import KVTransportError
-from quadriga.interfaces import KVSink
 from quadriga.kv_transport.channel import (
     CONNECT_TIMEOUT_S,
     NO_ROUTE,
@@ -38,7 +37,6 @@ from quadriga.kv_transport.channel import (
     seconds_to,
 )
 from quadriga.kv_transport.link import Link, Listener, join_link
-from quadriga.kv_transport.pairs import Invite, PairTransport
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 """The first finds out which of the others fits torch's CUDA; they work alone, too."""
@@ -312,27 +310,3 @@ class NixlChannels:
             with suppress(OSError):
                 link.close()
             raise
-
-
-class NixlTransport(PairTransport):
-    """`PairTransport` over NIXL and UCX.
-
-    Args:
-        me: Name of the replica this serves.
-        sink: Takes what arrives; None where nothing is received.
-        host_for: The local address under which a peer reaches this process.
-        device: Where what arrives is to lie; what is sent may lie anywhere.
-
-    Raises:
-        KVTransportError: Code "no_route": NIXL cannot be imported.
-    """
-
-    def __init__(
-        self,
-        me: str,
-        sink: KVSink | None,
-        host_for: Callable[[str], str],
-        invite: Invite,
-        device: torch.device,
-    ) -> None:
-        super().__init__(me, sink, NixlChannels(me, host_for, find_nixl(), device), invite)

@@ -287,32 +287,13 @@ def whole_message(request: Request) -> Any:
 
 def usage_message(request: Request) -> Any:
     prompt, output = request.num_prompt_tokens, request.num_output_tokens
-    message = pb.Usage(
+    return pb.Usage(
         prompt_tokens=prompt,
         completion_tokens=output,
         total_tokens=prompt + output,
         cached_tokens=request.num_cached_tokens,
+        **request.course(),
     )
-    if (layers := request.expected_layers) is not None:
-        message.expected_layers = layers
-    for sequence in request.sequences:
-        for layer in sequence.state.exit_layers:
-            message.exits[layer] += 1
-        message.rebuilds += sequence.num_rebuilds
-        message.migrations += sequence.state.num_moves
-        message.pauses += sequence.state.num_pauses
-        message.breaches += sequence.state.num_breaches
-        message.lowered += sequence.state.num_lowered
-        pool = sequence.state.depth_pool
-        if pool and pool not in message.depth_pools:
-            message.depth_pools.append(pool)
-        if (said := sequence.state.expected) is not None:
-            message.predicted.add(
-                choice=sequence.index, tokens=said.mean, lower=said.lower, upper=said.upper
-            )
-        for model, depth, tokens in sequence.spans:
-            message.spans.add(model=model, depth=depth, tokens=tokens)
-    return message
 
 
 def in_own_words(exc: QuadrigaError) -> QuadrigaError:

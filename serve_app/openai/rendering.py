@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
@@ -47,38 +46,9 @@ def usage(request: Request, *, num_read: int | None = None) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": request.num_cached_tokens},
     }
     if num_read is None:
-        sequences = request.sequences
-        exits = Counter(layer for s in sequences for layer in s.state.exit_layers)
-        counts["quadriga"] = {
-            "exits": {str(k): exits[k] for k in sorted(exits)},
-            "rebuilds": sum(s.num_rebuilds for s in sequences),
-            "migrations": sum(s.state.num_moves for s in sequences),
-            "pauses": sum(s.state.num_pauses for s in sequences),
-            "breaches": sum(s.state.num_breaches for s in sequences),
-            "lowered": sum(s.state.num_lowered for s in sequences),
-        }
-        pools = sorted({s.state.depth_pool for s in sequences if s.state.depth_pool})
-        if pools:
-            counts["quadriga"]["depth_pools"] = pools
-        if (layers := request.expected_layers) is not None:
-            counts["quadriga"]["expected_layers"] = round(layers, 2)
-        predicted = [
-            {
-                "choice": s.index,
-                "tokens": round(said.mean, 1),
-                "lower": round(said.lower, 1),
-                "upper": round(said.upper, 1),
-            }
-            for s in sequences
-            if (said := s.state.expected) is not None
-        ]
-        if predicted:
-            counts["quadriga"]["predicted"] = predicted
-        spans = [span for s in sequences for span in s.spans]
-        if spans:
-            counts["quadriga"]["spans"] = [
-                {"model": model, "depth": depth, "tokens": tokens} for model, depth, tokens in spans
-            ]
+        course = request.course()
+        exits = {str(layers): n for layers, n in sorted(course["exits"].items())}
+        counts["quadriga"] = course | {"exits": exits}
     return counts
 
 

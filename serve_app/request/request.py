@@ -13,10 +13,11 @@ import hashlib
 import time
 import uuid
 from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
 from quadriga.core.request import (
@@ -206,6 +207,41 @@ class Request:
         """Layers a token that its choices were expected to run, on average; None if unknown."""
         known = [layers for s in self.sequences if (layers := s.state.expected_layers)]
         return sum(known) / len(known) if known else None
+
+    def course(self) -> dict[str, Any]:
+        """How the answer came about, as usage says it; without what there is nothing of."""
+        sequences = self.sequences
+        pools = sorted({s.state.depth_pool for s in sequences if s.state.depth_pool})
+        predicted = [
+            {
+                "choice": s.index,
+                "tokens": round(said.mean, 1),
+                "lower": round(said.lower, 1),
+                "upper": round(said.upper, 1),
+            }
+            for s in sequences
+            if (said := s.state.expected) is not None
+        ]
+        spans = [
+            {"model": model, "depth": depth, "tokens": tokens}
+            for s in sequences
+            for model, depth, tokens in s.spans
+        ]
+        layers = self.expected_layers
+        some = {
+            "depth_pools": pools,
+            "expected_layers": layers and round(layers, 2),
+            "predicted": predicted,
+            "spans": spans,
+        }
+        return {
+            "exits": Counter(layer for s in sequences for layer in s.state.exit_layers),
+            "rebuilds": sum(s.num_rebuilds for s in sequences),
+            "migrations": sum(s.state.num_moves for s in sequences),
+            "pauses": sum(s.state.num_pauses for s in sequences),
+            "breaches": sum(s.state.num_breaches for s in sequences),
+            "lowered": sum(s.state.num_lowered for s in sequences),
+        } | {name: value for name, value in some.items() if value}
 
     @property
     def num_cached_tokens(self) -> int:

@@ -68,7 +68,7 @@ class Module:
 
     @property
     def is_generated(self) -> bool:
-        return self.file.stem.endswith(("_pb2", "_pb2_grpc"))
+        return self.file.stem.endswith("_pb2")
 
 
 class Tree:

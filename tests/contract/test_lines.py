@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quadriga.kv_transport.gloo import GlooTransport
-from quadriga.kv_transport.nccl import NcclTransport
+from quadriga.kv_transport.gloo import GlooChannels
+from quadriga.kv_transport.nccl import NcclChannels
 from quadriga.kv_transport.nccl_library import NcclLibrary
-from quadriga.kv_transport.nixl import NixlTransport
+from quadriga.kv_transport.nixl import NixlChannels, find_nixl
 from quadriga.kv_transport.pairs import Invite, PairTransport
 from tests.contract.lines import LinesContract, Rig, Sink, make_rig, wait_for
 from tests.fake_nccl import FakeDevice, FakeNccl
@@ -28,12 +28,13 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
     def make(me: str, sink: Sink, invite: Invite) -> PairTransport:
         if request.param == "gloo":
-            return GlooTransport(me, sink, localhost, invite)
+            return PairTransport(me, sink, GlooChannels(me, localhost), invite)
         if request.param == "nixl":
-            return NixlTransport(me, sink, localhost, invite, torch.device("cpu"))
+            nixl = NixlChannels(me, localhost, find_nixl(), torch.device("cpu"))
+            return PairTransport(me, sink, nixl, invite)
         module = modules[me] if request.param == "nccl" else loopback
         library = NcclLibrary(module, FakeDevice(f"gpu-{me}"))
-        return NcclTransport(me, sink, localhost, library, invite)
+        return PairTransport(me, sink, NcclChannels(me, localhost, library), invite)
 
     with make_rig(make) as rig:
         yield rig

@@ -87,8 +87,8 @@ async def test_many_streams(async_sdk: AsyncClient) -> None:
 
 def test_a_stream_is_taken_up_at_a_token(sdk: Client, service: Service) -> None:
     """As the SDK does after a break: the same request id, from the first token not had."""
+    from quadriga.client.base import QuadrigaStub
     from quadriga.client.wire import StreamProgress, affinity, make_request
-    from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import QuadrigaStub
 
     options: Any = {"max_tokens": 60, "ignore_eos": True}  # sampled: a second run would differ
     text = ""

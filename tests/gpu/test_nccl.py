@@ -20,7 +20,7 @@ import torch
 
 from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError
-from quadriga.kv_transport.nccl import NcclTransport
+from quadriga.kv_transport.nccl import NcclChannels
 from quadriga.kv_transport.nccl_library import (
     SHARE_VARIABLE,
     CudaDevice,
@@ -60,7 +60,8 @@ def rig() -> Iterator[Rig]:
     def make(me: str, sink: Sink, invite: Invite) -> PairTransport:
         device: Any = FakeDevice(me) if IS_REHEARSAL else CudaDevice(torch.cuda.current_device())
         device.gpu = me  # the two ends are on one GPU, which a loop may
-        return NcclTransport(me, sink, localhost, NcclLibrary(loopback, device), invite)
+        channels = NcclChannels(me, localhost, NcclLibrary(loopback, device))
+        return PairTransport(me, sink, channels, invite)
 
     with make_rig(make, DEVICE) as rig:
         yield rig
@@ -99,7 +100,7 @@ def test_kv_in_host_memory_goes_through_staging(rig: Rig) -> None:
     rig.device = torch.device("cpu")
     rig.deliver(3000)  # stored in host memory again, where its digest was taken
     rig.device = here
-    assert rig.a.staging.taken_bytes == 0  # type: ignore[attr-defined]
+    assert rig.a._channels.staging.taken_bytes == 0  # type: ignore[attr-defined]
 
 
 @gpu_itself
@@ -137,7 +138,7 @@ def test_failures_leave_no_memory_behind(rig: Rig) -> None:
         rig.deliver(20_000)
     rig.sink.parts.clear()
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
-    assert rig.b.staging.taken_bytes == 0  # type: ignore[attr-defined]
+    assert rig.b._channels.staging.taken_bytes == 0  # type: ignore[attr-defined]
 
 
 async def invite_nobody(peer: str, offer: Any) -> None:
@@ -155,7 +156,7 @@ def other_process(rank: int, pipe: Connection, dry_run: bool) -> None:
     sink = Sink()
 
     async def main() -> None:
-        transport = NcclTransport("b", sink, localhost, library, invite_nobody)
+        transport = PairTransport("b", sink, NcclChannels("b", localhost, library), invite_nobody)
         pipe.send("ready")
         while True:
             word, content = await asyncio.to_thread(pipe.recv)
@@ -191,7 +192,8 @@ class Processes:
         self.library = FakeNccl("gpu-a").library() if IS_REHEARSAL else find_nccl()
 
     def make(self, me: str, sink: Sink, invite: Invite) -> PairTransport:
-        return NcclTransport(me, sink, localhost, self.library, self._invite)
+        channels = NcclChannels(me, localhost, self.library)
+        return PairTransport(me, sink, channels, self._invite)
 
     async def _invite(self, peer: str, offer: Any) -> None:
         self.pipe.send(("offer", offer))

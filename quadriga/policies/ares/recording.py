@@ -14,11 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from io import StringIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, ClassVar
 
-from quadriga.core.forecast import LoadForecast
-from quadriga.core.migration import MigrationCause, MigrationOrder
-from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter
+
+from quadriga.core.migration import MigrationOrder
+from quadriga.core.replica import DepthClass, ReplicaSnapshot
 from quadriga.errors import ConfigError
 from quadriga.files import cut_half_line
 from quadriga.policies.ares.depth_pools import DepthPools
@@ -47,9 +48,16 @@ SNAPSHOT_BYTES, ID_BYTES = 2_000, 50
 """About what a snapshot takes without the bytes of its forecast, and a text without its letters."""
 
 
+def _by_class(lines: Any) -> Any:
+    """Pools as a line has them, each with its class, by the class."""
+    return {DepthClass(**line.pop("depth_class")): line for line in lines}
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedTick:
     """All that went into one decision, and what came of it."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", val_json_bytes="base64")
 
     at_s: float
     snapshots: list[ReplicaSnapshot]
@@ -60,7 +68,10 @@ class RecordedTick:
     busy: frozenset[str]
     orders: list[MigrationOrder]
     overload: OverloadPlan | None = None
-    pools: Mapping[DepthClass, DepthPools] = field(default_factory=dict)
+    pools: Annotated[Mapping[DepthClass, DepthPools], BeforeValidator(_by_class)] = field(
+        default_factory=dict
+    )
+    version: int = VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +85,16 @@ class Difference:
 
 def write_tick(stream: IO[str], tick: RecordedTick) -> None:
     """Append a tick to a recording."""
-    line = {
-        "version": VERSION,
-        "at_s": tick.at_s,
-        "settings": asdict(tick.settings),
-        "costs": asdict(tick.costs),
-        "predicts": tick.predicts,
-        "load_only": tick.load_only,
-        "busy": sorted(tick.busy),
-        "overload": None if tick.overload is None else _plan_line(tick.overload),
-        "pools": [_pools_line(c, p) for c, p in tick.pools.items()],
-        "snapshots": [_packed(s) for s in tick.snapshots],
-        "orders": [asdict(o) for o in tick.orders],
-    }
-    stream.write(json.dumps(line) + "\n")
+    pools = [asdict(pools) | {"depth_class": asdict(c)} for c, pools in tick.pools.items()]
+    line = asdict(replace(tick, pools={})) | {"pools": pools}
+    stream.write(json.dumps(line, default=_plain) + "\n")
+
+
+def _plain(value: frozenset[str] | bytes) -> list[str] | str:
+    """What JSON has in the place of a value it does not know."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    return sorted(value)
 
 
 class Recording:
@@ -165,13 +172,16 @@ def read_ticks(path: Path) -> Iterator[RecordedTick]:
 
 def parse_ticks(lines: Iterable[str], source: str) -> Iterator[RecordedTick]:
     """Yield the ticks of lines that came from `source`. Raises: ConfigError: As `read_ticks`."""
+    reader = TypeAdapter(RecordedTick)
     for number, text in enumerate(lines, 1):
         try:
-            line = json.loads(text)
-            if line["version"] != VERSION:
-                raise ValueError(f"version {line['version']}, this is {VERSION}")
-            yield _tick(line)
-        except (ValueError, KeyError, TypeError, ConfigError) as exc:
+            if (version := json.loads(text)["version"]) != VERSION:
+                raise ValueError(f"version {version}, this is {VERSION}")
+            tick = reader.validate_json(text)
+            for forecast in (s.forecast for s in tick.snapshots if s.forecast is not None):
+                check_forecast(forecast)
+            yield tick
+        except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as exc:
             raise ConfigError(f"{source}, line {number}: not a recorded tick ({exc})") from exc
 
 
@@ -246,81 +256,3 @@ def _exact(snapshot: ReplicaSnapshot, last: Mapping[str, float]) -> ReplicaSnaps
             rows[index, [REMAINING, REMAINING_LOWER, REMAINING_UPPER]] = gained
     packed = packed_anew(forecast, rows, snapshot.step_time_s)
     return replace(snapshot, forecast=packed)
-
-
-def _packed(snapshot: ReplicaSnapshot) -> dict[str, Any]:
-    line = asdict(snapshot)
-    forecast = line["forecast"]
-    if forecast is not None:
-        for name in PACKED:
-            forecast[name] = base64.b64encode(forecast[name]).decode("ascii")
-    return line
-
-
-def _snapshot(line: dict[str, Any]) -> ReplicaSnapshot:
-    info = dict(line["info"])
-    info["role"] = Role(info["role"])
-    info["depth_class"] = DepthClass(**info["depth_class"])
-    info["transports"] = tuple(info["transports"])
-    forecast = line["forecast"]
-    if forecast is not None:
-        forecast = dict(forecast)
-        for name in PACKED:
-            forecast[name] = base64.b64decode(forecast[name], validate=True)
-        forecast["grid_s"] = tuple(forecast["grid_s"])
-        forecast["sequence_ids"] = tuple(forecast["sequence_ids"])
-        forecast = LoadForecast(**forecast)
-        check_forecast(forecast)
-    return ReplicaSnapshot(**{**line, "info": ReplicaInfo(**info), "forecast": forecast})
-
-
-def _plan_line(plan: OverloadPlan) -> dict[str, Any]:
-    return {**asdict(plan), "protected": sorted(plan.protected)}
-
-
-def _plan(line: dict[str, Any] | None) -> OverloadPlan | None:
-    if line is None:
-        return None
-    return OverloadPlan(**{**line, "protected": frozenset(line["protected"])})
-
-
-def _pools_line(depth_class: DepthClass, pools: DepthPools) -> dict[str, Any]:
-    names = {"shallow": sorted(pools.shallow), "members": sorted(pools.members)}
-    return {**asdict(pools), **names, "depth_class": asdict(depth_class)}
-
-
-def _pools(lines: list[dict[str, Any]]) -> dict[DepthClass, DepthPools]:
-    found = {}
-    for line in lines:
-        kept = dict(line)
-        depth_class = DepthClass(**kept.pop("depth_class"))
-        shallow, members = frozenset(kept.pop("shallow")), frozenset(kept.pop("members"))
-        for name in {"work", "found"} & kept.keys():
-            kept[name] = tuple(kept[name])
-        found[depth_class] = DepthPools(shallow=shallow, members=members, **kept)
-    return found
-
-
-def _order(line: dict[str, Any]) -> MigrationOrder:
-    return MigrationOrder(
-        **{
-            **line,
-            "depth_class": DepthClass(**line["depth_class"]),
-            "cause": MigrationCause(line["cause"]),
-        }
-    )
-
-
-def _tick(line: dict[str, Any]) -> RecordedTick:
-    return RecordedTick(
-        at_s=line["at_s"],
-        snapshots=[_snapshot(s) for s in line["snapshots"]],
-        settings=AresSettings(**line["settings"]),
-        costs=TransferCosts(**line["costs"]),
-        predicts=line["predicts"],
-        load_only=line["load_only"],
-        busy=frozenset(line["busy"]),
-        orders=[_order(o) for o in line["orders"]],
-        overload=_plan(line.get("overload")),
-        pools=_pools(line.get("pools", [])),
-    )

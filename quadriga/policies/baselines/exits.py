@@ -103,15 +103,7 @@ class NoExits(GroupedExits):
         waits = (i + 1 for i, rows in enumerate(waiting) if rows.count)
         return Range(next(waits, 0), self.costs.num_segments, tests=False)
 
-    def observe(
-        self,
-        ran: Range,
-        count: int,
-        num_tokens: int,
-        seconds: float,
-        passed: int | None,
-        filled: int = 0,
-    ) -> None:
+    def observe(self, *_: object, **__: object) -> None:
         """See `Rebatcher.observe`; no choice here depends on times, nor on gaps."""
 
     def target_gap_s(self, running: int) -> float:

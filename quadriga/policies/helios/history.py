@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from quadriga.catalogue.records import EnergySource
 from quadriga.core.replica import DepthClass
@@ -23,7 +25,9 @@ from quadriga.policies.helios.messages import RequestFinished, UnchangedSampled
 
 FORGETTING = 0.98
 MAX_ROWS = 256
-VERSION = 1
+
+Size = Annotated[float, Field(ge=0.0)]
+Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(slots=True)
@@ -46,27 +50,27 @@ class HistoryRow:
     """
 
     model: str
-    depth: int
-    exit_tokens: dict[int, float] = field(default_factory=dict)
-    sure_tokens: dict[int, float] = field(default_factory=dict)
-    breaches: float = 0.0
-    unchanged: dict[int, tuple[float, float]] = field(default_factory=dict)
-    nll: float = 0.0
-    scored: float = 0.0
-    requests: float = 0.0
-    prompt_tokens: float = 0.0
-    output_tokens: float = 0.0
-    ttft_sum_s: float = 0.0
-    batch_sum: float = 0.0
-    decode_s: float = 0.0
-    decoded: float = 0.0
-    joules: float = 0.0
-    joule_tokens: float = 0.0
+    depth: Annotated[int, Field(ge=1)]
+    exit_tokens: dict[int, Size] = field(default_factory=dict)
+    sure_tokens: dict[int, Size] = field(default_factory=dict)
+    breaches: Size = 0.0
+    unchanged: dict[int, tuple[Size, Size]] = field(default_factory=dict)
+    nll: Size = 0.0
+    scored: Size = 0.0
+    requests: Size = 0.0
+    prompt_tokens: Size = 0.0
+    output_tokens: Size = 0.0
+    ttft_sum_s: Size = 0.0
+    batch_sum: Size = 0.0
+    decode_s: Size = 0.0
+    decoded: Size = 0.0
+    joules: Size = 0.0
+    joule_tokens: Size = 0.0
     energy_source: EnergySource | None = None
-    num_requests: int = 0
-    load_s: float | None = None
-    weight_bytes: int | None = None
-    max_batch: int | None = None
+    num_requests: Count = 0
+    load_s: Size | None = None
+    weight_bytes: Count | None = None
+    max_batch: Count | None = None
 
     def add(self, request: RequestFinished) -> None:
         """Take a served request in."""
@@ -207,8 +211,8 @@ _SUMS = (
 class HistoryTable:
     """Rows by (model, depth), bounded: the row unused for longest goes first."""
 
-    def __init__(self) -> None:
-        self._rows: dict[tuple[str, int], HistoryRow] = {}
+    def __init__(self, rows: Iterable[HistoryRow] = ()) -> None:
+        self._rows = {(row.model, row.depth): row for row in rows}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -271,86 +275,45 @@ class HistoryTable:
         """All rows as people read them, by model and depth."""
         return [self._rows[key].columns() for key in sorted(self._rows)]
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        return {"version": VERSION, "rows": [asdict(row) for row in self]}
-
-    @classmethod
-    def from_dict(cls, data: Any) -> HistoryTable:
-        """What `to_dict` gave, after a trip through JSON.
-
-        Raises:
-            ConfigError: It is not that: another version, an unknown field, a value that no row
-                can have.
-        """
-        table = cls()
-        if not isinstance(data, Mapping) or data.get("version") != VERSION:
-            raise ConfigError(f"history: not a table of version {VERSION}")
-        rows = data.get("rows")
-        if not isinstance(rows, list) or len(rows) > MAX_ROWS:
-            raise ConfigError(f"history: rows must be a list of at most {MAX_ROWS}")
-        for entry in rows:
-            row = _checked(entry)
-            table._rows[row.model, row.depth] = row
-        return table
-
-
-_NUMBERS = frozenset(_SUMS)
-_OPTIONAL = frozenset({"load_s", "weight_bytes", "max_batch"})
-_NAMES = frozenset(f.name for f in fields(HistoryRow))
-
-
-def _checked(entry: Any) -> HistoryRow:
-    """A row from JSON. Raises: ConfigError."""
-    if isinstance(entry, Mapping):
-        entry = {"sure_tokens": {}} | dict(entry)  # rows of before have none
-    if not isinstance(entry, Mapping) or set(entry) != _NAMES:
-        raise ConfigError(f"history: a row has the fields {', '.join(sorted(_NAMES))}, no others")
-    values = dict(entry)
-    is_named = isinstance(values["model"], str) and type(values["depth"]) is int
-    if not is_named or type(values["num_requests"]) is not int or values["depth"] < 1:
-        raise ConfigError("history: a row needs model, depth and num_requests")
-    for name in (*_NUMBERS, *_OPTIONAL):
-        if not (_is_size(values[name]) or (name in _OPTIONAL and values[name] is None)):
-            raise ConfigError(f"history: {name} is {values[name]!r}, no number from 0 on")
-    if values["energy_source"] not in (None, "nvml", "rapl", "estimate"):
-        raise ConfigError(f"history: energy_source {values['energy_source']!r} is not known")
-    try:
-        exits = {int(k): v for k, v in values["exit_tokens"].items()}
-        sure = {int(k): v for k, v in values["sure_tokens"].items()}
-        unchanged = {int(k): (pair[0], pair[1]) for k, pair in values["unchanged"].items()}
-    except (AttributeError, TypeError, ValueError, IndexError) as exc:
-        raise ConfigError(f"history: exits are no table of numbers: {exc}") from exc
-    flat = [*exits.values(), *sure.values(), *(n for pair in unchanged.values() for n in pair)]
-    if not all(_is_size(n) for n in flat):
-        raise ConfigError("history: exits hold a value that is no number from 0 on")
-    tables = {"exit_tokens": exits, "sure_tokens": sure, "unchanged": unchanged}
-    return HistoryRow(**(values | tables))
-
-
-def _is_size(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value >= 0
-
 
 MAX_BYTES = 16 << 20
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Saved:
+    """What a file, or a key-value store, has of a table."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False
+    )
+
+    version: Literal[1]
+    rows: Annotated[list[HistoryRow], Field(max_length=MAX_ROWS)]
+
+
 def pack_table(table: HistoryTable) -> bytes:
     """The table as JSON text, for a file or a key-value store."""
-    return json.dumps(table.to_dict(), allow_nan=False).encode()
+    return json.dumps(asdict(_Saved(1, list(table))), allow_nan=False).encode()
 
 
 def unpack_table(raw: bytes) -> HistoryTable:
-    """What `pack_table` gave. Raises: ConfigError when it is anything else."""
+    """What `pack_table` gave.
+
+    Raises:
+        ConfigError: It is not that: another version, a field that is unknown or missing, a value
+            that no row can have.
+    """
     if len(raw) > MAX_BYTES:
         raise ConfigError(f"history: {len(raw)} bytes, at most {MAX_BYTES} are read")
     try:
-        data = json.loads(raw)
-    except (ValueError, RecursionError) as exc:
-        raise ConfigError(f"history: no JSON: {exc}") from exc
-    return HistoryTable.from_dict(data)
+        saved = TypeAdapter(_Saved).validate_json(raw)
+    except ValueError as exc:
+        raise ConfigError(f"history: no table of this version: {exc}") from exc
+    needed = {f.name for f in fields(HistoryRow)} - {"sure_tokens"}  # rows of before have none
+    if not all(needed <= row.keys() for row in json.loads(raw)["rows"]):
+        raise ConfigError(f"history: a row needs the fields {', '.join(sorted(needed))}")
+    return HistoryTable(saved.rows)
 
 
 def save_table(path: str | Path, table: HistoryTable) -> None:

@@ -32,10 +32,6 @@ from quadriga.errors import (
     Unavailable,
 )
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
-from quadriga.protos.quadriga.v1.quadriga_pb2_grpc import (
-    QuadrigaServicer,
-    add_QuadrigaServicer_to_server,
-)
 from serve_app.grpc.messages import set_error
 from tests.settled import settled
 from tests.unit.serve_app.test_engine_client import until
@@ -44,7 +40,7 @@ WORDS = ["one ", "two ", "three ", "four"]
 FAST = RetryPolicy(max_attempts=4, first_pause_s=0.001)
 
 
-class Servicer(QuadrigaServicer):
+class Servicer:
     """Streams WORDS, a token each; fails as `faults` says, a fault per call."""
 
     def __init__(self) -> None:
@@ -108,7 +104,15 @@ def servicer() -> Servicer:
 @pytest.fixture
 def target(servicer: Servicer) -> Iterator[str]:
     server = grpc.server(ThreadPoolExecutor(max_workers=4))
-    add_QuadrigaServicer_to_server(servicer, server)
+    handlers = {}
+    for method in pb.DESCRIPTOR.services_by_name["Quadriga"].methods:
+        name, read = method.name, getattr(pb, method.input_type.name).FromString
+        kind = "unary_stream" if name == "Generate" else "unary_unary"
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        handlers[name] = make(getattr(servicer, name), read, lambda m: m.SerializeToString())
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("quadriga.v1.Quadriga", handlers),)
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield f"127.0.0.1:{port}"

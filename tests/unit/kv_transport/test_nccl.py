@@ -17,7 +17,7 @@ from quadriga.kv_transport import channel_ends, nccl_pair
 from quadriga.kv_transport import nccl as nccl_module
 from quadriga.kv_transport.channel import NO_ROUTE, TOO_LARGE, ChannelOffer
 from quadriga.kv_transport.link import Listener, join_link
-from quadriga.kv_transport.nccl import MAX_STUCK_PAIRS, NcclChannels, NcclTransport, Staging
+from quadriga.kv_transport.nccl import MAX_STUCK_PAIRS, NcclChannels, Staging
 from quadriga.kv_transport.nccl_library import SHARE_VARIABLE, NcclLibrary, named
 from quadriga.kv_transport.nccl_pair import NcclPair
 from quadriga.kv_transport.pairs import Invite, PairTransport
@@ -42,9 +42,8 @@ class Gpus:
         self.libraries = {name: nccl.library() for name, nccl in self.nccl.items()}
 
     def make(self, me: str, sink: Sink, invite: Invite) -> PairTransport:
-        return NcclTransport(
-            me, sink, localhost, self.libraries[me], invite, staging_bytes=STAGING_BYTES
-        )
+        channels = NcclChannels(me, localhost, self.libraries[me], STAGING_BYTES)
+        return PairTransport(me, sink, channels, invite)
 
 
 Start = Callable[..., tuple[Gpus, Rig]]
@@ -78,7 +77,7 @@ def start() -> Iterator[Start]:
 
 def staging(rig: Rig) -> tuple[int, int]:
     """Bytes of staging memory taken at a and at b."""
-    a, b = (end.staging.taken_bytes for end in (rig.a, rig.b))  # type: ignore[attr-defined]
+    a, b = (end._channels.staging.taken_bytes for end in (rig.a, rig.b))  # type: ignore[attr-defined]
     return a, b
 
 
@@ -226,7 +225,7 @@ def test_parts_wait_for_staging_memory(start: Start) -> None:
 def test_a_refusal_for_lack_of_memory_leaves_the_line_in_order(start: Start) -> None:
     _, rig = start()
     rig.deliver(100)
-    taken = rig.b.staging  # type: ignore[attr-defined]
+    taken = rig.b._channels.staging  # type: ignore[attr-defined]
     taken.take(STAGING_BYTES, time.monotonic())
     with pytest.raises(KVTransportError, match="staging memory") as refusal:
         rig.send(rig.make(500), deadline_s=6.0).result(WAIT_S)

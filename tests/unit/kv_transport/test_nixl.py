@@ -11,7 +11,7 @@ from actors.kv_transfer import handoff_sender
 from quadriga.errors import KVTransportError
 from quadriga.kv_transport import nixl
 from quadriga.kv_transport.channel import NO_ROUTE, TOO_LARGE, ChannelOffer
-from quadriga.kv_transport.nixl import NixlChannel, NixlChannels, NixlTransport, find_nixl
+from quadriga.kv_transport.nixl import NixlChannel, NixlChannels, find_nixl
 from quadriga.kv_transport.pairs import Invite, PairTransport
 from tests.contract.lines import WAIT_S, Rig, Sink, make_rig
 from tests.contract.test_lines import localhost
@@ -21,7 +21,8 @@ from tests.unit.actors.test_handoff_sender import transfer
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     def make(me: str, sink: Sink, invite: Invite) -> PairTransport:
-        return NixlTransport(me, sink, localhost, invite, torch.device("cpu"))
+        channels = NixlChannels(me, localhost, find_nixl(), torch.device("cpu"))
+        return PairTransport(me, sink, channels, invite)
 
     with make_rig(make) as rig:
         yield rig

@@ -16,14 +16,17 @@ import torch
 
 from quadriga.errors import KVTransportError
 from quadriga.kv_transport.channel_ends import Job, SendingChannel
-from quadriga.kv_transport.gloo import GlooChannels, GlooTransport
+from quadriga.kv_transport.gloo import GlooChannels
+from quadriga.kv_transport.pairs import PairTransport
 from tests.contract.lines import WAIT_S, Rig, make_rig
 from tests.contract.test_lines import localhost
 
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    with make_rig(lambda me, sink, invite: GlooTransport(me, sink, localhost, invite)) as rig:
+    with make_rig(
+        lambda me, sink, invite: PairTransport(me, sink, GlooChannels(me, localhost), invite)
+    ) as rig:
         yield rig
 
 

@@ -205,37 +205,18 @@ def test_flash_is_asked_the_right_thing(shape: tuple[int, int, int], window: int
 class WaitingFlash(FlashStandIn):
     """As from 2.8.4 on: the lengths are checked on the host before the kernel starts."""
 
-    def flash_attn_with_kvcache(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *,
-        cache_seqlens: torch.Tensor,
-        block_table: torch.Tensor,
-        **options: Any,
-    ) -> torch.Tensor:
-        assert cache_seqlens.max().item() <= block_table.shape[1] * k_cache.shape[1]
-        return super().flash_attn_with_kvcache(
-            q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table, **options
-        )
+    def flash_attn_with_kvcache(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        most = options["block_table"].shape[1] * tensors[1].shape[1]
+        assert options["cache_seqlens"].max().item() <= most
+        return super().flash_attn_with_kvcache(*tensors, **options)
 
 
 class ShortFlash(FlashStandIn):
     """A wrong kernel: the newest position is not read."""
 
-    def flash_attn_with_kvcache(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *,
-        cache_seqlens: torch.Tensor,
-        **options: Any,
-    ) -> torch.Tensor:
-        return super().flash_attn_with_kvcache(
-            q, k_cache, v_cache, cache_seqlens=cache_seqlens - 1, **options
-        )
+    def flash_attn_with_kvcache(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        options["cache_seqlens"] = options["cache_seqlens"] - 1
+        return super().flash_attn_with_kvcache(*tensors, **options)
 
 
 def probe(library: Any, make_recorder: Callable[[], GraphRecorder] | None) -> str | None:
