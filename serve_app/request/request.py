@@ -16,7 +16,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
 from quadriga.core.request import (
@@ -294,6 +294,22 @@ class Request:
             "num_rebuilds": sum(s.num_rebuilds for s in sequences),
             "took_s": ended_s - self.arrived_s,
             "ttft_s": min(firsts) - self.arrived_s if firsts else None,
+        }
+
+    def running(self, sequence: SequenceRequest, now_s: float) -> dict[str, Any]:
+        """What operators see of one of its sequences that runs, as plain values; never its text."""
+        return {
+            "request_id": self.request_id,
+            "sequence_id": sequence.state.sequence_id,
+            "choice": sequence.index,
+            "model": self.shown_model,
+            "replica": sequence.replica,
+            "status": sequence.status,
+            "running_s": now_s - self.arrived_s,
+            "tokens": len(sequence.state.output_ids),
+            "eta": sequence.eta and sequence.eta.plain(),
+            "rebuilds": sequence.num_rebuilds,
+            **sequence.state.counts,
         }
 
 
