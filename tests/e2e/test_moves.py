@@ -23,6 +23,7 @@ import ray
 
 from actors.rpc.lookup import get_actor
 from quadriga.client import Client, Usage
+from quadriga.observability.load_history import OPEN_REQUESTS
 from quadriga.observability.metrics import parse_exposition
 from quadriga.observability.running_requests import MOST_SHOWN
 from serve_app.openai.answers import QuadrigaUsage
@@ -34,7 +35,6 @@ from tests.ray.moves import free_memory, held, hold, pause
 
 Found = TypeVar("Found")
 CANARY = "zebra-canary-4713"
-OPEN_REQUESTS = "quadriga_ingress_open_requests{"
 PATIENCE_S = 120.0
 NUM_TOKENS = 800
 """At ten a second while it is held: much longer than it takes to be paused and moved."""
@@ -190,10 +190,16 @@ def test_requests_of_all_ingresses_are_seen_while_they_run(
     def rows() -> dict[str, dict[str, Any]]:
         return {r["request_id"]: r for r in get(own, "/cluster")["requests"]}
 
+    def open_requests() -> list[float]:
+        return [n for k, n in series(http).items() if k.startswith(f"{OPEN_REQUESTS}{{")]
+
+    wait_until(lambda: len(open_requests()) == 2, PATIENCE_S)
     with held(names), ExitStack() as answers:
-        while sum(n > 0 for k, n in series(http).items() if k.startswith(OPEN_REQUESTS)) < 2:
-            assert len(streams) < MOST_SHOWN, "one ingress takes all"
-            answer = answers.enter_context(http.stream("POST", "/v1/completions", json=body))
+        while 0 in (found := open_requests()):
+            assert len(streams) < MOST_SHOWN, f"one takes all: {found}"
+            key = {"idempotency-key": uuid.uuid4().hex}  # by it the ingress is chosen
+            post = http.stream("POST", "/v1/completions", json=body, headers=key)
+            answer = answers.enter_context(post)
             lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
             said = json.loads(next(lines).removeprefix("data: "))
             streams[said["id"].removeprefix("cmpl-")] = lines  # read no further, and kept open
