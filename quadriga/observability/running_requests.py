@@ -25,6 +25,5 @@ class RunningRequests:
 
     def longest(self, *, now_s: float) -> list[dict[str, Any]]:
         """Return the rows of at most `MOST_SHOWN` sequences, the longest running first."""
-        recent = [rows for at_s, rows in self._said.values() if now_s - at_s <= KEPT_S]
-        longest = sorted(chain(*recent), key=itemgetter("running_s"), reverse=True)
-        return longest[:MOST_SHOWN]
+        recent = (rows for at_s, rows in self._said.values() if now_s - at_s <= KEPT_S)
+        return sorted(chain(*recent), key=itemgetter("running_s"), reverse=True)[:MOST_SHOWN]

@@ -259,11 +259,9 @@ const View = (() => {
       const whole = (left) => count(Math.round(r.tokens + left));
       const { eta } = r;
       return {
-        request_id: r.request_id,
+        ...r,
         name: short(r.request_id) + (r.choice ? ` #${r.choice}` : ""),
-        model: r.model,
         replica: r.replica === null ? "–" : short(r.replica),
-        status: r.status,
         for: seconds(r.running_s),
         tokens: count(r.tokens),
         predicted: eta ? `${whole(eta.tokens)} (${whole(eta.lower)} to ${whole(eta.upper)})` : "–",
