@@ -1,4 +1,4 @@
-"""`python -m loadgen watch`: replicas, load, exits, forecast and moves of a service, live.
+"""`python -m loadgen watch`: replicas, requests, load, exits, forecast and moves, live.
 
 Reads `/cluster` on the service's admin port (`admin.port`), once a second, and changes nothing.
 """
@@ -89,6 +89,8 @@ def frame(
     prefill = [r for r in replicas if r["role"] == "prefill"]
     if prefill:
         parts.append(_prefill_table(prefill))
+    if view.get("requests"):
+        parts.append(_requests_table(view["requests"], is_wide=is_wide))
     exits = exits_table(view, before)
     if exits is not None:
         parts.append(exits)
@@ -181,6 +183,30 @@ def _prefill_table(replicas: Sequence[dict[str, Any]]) -> Table:
             str(r["num_waiting"]),
             *[f"{r.get('cached_share') or 0:.0%}"] * is_sharing,
             f"{r['tokens_per_s']:.0f}",
+        )
+    return table
+
+
+def _requests_table(rows: Sequence[dict[str, Any]], *, is_wide: bool) -> Table:
+    table = plain_table("requests, the longest running first")
+    for name in ("request", "replica", "status", "for", "tokens", "to go"):
+        table.add_column(name, no_wrap=True)
+    for name in ("predicted", "so far", "model") if is_wide else ():
+        table.add_column(name)
+    for row in rows:
+        eta = row["eta"] or {}
+        whole = [row["tokens"] + eta[name] for name in ("tokens", "lower", "upper") if eta]
+        counts = ("migrations", "pauses", "rebuilds", "breaches")
+        happened = ", ".join(f"{row[name]} {name}" for name in counts if row[name])
+        predicted = "{:.0f} ({:.0f}–{:.0f})".format(*whole) if whole else "–"
+        table.add_row(
+            row["request_id"][-12:] + (f" #{row['choice']}" if row["choice"] else ""),
+            _short(row["replica"] or "–"),
+            row["status"],
+            f"{row['running_s']:.0f} s",
+            str(row["tokens"]),
+            f"{eta['seconds']:.0f} s" if "seconds" in eta else "–",
+            *((predicted, happened, row["model"]) if is_wide else ()),
         )
     return table
 

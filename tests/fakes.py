@@ -107,6 +107,7 @@ class FakeCluster:
         self.submitted: list[SequenceState] = []
         self.reports: list[AutoReport] = []
         self.finished_ids: list[str] = []
+        self.running: list[dict[str, Any]] = []
         self.heartbeats = 0
         self.refuse_admission: QuadrigaError | None = None
         self.refuse_submission: list[QuadrigaError] = []
@@ -188,8 +189,11 @@ class FakeCluster:
     async def heartbeat(self, ingress_id: str, replicas: Sequence[str]) -> None:
         self.heartbeats += 1
 
-    async def push_metrics(self, source: str, families: bytes) -> None:
+    async def push_metrics(
+        self, source: str, families: bytes, running: list[dict[str, Any]] | None = None
+    ) -> None:
         self.hub.push(source, families, now_s=time.monotonic())
+        self.running = self.running if running is None else running
 
     async def moves(self, request_id: str) -> list[dict[str, Any]]:
         return []

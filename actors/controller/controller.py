@@ -34,6 +34,7 @@ from quadriga.core.routing import AutoReport
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.observability.exits_view import exits_view
 from quadriga.observability.logs import configure_logging
+from quadriga.observability.running_requests import RunningRequests
 from quadriga.policies.liveness import event_loop_stall_s
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Controller(DirectlyCalled):
         self._clock = SystemClock()
         self._heard_s = self._clock.now_s()
         self._page = MetricsPage(app, self._clock)
+        self._running = RunningRequests()
         self._metrics = ControllerMetrics(app)
         self._leader_lease = LeaderLease(app)
         self._scheduler = SchedulerWatch(app, self._clock, self._leader_lease.is_held)
@@ -155,9 +157,13 @@ class Controller(DirectlyCalled):
         self._heard_s = self._clock.now_s()
         self._ingresses.hear(actor, self._heard_s)
 
-    async def push_metrics(self, source: str, families: bytes) -> None:
-        """Take a process's metrics, as `metrics.Registry.snapshot` packs them."""
+    async def push_metrics(
+        self, source: str, families: bytes, running: list[dict[str, Any]] | None = None
+    ) -> None:
+        """Take a process's metrics, as `Registry.snapshot` packs them; of an ingress `running`."""
         self._page.push(source, families)
+        if running is not None:
+            self._running.push(source, running, now_s=self._clock.now_s())
 
     async def metrics(self) -> bytes:
         """All processes' metrics as one Prometheus page; see `MetricsPage.show`."""
@@ -208,9 +214,10 @@ class Controller(DirectlyCalled):
         return {model: sentence for model, (_, sentence) in sorted(limits.items())}
 
     async def operators_view(self) -> dict[str, Any]:
-        """Replicas, what they count at their exits, load history and HELIOS, for the admin port."""
+        """Replicas, requests, exits, load history and HELIOS, for the admin port."""
         return {
             "fleet": await self.status(),
+            "requests": self._running.longest(now_s=self._clock.now_s()),
             "exits": exits_view(self._page.hub),
             "load_history": self._page.history.columns(now_unix_s=self._clock.unix_s()),
             "helios": await self.history(),

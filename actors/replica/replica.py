@@ -275,6 +275,11 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         held = await self._own()
         return [sequence_id for sequence_id in sequence_ids if sequence_id in held]
 
+    async def look_at(self, sequence_ids: Sequence[str]) -> dict[str, dict[str, str | int]]:
+        """What operators see of those of these sequences that are here. Raises: Unavailable."""
+        found = await self.engine.call(lambda core: [core.loop.find(s) for s in sequence_ids])
+        return {s.state.sequence_id: s.shown for s in found if s is not None}
+
     # RPC: the cluster's side.
 
     async def info(self) -> ReplicaInfo:

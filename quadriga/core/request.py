@@ -261,6 +261,12 @@ class SequenceState(RelativeTimeMixin):
             self.expected = LengthPrediction(at + said.mean, at + said.lower, at + said.upper)
         return {name: getattr(self, name) for name in PROGRESS_FIELDS}
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What happened to it so far, as usages name it."""
+        moves, pauses, breaches = self.num_moves, self.num_pauses, self.num_breaches
+        return {"migrations": moves, "pauses": pauses, "breaches": breaches}
+
     def note_progress(self, progress: dict[str, Any]) -> None:
         """Take what its replica says became of it."""
         for name, value in progress.items():

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from quadriga.errors import QuadrigaError, ReplicaError, Unavailable
 from quadriga.replica.gc_tuning import settle
@@ -38,6 +38,8 @@ class EngineBroken(ReplicaError):
 
 class StepLoop(Protocol):
     """What the thread drives: `PrefillLoop` and `DecodeLoop` as a replica runs them."""
+
+    loop: Any
 
     @property
     def has_work(self) -> bool: ...

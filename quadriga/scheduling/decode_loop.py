@@ -26,6 +26,7 @@ from quadriga.policies.drex.costs import SegmentCosts
 from quadriga.policies.rebatching import Range, Rebatcher, Waiting
 from quadriga.policies.slot_reservation import AnswerLengths
 from quadriga.scheduling.decode_batch import (
+    AT_EXIT,
     MOVING,
     PAUSED,
     RUNNING,
@@ -527,6 +528,10 @@ class DecodeLoop:
         """States of the decoding sequences, in order of joining, the paused, and the moving."""
         batch = self.batch
         return [s.state for s in batch.decoding + batch.having(PAUSED) + batch.having(MOVING)]
+
+    def find(self, sequence_id: str) -> RunningSequence | None:
+        """A sequence that runs, is paused, or is on its way from here."""
+        return self.batch.find(sequence_id, RUNNING, AT_EXIT, PAUSED, MOVING)
 
     def is_paused(self, sequence_id: str) -> bool:
         """Whether a sequence is in host memory."""

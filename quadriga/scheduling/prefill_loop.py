@@ -163,6 +163,10 @@ class PrefillLoop:
         assert sequence is not None, "its prompt is computed"
         self.running.remove(sequence)
 
+    def find(self, sequence_id: str) -> RunningSequence | None:
+        """A sequence that is queued, computed, or handed on."""
+        return self._queue.find(sequence_id) or self._find(sequence_id)
+
     def _find(self, sequence_id: str) -> RunningSequence | None:
         return next((s for s in self.running if s.state.sequence_id == sequence_id), None)
 

@@ -134,6 +134,13 @@ class RunningSequence:
     suspended: Any = None
 
     @property
+    def shown(self) -> dict[str, str | int]:
+        """What operators see of it that its ingress does not know, or hears of later."""
+        is_queued = self.status in (SequenceStatus.QUEUED, SequenceStatus.WAITING_FOR_PLACEMENT)
+        status = "running" if self.status is SequenceStatus.AT_EXIT else self.status.value
+        return {"status": "waiting" if is_queued else status, **self.state.counts}
+
+    @property
     def goes_on(self) -> bool:
         """Whether it decodes once its prompt is computed; others end with their first token."""
         return self.state.sampling.max_tokens > 1

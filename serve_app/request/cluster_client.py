@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from operator import attrgetter
 from typing import Any
 
@@ -33,6 +34,7 @@ CALL_TIMEOUT_S = 10.0
 SCHEDULER_TIMEOUT_S = 2.0
 """The ingress can do without the scheduler: a later answer is worth less than the wait."""
 HEARTBEAT_TIMEOUT_S = 3.0
+LOOK_TIMEOUT_S = 0.5
 PASSED_OVER = (ReplicaError, MemoryError)
 HOLDING_TIMEOUT_S = 5.0
 ENDED_PAUSE_S = 0.25
@@ -151,8 +153,10 @@ class ClusterClient:
         logger.warning("%s hangs; it is restarted", name)
         await restart(name)
 
-    async def push_metrics(self, source: str, families: bytes) -> None:
-        await self._call(self._controller, "push_metrics", source, families)
+    async def push_metrics(
+        self, source: str, families: bytes, running: list[dict[str, Any]] | None = None
+    ) -> None:
+        await self._call(self._controller, "push_metrics", source, families, running)
 
     async def auto_reports(self, ingress_id: str, first: int, reports: list[AutoReport]) -> None:
         await self._call(self._controller, "auto_reports", ingress_id, first, reports)
@@ -176,7 +180,21 @@ class ClusterClient:
                 raise answer
             else:
                 view |= answer
+        await self._look_at(view.get("requests", []))
         return view
+
+    async def _look_at(self, rows: list[dict[str, Any]]) -> None:
+        """Add what replicas know of these sequences; of one that is silent nothing is new."""
+        asked: dict[str, list[str]] = {}
+        for row in rows:
+            if row["replica"] is not None and row["status"] != "moving":
+                asked.setdefault(row["replica"], []).append(row["sequence_id"])
+        look = partial(self._call, deadline_s=LOOK_TIMEOUT_S)
+        calls = (look(name, "look_at", ids) for name, ids in asked.items())
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        news = [answer for answer in answers if isinstance(answer, dict)]
+        for row, answer in product(rows, news):
+            row.update(answer.get(row["sequence_id"], {}))
 
     async def moves(self, request_id: str) -> list[dict[str, Any]]:
         """What the scheduler decided lately about moving the sequences of a request."""

@@ -455,8 +455,8 @@ class EngineClient:
 
     async def _push_metrics(self) -> None:
         self.metrics.pushes.inc()
-        registries = [self.metrics.registry]
+        own, http = self.metrics.registry, HTTP_SERVER.registry
+        running = self._request_manager.longest_running()
+        await self.cluster.push_metrics(own.source, own.snapshot(), running)
         if HTTP_SERVER.is_used:
-            registries.append(HTTP_SERVER.registry)
-        for registry in registries:
-            await self.cluster.push_metrics(registry.source, registry.snapshot())
+            await self.cluster.push_metrics(http.source, http.snapshot())

@@ -332,6 +332,22 @@ class Request:
             "ttft_s": min(firsts) - self.arrived_s if firsts else None,
         }
 
+    def running(self, sequence: SequenceRequest, now_s: float) -> dict[str, Any]:
+        """What operators see of one of its sequences that runs, as plain values; never its text."""
+        return {
+            "request_id": self.request_id,
+            "sequence_id": sequence.state.sequence_id,
+            "choice": sequence.index,
+            "model": self.shown_model,
+            "replica": sequence.replica,
+            "status": sequence.status,
+            "running_s": now_s - self.arrived_s,
+            "tokens": len(sequence.state.output_ids),
+            "eta": sequence.eta and sequence.eta.plain(),
+            "rebuilds": sequence.num_rebuilds,
+            **sequence.state.counts,
+        }
+
 
 class OutputStream:
     """One reader's cursor over the sequences of a request; close it when done.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import random
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
 
 from quadriga.clock import Clock
 from quadriga.config.loader import QuadrigaConfig
@@ -23,6 +25,7 @@ from quadriga.errors import (
     TakenOver,
     Unavailable,
 )
+from quadriga.observability.running_requests import MOST_SHOWN
 from serve_app.openai.errors import as_quadriga
 from serve_app.ops.auto_reports import AutoReports
 from serve_app.ops.metrics import IngressMetrics
@@ -102,6 +105,11 @@ class RequestManager:
     def open_requests(self) -> list[Request]:
         """Every request with a sequence under way."""
         return list({id(request): request for request, _ in self._live.values()}.values())
+
+    def longest_running(self) -> list[dict[str, Any]]:
+        """The sequences that came first, as operators see them; only so many."""
+        first = heapq.nsmallest(MOST_SHOWN, self._live.values(), key=lambda held: held[0].arrived_s)
+        return [request.running(sequence, self._clock.now_s()) for request, sequence in first]
 
     def send(self, request: Request, sequence: SequenceRequest) -> None:
         """Start a sequence; its admission happens in the background."""

@@ -146,6 +146,15 @@ class SequenceRequest:
         owners = set() if self.replica is None else {self.replica}
         return owners | self.next_owners.keys() | self.handing_over
 
+    @property
+    def status(self) -> str:
+        """Where it is now, as far as its ingress knows; see `RunningSequence.shown`."""
+        if self.replica is None:
+            return "waiting"
+        if self.next_owners or self.handing_over:
+            return "moving"
+        return "prefilling" if self.first_token_s is None or self.lost_s is not None else "running"
+
     def lose(self, replica: str) -> bool:
         """Remove an owner that is gone. Returns whether no other is left."""
         self.next_owners.pop(replica, None)

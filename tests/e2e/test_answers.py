@@ -87,3 +87,15 @@ def test_a_stream_says_how_long_it_goes_on_and_the_usage_what_became_of_it(
     assert pieces[-1].usage.pauses == 0
     plain = list(sdk.stream("Sort: 3 1 2\n", temperature=0.0))
     assert all(piece.eta is None for piece in plain), "it was not asked for"
+
+
+def test_breaches_of_a_bounded_request_are_in_its_usage(http: httpx.Client, sdk: Client) -> None:
+    """Over HTTP and with the SDK alike; the same with a strict policy has none."""
+    prompt, asked = "Why is the sky blue?", {"max_tokens": 40, "temperature": 0.0}
+    asked |= {"ignore_eos": True, "exit_threshold": 0.9999, "exit_policy": "bounded"}
+    reply = http.post("/v1/completions", json=asked | {"prompt": prompt, "max_depth": 2})
+    usage = QuadrigaUsage.model_validate(reply.raise_for_status().json()["usage"]["quadriga"])
+    assert 0 < usage.breaches <= usage.exits["2"] <= 40
+    of_sdk = sdk.generate(prompt, **asked, max_depth=2).usage
+    assert (of_sdk.breaches, of_sdk.exits[2]) == (usage.breaches, usage.exits["2"])
+    assert sdk.generate(prompt, **asked | {"exit_policy": "strict"}).usage.breaches == 0

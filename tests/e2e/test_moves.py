@@ -11,7 +11,8 @@ import re
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,15 +23,18 @@ import ray
 
 from actors.rpc.lookup import get_actor
 from quadriga.client import Client, Usage
+from quadriga.observability.load_history import OPEN_REQUESTS
 from quadriga.observability.metrics import parse_exposition
+from quadriga.observability.running_requests import MOST_SHOWN
 from serve_app.openai.answers import QuadrigaUsage
 from tests.e2e.conftest import Service
-from tests.e2e.observe import total
+from tests.e2e.observe import series, total
 from tests.e2e.roles import DECODE
 from tests.ray.apps import wait_until
 from tests.ray.moves import free_memory, held, hold, pause
 
 Found = TypeVar("Found")
+CANARY = "zebra-canary-4713"
 PATIENCE_S = 120.0
 NUM_TOKENS = 800
 """At ten a second while it is held: much longer than it takes to be paused and moved."""
@@ -172,6 +176,47 @@ def test_the_command_and_the_page_say_why(own: Service, answer: Answer) -> None:
     (place,) = why["destinations"]
     assert f"{place['name']} {place['gain']:.1%} {place['work']:.2f} " in said
     assert decision in get(own, "/cluster")["recent"]
+
+
+@pytest.mark.timeout(300)
+def test_requests_of_all_ingresses_are_seen_while_they_run(
+    own: Service, http: httpx.Client
+) -> None:
+    """No text of them ever; a pause is seen before its ingress hears of it."""
+    names = [r["name"] for r in get(own, "/cluster")["replicas"] if r["role"] == DECODE]
+    body = OPTIONS | {"prompt": f"{CANARY} 1 2 3", "stream": True}
+    streams: dict[str, Iterator[str]] = {}
+
+    def rows() -> dict[str, dict[str, Any]]:
+        return {r["request_id"]: r for r in get(own, "/cluster")["requests"]}
+
+    def open_requests() -> list[float]:
+        return [n for k, n in series(http).items() if k.startswith(f"{OPEN_REQUESTS}{{")]
+
+    wait_until(lambda: len(open_requests()) == 2, PATIENCE_S)
+    with held(names), ExitStack() as answers:
+        while 0 in (found := open_requests()):
+            assert len(streams) < MOST_SHOWN, f"one takes all: {found}"
+            key = {"idempotency-key": uuid.uuid4().hex}  # by it the ingress is chosen
+            post = http.stream("POST", "/v1/completions", json=body, headers=key)
+            answer = answers.enter_context(post)
+            lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+            said = json.loads(next(lines).removeprefix("data: "))
+            streams[said["id"].removeprefix("cmpl-")] = lines  # read no further, and kept open
+        wait_until(lambda: streams.keys() <= rows().keys(), PATIENCE_S)
+        wait_until(lambda: all("seconds" in (rows()[s]["eta"] or ()) for s in streams), PATIENCE_S)
+        for found in (rows()[name] for name in streams):
+            assert found["tokens"] + found["eta"]["tokens"] == NUM_TOKENS, "its end is ignored"
+            assert found["status"] in ("running", "moving") and found["replica"] in names
+        assert CANARY not in json.dumps(get(own, "/cluster"))
+        paused = next(iter(streams))
+        assert paused[-12:] in loadgen("watch", "--once", "--url", own.admin_url)
+        source = until(lambda: pause_where_it_runs(names, paused))
+        try:  # the scheduler may move it at once
+            wait_until(lambda: rows()[paused]["pauses"] >= 1, PATIENCE_S)
+        finally:
+            free_memory(source)
+    wait_until(lambda: not streams.keys() & rows().keys(), PATIENCE_S)
 
 
 @pytest.mark.timeout(300)

@@ -155,6 +155,19 @@
     return node("div", null, { class: "place" }, [node("span", place.name), bar(place.share), node("span", place.text)]);
   }
 
+  function showRequests(view) {
+    const columns = ["model", "replica", "status", "for", "tokens", "predicted", "to go", "so far"];
+    const rows = View.requests(view).map((r) =>
+      node("tr", null, {}, [
+        node("th", r.name, { title: r.request_id, scope: "row" }),
+        ...columns.map((name) => cell(name, [r[name]], ["for", "tokens"].includes(name) ? { class: "n" } : {})),
+      ]),
+    );
+    const none = view.requests ? "No request runs now." : "The controller, which knows them, does not answer.";
+    if (!rows.length) rows.push(node("tr", null, {}, [node("td", none, { colspan: 9 })]));
+    at("requests").replaceChildren(...rows);
+  }
+
   function showMoves(view) {
     const rows = View.moves(view).map((m) =>
       node("tr", null, {}, [
@@ -196,6 +209,7 @@
     at("decisions-panel").hidden = !decisions.length;
     showCharts(view);
     showReplicas(view);
+    showRequests(view);
     const hasExits = showExits(view);
     showMoves(view);
     showHelios(view);

@@ -253,6 +253,24 @@ const View = (() => {
     }));
   }
 
+  /** Sequences of running requests by the table's columns, the longest running first. */
+  function requests(view) {
+    return (view.requests ?? []).map((r) => {
+      const whole = (left) => count(Math.round(r.tokens + left));
+      const { eta } = r;
+      return {
+        ...r,
+        name: short(r.request_id) + (r.choice ? ` #${r.choice}` : ""),
+        replica: r.replica === null ? "–" : short(r.replica),
+        for: seconds(r.running_s),
+        tokens: count(r.tokens),
+        predicted: eta ? `${whole(eta.tokens)} (${whole(eta.lower)} to ${whole(eta.upper)})` : "–",
+        "to go": eta?.seconds === undefined ? "–" : `${seconds(eta.seconds)} (up to ${seconds(eta.upper_seconds)})`,
+        "so far": ["migrations", "pauses", "rebuilds", "breaches"].filter((k) => r[k]).map((k) => `${count(r[k])} ${k}`).join(", "),
+      };
+    });
+  }
+
   /** Figures of the head line. */
   function summary(view) {
     const replicas = (view.replicas ?? []).filter(isHeard);
@@ -343,5 +361,5 @@ const View = (() => {
     };
   }
 
-  return { short, percent, count, seconds, urgency, decodes, age, isNotable, listed, classes, spark, hasForecast, quiet, why, result, moves, summary, troubles, decisions, helios };
+  return { short, percent, count, seconds, urgency, decodes, age, isNotable, listed, classes, spark, hasForecast, quiet, why, result, moves, requests, summary, troubles, decisions, helios };
 })();

@@ -30,6 +30,7 @@ from quadriga.core.migration import MigrationReport
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.replica_view import replica_view
 from tests.unit.policies.test_ares_governor import uneven
+from tests.unit.serve_app.dashboard_views import REQUESTS
 
 
 def view(*, moves: int = 1) -> dict[str, Any]:
@@ -100,6 +101,14 @@ def test_prefill_replicas_show_what_their_prompts_share() -> None:
     some = prefill | {"cached_share": 0.624}
     text = shown(seen | {"replicas": [prefill, some, *seen["replicas"]]})
     assert "shared" in text and "62%" in text
+
+
+def test_running_requests_are_shown_and_fit_eighty_columns() -> None:
+    lines = [" ".join(x.split()) for x in shown(view() | {"requests": REQUESTS}).splitlines()]
+    runs = "456789abcdef decode 0 running 64 s 412 2 s 530 (472–612) quadriga-s"
+    assert runs in lines and any("2 pauses, 3 breaches" in line for line in lines)
+    narrow = shown({"at_unix_s": 1.0, "replicas": [], "requests": REQUESTS}, width=80)
+    assert "…" not in narrow and max(map(len, narrow.splitlines())) <= 80
 
 
 def test_an_empty_cluster_is_shown_too() -> None:

@@ -363,3 +363,12 @@ def test_under_overload_nothing_is_promised_beyond_what_a_sequence_comes_with() 
         unforeseen = loop.promise("unforeseen", 160, 16)
         promised[is_overloaded] = foreseen.reserved_tokens, unforeseen.reserved_tokens
     assert promised == {False: (80, 48), True: (32, 48)}
+
+
+def test_operators_see_that_a_sequence_is_paused() -> None:
+    replica = Replica(rows=2)
+    replica.take("s", max_tokens=60)
+    found = replica.loop.find("s")
+    assert found is not None and found.shown["status"] == "running"
+    assert replica.loop.preemption.pause("s")
+    assert found.shown == {"status": "paused", "migrations": 0, "pauses": 1, "breaches": 0}

@@ -126,6 +126,19 @@ def default_view() -> dict[str, Any]:
     }
 
 
+ETA = {"tokens": 118.4, "lower": 60.0, "upper": 200.0, "seconds": 1.9, "upper_seconds": 3.2}
+RUNS: dict[str, Any] = {
+    "request_id": "9c5bd2ee0123456789abcdef",
+    "choice": 0,
+    "model": "quadriga-s",
+}
+RUNS |= {"replica": NAMES[0], "status": "running", "running_s": 64.0, "tokens": 412, "eta": ETA}
+RUNS |= {"migrations": 0, "pauses": 0, "rebuilds": 0, "breaches": 0}
+LOST = {"replica": None, "status": "waiting", "tokens": 0, "eta": None, "rebuilds": 1}
+REQUESTS = [RUNS, RUNS | {"choice": 1, "status": "paused", "pauses": 2, "breaches": 3}, RUNS | LOST]
+"""One that runs, one that is paused, and one whose replica has died."""
+
+
 def busy_view(*, with_helios: bool = False) -> dict[str, Any]:
     """What the actors' own code makes of a busy cluster."""
     snapshots = [
@@ -187,6 +200,7 @@ def busy_view(*, with_helios: bool = False) -> dict[str, Any]:
     )
     view = rescheduling.status() | {
         "missing": {},
+        "requests": REQUESTS,
         "fleet": {"num_ready": 4, "num_desired": 5, "error": None, "replicas": fleet},
         "exits": counted(),
         "load_history": ten_minutes(now),

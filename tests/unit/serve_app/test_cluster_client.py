@@ -156,3 +156,26 @@ async def test_reports_that_have_not_left_yet_are_waited_for_or_end_in_silence()
     await tasks.close()
     gc.collect()  # a call that was made and never awaited would be told of here
     assert told == ["first"]
+
+
+async def test_replicas_say_what_no_ingress_knows_of_a_request() -> None:
+    """Each is asked once; one that is silent, or has let go of a sequence, changes nothing."""
+    asked: list[tuple[str, list[str]]] = []
+    rows: list[dict[str, Any]]
+    rows = [{"sequence_id": s, "replica": "d", "status": "running"} for s in "abcmw"]
+    rows[2]["replica"], rows[3]["status"] = "silent", "moving"
+    rows[4] |= {"replica": None}
+
+    class Cluster(ClusterClient):
+        async def _call(self, name: str, method: str, *args: Any, deadline_s: float = 0) -> Any:
+            if method == "operators_view":
+                return {"requests": rows} if name == "app:controller" else {}
+            asked.append((name, *args))
+            if name == "silent":
+                raise ReplicaDied("gone")
+            return {"a": {"status": "paused", "pauses": 2}}
+
+    shown = (await Cluster("app").operators_view())["requests"]
+    assert asked == [("d", ["a", "b"]), ("silent", ["c"])]
+    assert [r["status"] for r in shown] == ["paused", "running", "running", "moving", "running"]
+    assert shown[0]["pauses"] == 2

@@ -240,6 +240,16 @@ def test_exits_show_what_was_lowered_and_how_well_depths_were_forecast() -> None
     assert large["depths"][0]["tokens"] == 200, "of two replicas"
 
 
+def test_requests_that_run() -> None:
+    runs, paused, lost = run("requests", busy_view())
+    shown = [runs[k] for k in ("name", "model", "replica", "status", "for", "tokens")]
+    assert shown == ["456789abcdef", "quadriga-s", "decode 0", "running", "64 s", "412"]
+    assert (runs["predicted"], runs["to go"]) == ("530 (472 to 612)", "1.9 s (up to 3.2 s)")
+    assert (paused["name"], paused["so far"]) == (f"{shown[0]} #1", "2 pauses, 3 breaches")
+    assert [lost[k] for k in ("replica", "predicted", "to go", "so far")] == [*"–––", "1 rebuilds"]
+    assert run("requests", IDLE) == []
+
+
 def test_why_a_request_moved() -> None:
     moves = run("moves", busy_view())
     assert [m["cause"] for m in moves] == ["memory", "balance", "drain", "memory", "balance"]

@@ -99,6 +99,7 @@ async def test_it_shows_what_happens(show: Show) -> None:
     await expect(page.locator("#moves")).to_contain_text("decode 0 was busier than decode 1")
     await expect(page.locator("#moves")).to_contain_text("moved, at rest for 18 ms")
     await expect(page.locator("#exits .exit").first).to_contain_text("2 layers")
+    await expect(page.locator("#requests tr")).to_have_count(3)
     await expect(page.locator("#helios-panel")).to_be_hidden()
     await expect(page.locator("#quiet li")).to_have_count(1)
     await shown.shoot("busy")

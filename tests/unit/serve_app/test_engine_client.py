@@ -21,6 +21,7 @@ from quadriga.errors import (
 )
 from quadriga.observability.load_history import LoadHistory
 from quadriga.observability.metrics import MetricsHub, parse_exposition
+from quadriga.observability.running_requests import KEPT_S, MOST_SHOWN, RunningRequests
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.request import request_manager
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
@@ -311,3 +312,29 @@ async def test_metrics_count_what_the_client_saw(stand: Stand) -> None:
     assert series['quadriga_ingress_open_requests{replica="ingress-0"}'] == 0
     names = {key.split("{")[0] for key in series}
     assert {"vllm:num_requests_running", "vllm:kv_cache_usage_perc"} <= names
+
+
+async def test_operators_see_only_so_many_requests_and_no_text(make_stand: MakeStand) -> None:
+    stand = await make_stand(gate=(gate := asyncio.Event()))
+    asked = [stand.complete(prompt=f"zebra {k}") for k in range(MOST_SHOWN + 5)]
+    answers = asyncio.gather(*asked)
+    await until(lambda: len(stand.cluster.decode.held) == len(asked))
+    await stand.engine._push_metrics()
+    rows, submitted = stand.cluster.running, stand.cluster.submitted[:MOST_SHOWN]
+    assert [r["sequence_id"] for r in rows] == [s.sequence_id for s in submitted], "the first"
+    assert "zebra" not in json.dumps(rows) and len(json.dumps(rows)) < 400 * MOST_SHOWN
+    gate.set()
+    await answers
+    await stand.engine._push_metrics()
+    assert stand.cluster.running == []
+
+
+def test_of_all_ingresses_the_requests_that_run_longest_are_shown() -> None:
+    requests = RunningRequests()
+    requests.push("one", [{"running_s": 100.0 - k} for k in range(MOST_SHOWN)], now_s=0.0)
+    requests.push("two", [{"running_s": 98.5}, {"running_s": 1.0}], now_s=1.0)
+    shown = [r["running_s"] for r in requests.longest(now_s=2.0)]
+    assert shown[:4] == [100.0, 99.0, 98.5, 98.0] and len(shown) == MOST_SHOWN
+    assert len(requests.longest(now_s=KEPT_S + 0.5)) == 2, "one ingress is gone"
+    requests.push("two", [], now_s=KEPT_S + 0.5)
+    assert requests.longest(now_s=KEPT_S + 0.5) == [] and list(requests._said) == ["two"]
