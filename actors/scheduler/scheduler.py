@@ -362,7 +362,8 @@ class Scheduler(BatchedCalls):
         return find_placement(self._config.scheduler.placement, settings)
 
     def _note_placed(self, name: str, request: PlaceRequest, length: LengthPrediction) -> None:
-        promised = Promised(request.sequence_id, request.num_tokens, length)
+        share = request.expected_layers / self._snapshots[name].info.depth_class.depth
+        promised = Promised(request.sequence_id, request.num_tokens, length, share)
         reserved = tokens_wanted(self._snapshots[name], request)
         self._waiting.placed(request.sequence_id, now_s=self._clock.now_s())
         sent = SentRequest(self._clock.now_s(), 0, reserved, promised, request.num_tokens)

@@ -318,24 +318,28 @@ def checked(snapshot: ReplicaSnapshot) -> ReplicaSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Promised:
-    """A sequence sent to a replica that has not reported it yet."""
+    """A sequence sent to a replica that has not reported it yet.
+
+    Attributes:
+        share: Of the layers there, that its tokens are expected to run, were there so many; 0: as
+            many as those of the sequences there do.
+    """
 
     sequence_id: str
     num_tokens: int
     prediction: LengthPrediction
+    share: float = 0.0
 
 
 def with_promised(
     forecast: LoadForecast, promised: Sequence[Promised], step_s: float
 ) -> LoadForecast:
-    """Add sequences on their way, which cannot be moved, to rows and sums.
-
-    Their tokens are taken to run as many layers as those of the sequences there do.
-    """
+    """Add sequences on their way, which cannot be moved, to rows and sums."""
     known = set(forecast.sequence_ids)
     new = [p for p in promised if p.sequence_id not in known]
     if not new:
         return forecast
+    usual = mean_share(forecast)
     rows = forecast_rows(
         tokens=[p.num_tokens for p in new],
         remaining=[p.prediction.mean for p in new],
@@ -344,7 +348,7 @@ def with_promised(
         moves=np.zeros(len(new)),
         since_move_s=np.full(len(new), np.inf),
         movable=np.full(len(new), FIXED),
-        share=np.full(len(new), mean_share(forecast)),
+        share=[min(p.share or usual, 1.0) for p in new],
     )
     (tokens, remaining), share = sizes(rows), shares(rows)
     ahead = tokens_ahead(forecast.grid_s, step_s or forecast.base_s)
