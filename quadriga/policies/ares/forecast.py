@@ -29,6 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from quadriga.core.forecast import LengthPrediction, LoadForecast
 from quadriga.core.replica import ReplicaSnapshot
+from quadriga.core.routing import PlaceRequest
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.settings import NUM_POINTS, TOKENS_AHEAD
 
@@ -329,6 +330,14 @@ class Promised:
     num_tokens: int
     prediction: LengthPrediction
     share: float = 0.0
+
+
+def promised_to(
+    replica: ReplicaSnapshot, request: PlaceRequest, length: LengthPrediction
+) -> Promised:
+    """A sequence that is sent to a replica, by all that is known of it."""
+    share = request.expected_layers / replica.info.depth_class.depth
+    return Promised(request.sequence_id, request.num_tokens, length, share)
 
 
 def with_promised(
