@@ -18,7 +18,7 @@ from quadriga.background import background
 from quadriga.config.engine import TransportConfig
 from quadriga.core.kv import Accepted, KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass
-from quadriga.core.request import SequenceState, remaining_of
+from quadriga.core.request import SequenceState, layers_of, remaining_of
 from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaError, is_known_death
 from quadriga.interfaces import KVTransport
 from quadriga.kv_transport.payload import checksum, pack, to_host
@@ -266,6 +266,7 @@ class HandoffSender:
             numerics=numerics,
             block_keys=block_keys,
             grammar=state.sampling.grammar,
+            expected_layers=layers_of(state),
         )
         timeout_s = call_timeout_s(self._config.deadline_s)
         try:

@@ -12,7 +12,7 @@ from actors.replica.replica import Replica
 from quadriga.background import background
 from quadriga.core.kv import KVSpan
 from quadriga.core.output import EngineOutput
-from quadriga.core.request import remaining_of
+from quadriga.core.request import layers_of, remaining_of
 from quadriga.core.routing import PlaceRequest
 from quadriga.errors import (
     Cancelled,
@@ -290,6 +290,7 @@ class PrefillHandoff:
                 is_prompt_done=self._prompt_done_s > 0.0,
                 leaves_early=state.exits.leaves_early,
                 numerics=self._replica.info_record.numerics,
+                expected_layers=layers_of(state),
             )
         )
 

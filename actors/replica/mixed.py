@@ -53,7 +53,7 @@ class MixedEngine(DecodeEngine):
             prefix_caching=config.prefill.prefix_caching,
             full_depth=spec.checkpoint.num_layers,
             may_deepen=False,  # see `MixedReplica.resize`
-            replays=replays_of(spec, is_exact=config.deterministic),
+            replays=replays_of(spec),
         )
         return self._both.decode
 

@@ -79,7 +79,7 @@ class PrefillEngine:
             clock=replica.clock,
             full_depth=spec.checkpoint.num_layers,
             may_deepen=self._is_watched,
-            replays=replays_of(spec, is_exact=replica.config.deterministic),
+            replays=replays_of(spec),
             max_unplaced=settings.max_rows,
             prefixes=find_prefix_cache(runner, slots, spec, settings.prefix_caching),
             on_start=self._started,

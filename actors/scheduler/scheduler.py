@@ -25,7 +25,7 @@ from quadriga.core.routing import Admission, AdmitRequest, ClusterView, PlaceReq
 from quadriga.errors import Overloaded, QuadrigaError, Unavailable, UnknownModel
 from quadriga.observability.logs import configure_logging
 from quadriga.policies.admission import admit, check_room
-from quadriga.policies.ares.forecast import Promised, checked
+from quadriga.policies.ares.forecast import checked, promised_to
 from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.baselines.placement import Placement
 from quadriga.policies.inflight_tracker import InflightTracker, SentRequest
@@ -362,7 +362,7 @@ class Scheduler(BatchedCalls):
         return find_placement(self._config.scheduler.placement, settings)
 
     def _note_placed(self, name: str, request: PlaceRequest, length: LengthPrediction) -> None:
-        promised = Promised(request.sequence_id, request.num_tokens, length)
+        promised = promised_to(self._snapshots[name], request, length)
         reserved = tokens_wanted(self._snapshots[name], request)
         self._waiting.placed(request.sequence_id, now_s=self._clock.now_s())
         sent = SentRequest(self._clock.now_s(), 0, reserved, promised, request.num_tokens)

@@ -49,7 +49,7 @@ class ExitsConfig(Section):
     replay_newest: Auto | Annotated[int, Field(ge=0, le=64)] = Field(
         "auto",
         description="With linear and project: run the newest so many of the skipped positions "
-        "through the layers instead. Auto: what exits.json says; 0 with deterministic and HELIOS.",
+        "through the layers instead. Auto: what exits.json says.",
     )
 
 

@@ -311,7 +311,7 @@ def _engine_spec(
         can_exit=role.does(Role.DECODE),
         exit_plan=_exits_in_use(config, index, checkpoint, checkpoint.num_layers, runner),
         skipped_kv=_skipped_kv(pool.config, index, checkpoint),
-        replay_newest=_replay_newest(config, index, checkpoint),
+        replay_newest=_given(pool.config.exits.replay_newest, checkpoint.exits.replay_newest),
         pass_tokens=chunk_tokens if role.does(Role.PREFILL) else 0,
         attention=engine.attention,
         gpu_memory_share=engine.gpu_memory_share if memory is None else None,
@@ -620,28 +620,6 @@ def _skipped_kv(pool: PoolConfig, index: int, checkpoint: Checkpoint) -> Skipped
             f"pools.{index}.exits.skipped_kv: {checkpoint.id} has no {SKIPPED_KV_WEIGHTS}; use "
             "'project', or fit one",
             param=f"pools.{index}.exits.skipped_kv",
-        )
-    return wanted
-
-
-def _replay_newest(config: QuadrigaConfig, index: int, checkpoint: Checkpoint) -> int:
-    """How many skipped positions are run again.
-
-    Which ones follows from the depths of a sequence's tokens, so a rebuild runs the same again.
-    Where depths change under it, it could not.
-
-    Raises:
-        ConfigError: Some, in a deterministic deployment whose depths change.
-    """
-    wanted = config.pools[index].exits.replay_newest
-    may_change = config.deterministic and config.helios.enabled is True
-    if wanted == "auto":
-        return 0 if may_change else checkpoint.exits.replay_newest
-    if wanted and may_change:
-        raise ConfigError(
-            f"pools.{index}.exits.replay_newest: {wanted} is not possible with deterministic: "
-            "true and helios.enabled: true; use 0, or skipped_kv: replay",
-            param=f"pools.{index}.exits.replay_newest",
         )
     return wanted
 

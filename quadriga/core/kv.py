@@ -32,6 +32,7 @@ class TransferOffer(CompactPickleMixin):
         block_keys: Of the prompt's blocks, as `PrefixCache` names them: those that the destination
             has need not be sent.
         grammar: Of the answer: the destination compiles it while the KV is on its way.
+        expected_layers: See `layers_of`.
     """
 
     transfer_id: str
@@ -51,6 +52,7 @@ class TransferOffer(CompactPickleMixin):
     numerics: str = ""
     block_keys: tuple[bytes, ...] = ()
     grammar: Grammar | None = None
+    expected_layers: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

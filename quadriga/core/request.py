@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from array import array
@@ -299,6 +300,12 @@ PROGRESS_FIELDS = (
     "expected_layers",
     "depth_pool",
 )
+
+
+def layers_of(state: SequenceState) -> float:
+    """Layers that a token is expected to run: infinite for all there are, 0 for nobody knows."""
+    exits = state.exits
+    return state.expected_layers if exits.leaves_early else float(exits.max_depth or math.inf)
 
 
 def remaining_of(state: SequenceState) -> LengthPrediction | None:

@@ -119,6 +119,7 @@ class PlaceRequest(CompactPickleMixin):
         by_forecast: A forecast says whether there will be room; so the scheduler, under overload.
         leaves_early: Its tokens may leave at exits before the last.
         numerics: Of the source; only a replica of the same name takes its KV. Empty: any does.
+        expected_layers: See `layers_of`.
     """
 
     sequence_id: str
@@ -135,6 +136,7 @@ class PlaceRequest(CompactPickleMixin):
     by_forecast: bool = False
     leaves_early: bool = True
     numerics: str = ""
+    expected_layers: float = 0.0
 
 
 @dataclass(slots=True)

@@ -52,6 +52,7 @@ from quadriga.engine.transfers import index_on, to_device
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 from quadriga.errors import ConfigError, InvariantViolation, UnknownModel
 from quadriga.interfaces import MAX_DRAFTED, Drafted, DraftPlan, LayersDone, PrefillChunk
+from quadriga.scheduling.transfer.rebuild import num_open, replays_of
 
 if TYPE_CHECKING:
     from quadriga.engine.tensor_parallel.loading import RankStarter
@@ -100,6 +101,7 @@ class NativeRunner:
         self.at_exit: ExitLogits | None = None
         self._drafts = Drafts(num_rows, self.hidden)
         self._reads = PromptReads()
+        self._replays = replays_of(parts.spec)
         self._sampling: SamplingTensors | None = None
         if self._device.type != "cpu":
             from quadriga.engine.cuda.sampling import SamplingTensors
@@ -181,7 +183,13 @@ class NativeRunner:
         self._samplers[row] = sampler
         self.positions[row] = -1
         if self.skipped is not None:
-            self.skipped.start(row, state.num_tokens - 1)
+            self._start(self.skipped, row, state.num_tokens - 1)
+
+    def _start(
+        self, store: SkippedKVStore, row: int, num_tokens: int, depth: int | None = None
+    ) -> None:
+        """A row's first positions have KV; see `SkippedKVStore.start`."""
+        store.start(row, num_tokens, depth, num_open(self._sampler(row).state, self.full_depth))
 
     def _set_adapter(self, row: int, state: SequenceState) -> None:
         """Have every pass over a row use its sequence's adapter, or none."""
@@ -286,7 +294,7 @@ class NativeRunner:
             x = recorded.run(x, batch, self.model.ends, on_layers)
         if self.skipped is not None:
             for span in spans:
-                self.skipped.start(span.row, span.stop)
+                self._start(self.skipped, span.row, span.stop)
         return self._finish_prefill(x, chunks, spans)
 
     def _finish_prefill(
@@ -701,11 +709,14 @@ class NativeRunner:
     def set_depth_of(self, row: int, depth: int) -> None:
         """See `ResizableRunner.set_depth_of`."""
         if self.skipped is not None and depth < self.model.spec.depth:
-            self.skipped.start(row, self._sampler(row).state.num_tokens - 1, depth)
+            self._start(self.skipped, row, self._sampler(row).state.num_tokens - 1, depth)
 
     def depth_of(self, row: int) -> int:
-        """See `ResizableRunner.depth_of`."""
-        return self.model.spec.depth if self.skipped is None else self.skipped.depth_of(row)
+        """See `ResizableRunner.depth_of`; so little that a token takes it along, a pass repays."""
+        start, stop = (0, 0) if self.skipped is None else self.skipped.owed(row)
+        if self.skipped is None or stop - start <= self.spec.replay_newest:
+            return self.model.spec.depth
+        return self.skipped.depth_of(row)
 
     # Changing the depth: see `LoadedModel`, and `ResizableRunner` of `quadriga.interfaces`.
 
@@ -776,8 +787,8 @@ class NativeRunner:
         if self.skipped is None:
             return 0
         self.at_exit = None  # see `_prefill`
-        model, state = self.model, self._sampler(row).state
-        return repay(model.fastest(), self._cache, self.skipped, row, state, max_tokens)
+        decoder, state = self.model.fastest(), self._sampler(row).state
+        return repay(decoder, self._cache, self.skipped, row, state, max_tokens, self._replays)
 
     def _repay_before(self, store: SkippedKVStore, rows: Sequence[int], stop: int) -> None:
         """For callers that do not repay in time: no pass may run over what is owed."""

@@ -17,7 +17,7 @@ import numpy as np
 from quadriga.core.forecast import LengthOutcome, LengthPrediction, LoadForecast
 from quadriga.core.kv import TransferOffer
 from quadriga.core.output import EngineOutput
-from quadriga.core.request import FinishReason, SequenceState, remaining_of
+from quadriga.core.request import FinishReason, SequenceState, layers_of, remaining_of
 from quadriga.policies.ares.expected_depth import ExpectedDepth
 from quadriga.policies.ares.forecast import FIXED, PAUSED, RUNS, StepCosts, forecast_rows, pack
 
@@ -119,8 +119,11 @@ def hold(
         held.moves.append(0.0)
         held.moved_unix_s.append(0.0)
         held.movable.append(FIXED)
+        if depths is not None:
+            layers = layers_of(each) if isinstance(each, SequenceState) else each.expected_layers
+            held.share.append(min(layers / depths.depth or usual, 1.0))
     held.is_known = is_known or not held.sequence_ids
-    for column, value in ((held.share, usual), (held.least_layers, 0), (held.most_layers, 0)):
+    for column, value in ((held.share, 1.0), (held.least_layers, 0), (held.most_layers, 0)):
         column += [value] * (len(held.sequence_ids) - len(column))
     return held
 

@@ -122,8 +122,6 @@ class PrefillLoop:
             InvariantViolation: Its exit record does not cover its output.
         """
         check_record(sequence.state)
-        if self._replays is not None:
-            sequence.state = self._replays.rewound(sequence.state)
         sequence.min_layers = self._min_layers(sequence.state)
         here = self._runner.num_layers
         if sequence.min_layers > here and not self._may_deepen:

@@ -239,11 +239,13 @@ class Placing:
         )
         if row is None:
             return None
-        # Until the next tick, what was just placed counts too: as many layers as those there run.
+        # Until the next tick, what was just placed counts too: by its own layers where all tokens
+        # run them all, else as many as those there run.
         # What it changes in the costs (`with_deep_passes`) waits for the tick; live it does not.
         size, mean = np.array([float(request.num_tokens)]), np.array([expected.mean])
         there = shares(cluster.rows[cluster.owner == row])
-        share = there.mean(keepdims=True) if len(there) else np.ones(1)
+        is_usual = request.leaves_early and len(there)
+        share = there.mean(keepdims=True) if is_usual else np.ones(1)
         if not cluster.is_one_class:
             share *= cluster.depth[row]
         cluster.load_s[row] += load_rows(size, mean, cluster.costs, share=share)[0]

@@ -26,6 +26,7 @@ from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.handoff import LeaseTable
+from quadriga.scheduling.transfer.rebuild import chunk_of, num_prefill_tokens, replays_of
 from tests.equivalence.early_exit_reference import (
     LAYERS,
     TIE,
@@ -57,9 +58,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return name
 
 
-def reference(name: str, mode: SkippedKV) -> EarlyExitReference:
-    model, path = MODELS[name]
-    return EarlyExitReference(model, path, FAMILIES[name], mode, LAYERS)  # type: ignore[arg-type]
+def reference(name: str, mode: SkippedKV, newest: int = 0) -> EarlyExitReference:
+    (model, path), exits = MODELS[name], FAMILIES[name]
+    return EarlyExitReference(model, path, exits, mode, LAYERS, newest)  # type: ignore[arg-type]
 
 
 @cache
@@ -79,6 +80,7 @@ class Bench:
         mode: SkippedKV = "replay",
         compile: str = "off",
         keep_tokens: int = 256,
+        replay_newest: int = 0,
         load: Callable[[EngineSpec], NativeRunner] = NativeRunner.load,
     ) -> None:
         spec = make_spec(path, depth=depth, num_rows=NUM_ROWS, compile=compile, skipped_kv=mode)
@@ -88,10 +90,12 @@ class Bench:
             exits=plan.cut(depth),
             exit_plan=plan,
             keep_tokens=keep_tokens,
+            replay_newest=replay_newest,
             kv_memory_bytes=NUM_ROWS * 96 * spec.checkpoint.kv_bytes_per_token(LAYERS, 4),
         )
         self.runner = load(spec)
-        self.prefiller = NativeRunner.load(make_spec(path, compile=compile))
+        whole = make_spec(path, compile=compile, skipped_kv=mode, replay_newest=replay_newest)
+        self.prefiller = NativeRunner.load(replace(whole, exits=plan, exit_plan=plan))
         self.clock, self.counters = ManualClock(), ExitCounters()
         costs = SegmentCosts(len(self.runner.segment_ends), NUM_ROWS)
         self.loop = DecodeLoop(
@@ -109,16 +113,18 @@ class Bench:
         self.table = LeaseTable(spec.depth_class, any_depth=True, max_live=99)
 
     def join(self, state: SequenceState, depth: int = LAYERS) -> None:
-        """Prefill elsewhere; `depth` layers of the KV are sent."""
+        """Prefill elsewhere, or rebuild; `depth` layers of the KV are sent."""
+        stop, replays = num_prefill_tokens(state), replays_of(self.prefiller.spec)
+        chunk = chunk_of(state, row=0, start=0, stop=stop, num_layers=LAYERS, replays=replays)
         self.prefiller.attach(0, state)
-        token = self.prefiller.prefill([whole_prompt(0, state)])[0]
-        assert token is not None
+        token = self.prefiller.prefill([chunk])[0]
         slot = self.loop.reserve(state.sequence_id, state.max_total_tokens)
-        kv = self.prefiller.read_kv(0, 0, depth, 0, len(state.prompt_ids))
+        kv = self.prefiller.read_kv(0, 0, depth, 0, stop)
         self.runner.write_kv(slot.row, 0, 0, kv)  # what is not loaded here is left out
         self.prefiller.detach(0)
-        state.output_ids.append(token.token_id)
-        state.exit_layers.append(token.exit_layer)
+        if token is not None:
+            state.output_ids.append(token.token_id)
+            state.exit_layers.append(token.exit_layer)
         self.loop.join(state, depth=depth)
 
     def step(self, count: int = 1) -> None:
@@ -207,12 +213,22 @@ def test_grown_while_decoding(family: str, mode: SkippedKV, compile: str) -> Non
 
 
 @pytest.mark.parametrize(("keep_tokens", "compile"), [(0, "wait"), (5, "off"), (256, "wait")])
-@pytest.mark.parametrize("mode", ["replay", "project", "linear"])
+@pytest.mark.parametrize(
+    ("mode", "newest"),
+    [("replay", 0), ("project", 0), ("linear", 0), ("project", 2), ("linear", 5)],
+)
 def test_shrunk_and_grown_again(
-    family: str, mode: SkippedKV, keep_tokens: int, compile: str
+    family: str, mode: SkippedKV, newest: int, keep_tokens: int, compile: str
 ) -> None:
     """What was computed deep before is computed again as deep, kept states or not."""
-    bench = Bench(MODELS[family][1], LAYERS, mode=mode, compile=compile, keep_tokens=keep_tokens)
+    bench = Bench(
+        MODELS[family][1],
+        LAYERS,
+        mode=mode,
+        compile=compile,
+        keep_tokens=keep_tokens,
+        replay_newest=newest,
+    )
     todo = states(family)
     for state in todo:
         bench.join(state)
@@ -221,8 +237,47 @@ def test_shrunk_and_grown_again(
         bench.go(depth)
     bench.finish()
     assert {1, 3, LAYERS} == {k for s in todo for k in s.exit_layers[1:]}
-    check(reference(family, mode), todo, LAYERS)
+    check(reference(family, mode, newest), todo, LAYERS)
     assert bench.loop.batch.num_depth_changes == 9 and bench.counters.involuntary_exits == 0
+
+
+@pytest.mark.parametrize(("mode", "newest"), [("project", 2), ("linear", 5)])
+def test_tokens_that_no_depth_changes_are_those_of_an_undisturbed_replica(
+    family: str, mode: SkippedKV, newest: int
+) -> None:
+    """Of strict and limited sequences, with skipped positions run again: resized, and rebuilt."""
+    disturbed, undisturbed = (
+        Bench(
+            MODELS[family][1],
+            depth,
+            mode=mode,
+            compile="wait",
+            keep_tokens=7,
+            replay_newest=newest,
+        )
+        for depth in (3, LAYERS)
+    )
+    todo, wanted = states(family, "strict", 50), states(family, "strict", 50)
+    for state, alone in zip(todo, wanted, strict=True):
+        if len(state.prompt_ids) % 2:
+            limited = ExitParams(state.exits.threshold, "bounded", max_depth=3)
+            state.exits = alone.exits = limited
+        disturbed.join(state)
+        undisturbed.join(alone)
+    undisturbed.finish()
+    assert {1, 3, LAYERS} == {k for s in wanted for k in s.exit_layers[1:]}
+    disturbed.step(40)
+    disturbed.go(LAYERS)
+    for _ in range(6):
+        disturbed.step(11)
+        for state in list(disturbed.loop.running):
+            disturbed.loop.leave(state.sequence_id)
+            disturbed.join(state)
+    disturbed.finish()
+    for state, alone in zip(todo, wanted, strict=True):
+        assert state.output_ids == alone.output_ids, state.sequence_id
+        assert state.exit_layers == alone.exit_layers, state.sequence_id
+    assert disturbed.loop.depth.num_repayments > 0
 
 
 @compiled

@@ -30,7 +30,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> None:
 def replicas(mode: SkippedKV, *depths: int, is_paged: bool = False) -> list[Bench]:
     path = MODELS["llama"][1]
     load = load_on_pages if is_paged else NativeRunner.load
-    return [Bench(path, depth, mode=mode, compile="wait", load=load) for depth in depths]
+    kept = {"replay_newest": 3 * (mode == "linear"), "keep_tokens": 5}
+    return [Bench(path, depth, mode=mode, compile="wait", load=load, **kept) for depth in depths]
 
 
 class Crowd:

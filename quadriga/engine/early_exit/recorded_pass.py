@@ -23,6 +23,7 @@ from quadriga.engine.models.decoder import AnyDecoder
 from quadriga.engine.models.layers import TokenSpan, runs_of, tokens_of
 from quadriga.engine.transfers import to_device
 from quadriga.interfaces import LayersDone, PrefillChunk
+from quadriga.scheduling.transfer.rebuild import Replays, depths_of
 
 Ints = npt.NDArray[np.int64]
 
@@ -136,30 +137,35 @@ def repay(
     row: int,
     state: SequenceState,
     max_tokens: int,
+    replays: Replays | None,
 ) -> int:
     """Run positions again that lack KV and left no state; return how many are still owed.
 
     The prompt goes through every layer. A token that was generated goes as deep as it once went,
-    and the layers behind are filled in as the store does it; under `replay` that is every layer.
+    by itself or with a later one, and the layers behind are filled in as the store does it; under
+    `replay` that is every layer.
 
     Args:
-        max_tokens: Run no more positions than this.
+        max_tokens: Run no more positions than this, but for the newest, which are run together.
     """
     start, stop = store.owed(row)
     end = min(stop, start + max_tokens)
     if end <= start:
         return stop - start
+    if replays is not None and stop - end <= replays.newest:
+        end = stop
     token_ids = (state.prompt_ids + state.output_ids)[start:end]
     deepest = store.ends[-1]
-    record = [deepest] * len(state.prompt_ids) + state.exit_layers[1:] + [deepest]
+    record = [*depths_of(state, deepest, replays), deepest]
     chunk = PrefillChunk(row, token_ids, start, is_last=False, depths=record[start:end])
     depths = recorded_depths([chunk], store.ends, store.mode)
     spans = [TokenSpan(row, 0, end - start, start)]
     batch = decoder.plan(spans)
     if depths is None:
-        decoder.begin(token_ids, batch, deepest)
+        states = decoder.begin(token_ids, batch, deepest)
     else:
         x = decoder.embed(token_ids, batch)
-        RecordedPass(decoder, cache, store.mode, spans, depths).run(x, batch, store.ends, None)
-    store.paid(row, start, end, depths)
+        recorded = RecordedPass(decoder, cache, store.mode, spans, depths)
+        states = recorded.run(x, batch, store.ends, None)
+    store.paid(row, start, end, depths, states)
     return stop - end

@@ -153,16 +153,25 @@ class SkippedKVStore:
 
     def _forget(self, row: int, stop: int) -> None:
         """Give the states before position `stop` up; those behind move to the front."""
-        base = int(self._base[row])
-        if stop <= base:
-            return
-        newest = self._newest_of(row)
-        kept = np.arange(stop, newest, dtype=np.int64)
-        states = self._states.take(np.full_like(kept, row), kept - base) if kept.size else None
+        if stop > self._base[row]:
+            self._rebase(row, stop)
+
+    def _rebase(self, row: int, base: int, front: torch.Tensor | None = None) -> None:
+        """Have a row's states begin at another position.
+
+        Args:
+            front: Those of positions from there on, where they begin earlier.
+        """
+        before = int(self._base[row])
+        kept = np.arange(max(base, before), self._newest_of(row), dtype=np.int64)
+        states = self._states.take(np.full_like(kept, row), kept - before) if kept.size else None
         self._states.release(row)
-        self._base[row] = stop
+        self._base[row] = base
         if states is not None:
-            self._states.put(np.full_like(kept, row), kept - stop, states)
+            self._states.put(np.full_like(kept, row), kept - base, states)
+        if front is not None:
+            slots = np.arange(len(front), dtype=np.int64)
+            self._states.put(np.full_like(slots, row), slots, front)
 
     def release(self, row: int) -> None:
         """Forget what the row's sequence left behind."""
@@ -387,19 +396,22 @@ class SkippedKVStore:
     def ends(self) -> tuple[int, ...]:
         return self._ends
 
-    def start(self, row: int, num_tokens: int, depth: int | None = None) -> None:
+    def start(self, row: int, num_tokens: int, depth: int | None = None, num_open: int = 0) -> None:
         """A sequence takes the row; its first `num_tokens` positions have KV.
 
         Args:
             depth: In this many layers, an exit; None: in every layer there is.
+            num_open: The newest so many may be replayed with a later token, and their states are
+                not here: as many as a token takes along are owed.
         """
         self._filled[row] = num_tokens
+        self._filled[row, 1:] -= min(num_open, self._replay_newest)
         self._base[row] = num_tokens
         self._depths[row] = COMPLETE
         if depth is not None and depth < self._ends[-1]:
             self._filled[row, np.array(self._ends) > depth] = 0
             self._depths[row, :num_tokens] = depth
-            self.may_owe = self.keeps_states
+        self.may_owe = self.may_owe or self._owes(row)
 
     def owed(self, row: int) -> tuple[int, int]:
         """Positions [start, stop) that lack KV and left nothing to make it of."""
@@ -423,17 +435,34 @@ class SkippedKVStore:
         deepest = len(self._ends) - 1
         return bool(deepest and self.keeps_states and self._filled[row, -1] < self._base[row])
 
-    def paid(self, row: int, start: int, stop: int, depths: Ints | None) -> None:
+    def paid(
+        self, row: int, start: int, stop: int, depths: Ints | None, states: torch.Tensor
+    ) -> None:
         """The row's positions up to `stop` have KV everywhere.
+
+        The newest of all that was owed leave their states behind again, if they left early: the
+        next token that goes deeper takes them along, as it would have done before.
 
         Args:
             depths: Layers run at [start, stop); None: all.
+            states: With which these positions were left, [n, hidden].
         """
+        lacks = np.flatnonzero(self._filled[row, 1:] < self._base[row]) + 1
         self._filled[row, 1:] = np.maximum(self._filled[row, 1:], stop)
         self._depths[row, start:stop] = COMPLETE
-        if depths is not None:
-            early = np.flatnonzero(depths < self._ends[-1])
-            self._depths[row, start + early] = depths[early]
+        if depths is None:
+            return
+        early = np.flatnonzero(depths < self._ends[-1])
+        self._depths[row, start + early] = depths[early]
+        deep = np.flatnonzero(depths == self._ends[-1])
+        skip = max(0, len(depths) - self._replay_newest, deep[-1] + 1 if deep.size else 0)
+        if stop < self._base[row] or skip == len(depths):
+            return
+        first = start + skip
+        self._rebase(row, first, states[skip:])
+        for segment in lacks:
+            deeper = np.flatnonzero(depths[skip:] > self._ends[segment - 1])
+            self._filled[row, segment] = first + (deeper[-1] + 1 if deeper.size else 0)
 
     def computed(self, row: int, num_tokens: int) -> Ints:
         """Per segment, how many of a row's first `num_tokens` positions have KV there."""

@@ -29,6 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from quadriga.core.forecast import LengthPrediction, LoadForecast
 from quadriga.core.replica import ReplicaSnapshot
+from quadriga.core.routing import PlaceRequest
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.settings import NUM_POINTS, TOKENS_AHEAD
 
@@ -318,24 +319,36 @@ def checked(snapshot: ReplicaSnapshot) -> ReplicaSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Promised:
-    """A sequence sent to a replica that has not reported it yet."""
+    """A sequence sent to a replica that has not reported it yet.
+
+    Attributes:
+        share: Of the layers there, that its tokens are expected to run, were there so many; 0: as
+            many as those of the sequences there do.
+    """
 
     sequence_id: str
     num_tokens: int
     prediction: LengthPrediction
+    share: float = 0.0
+
+
+def promised_to(
+    replica: ReplicaSnapshot, request: PlaceRequest, length: LengthPrediction
+) -> Promised:
+    """A sequence that is sent to a replica, by all that is known of it."""
+    share = request.expected_layers / replica.info.depth_class.depth
+    return Promised(request.sequence_id, request.num_tokens, length, share)
 
 
 def with_promised(
     forecast: LoadForecast, promised: Sequence[Promised], step_s: float
 ) -> LoadForecast:
-    """Add sequences on their way, which cannot be moved, to rows and sums.
-
-    Their tokens are taken to run as many layers as those of the sequences there do.
-    """
+    """Add sequences on their way, which cannot be moved, to rows and sums."""
     known = set(forecast.sequence_ids)
     new = [p for p in promised if p.sequence_id not in known]
     if not new:
         return forecast
+    usual = mean_share(forecast)
     rows = forecast_rows(
         tokens=[p.num_tokens for p in new],
         remaining=[p.prediction.mean for p in new],
@@ -344,7 +357,7 @@ def with_promised(
         moves=np.zeros(len(new)),
         since_move_s=np.full(len(new), np.inf),
         movable=np.full(len(new), FIXED),
-        share=np.full(len(new), mean_share(forecast)),
+        share=[min(p.share or usual, 1.0) for p in new],
     )
     (tokens, remaining), share = sizes(rows), shares(rows)
     ahead = tokens_ahead(forecast.grid_s, step_s or forecast.base_s)

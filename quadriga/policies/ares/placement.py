@@ -54,6 +54,7 @@ def best_replica(
         return None
     tokens = np.array([float(request.num_tokens)])
     ahead = tokens_ahead(cluster.grid_s, cluster.step_s)
+    # The share of the layers that its own tokens run is one factor for all of a class.
     x = load_rows(tokens, np.array([prediction.mean]), cluster.costs)[0]
     n = len(cluster)
     upper = np.full(n, prediction.upper)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
 
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SequenceState
@@ -34,14 +34,13 @@ class Replays:
     """Which skipped positions went through the layers after all, and are to do so again.
 
     Attributes:
-        ends: Layers run at the end of each segment, ascending.
+        ends: Layers run at the end of each segment of the whole model, ascending: what is loaded
+            may change.
         newest: So many positions right before a token that goes deeper go with it.
-        is_exact: Rebuilt, a sequence goes on as if nothing had been lost: `rewound`.
     """
 
     ends: tuple[int, ...]
     newest: int
-    is_exact: bool = False
 
     def depths(self, recorded: Sequence[int]) -> list[int]:
         """Layers that each position of a sequence has run, by itself or with a later token."""
@@ -57,32 +56,24 @@ class Replays:
                     found[position] = end
         return found
 
-    def rewound(self, state: SequenceState) -> SequenceState:
-        """A sequence that is to be rebuilt, without the tokens after its last deep one.
 
-        Which of their positions will go deep, and how, the next deep token decides. They are said
-        again, which no client sees: in a deterministic deployment they are the same.
-        """
-        if not (self.is_exact and self.newest and state.output_ids):
-            return state
-        most = min(state.exits.max_depth or self.ends[-1], self.ends[-1])
-        enough = max((end for end in self.ends if end <= most), default=self.ends[0])
-        deep = [i for i, layers in enumerate(state.exit_layers) if layers >= enough]
-        kept = 1 + max(deep, default=0)
-        return replace(
-            state,
-            output_ids=state.output_ids[:kept],
-            exit_layers=state.exit_layers[:kept],
-            logprobs=state.logprobs[:kept],
-        )
-
-
-def replays_of(spec: EngineSpec, *, is_exact: bool) -> Replays | None:
-    """What is replayed where sequences are rebuilt; None: nothing, or their depth may change."""
+def replays_of(spec: EngineSpec) -> Replays | None:
+    """What is replayed where positions are computed again; None: nothing."""
     is_mapped = spec.skipped_kv in ("linear", "project")
-    if not (spec.replay_newest and is_mapped and spec.exits.layers):
+    if not (spec.replay_newest and is_mapped and spec.exit_plan.layers):
         return None
-    return Replays((*spec.exits.layers, spec.depth), spec.replay_newest, is_exact)
+    return Replays((*spec.exit_plan.layers, spec.checkpoint.num_layers), spec.replay_newest)
+
+
+def depths_of(state: SequenceState, num_layers: int, replays: Replays | None) -> list[int]:
+    """Layers that each position of a sequence ran, but for the newest token's: a prompt all."""
+    recorded = [num_layers] * len(state.prompt_ids) + state.exit_layers[1:]
+    return recorded if replays is None else replays.depths(recorded)
+
+
+def num_open(state: SequenceState, full_depth: int) -> int:
+    """Tokens that left early since the last that ran all layers: a later one may replay them."""
+    return sum(1 for _ in takewhile(lambda k: k < full_depth, reversed(state.exit_layers[1:])))
 
 
 def chunk_of(
@@ -108,9 +99,7 @@ def chunk_of(
     first = max(0, start - num_prompt)  # of the outputs
     last = max(0, stop - num_prompt)
     token_ids = token_ids + state.output_ids[first:last]
-    depths = [num_layers] * num_prompt + state.exit_layers[1:]
-    if replays is not None and replays.newest:
-        depths = replays.depths(depths)
+    depths = depths_of(state, num_layers, replays)
     return PrefillChunk(row, token_ids, start, is_last=False, depths=depths[start:stop])
 
 

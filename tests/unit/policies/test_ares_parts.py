@@ -142,6 +142,13 @@ def test_newcomers_are_taken_to_run_as_many_layers_as_those_there() -> None:
     np.testing.assert_allclose(
         np.frombuffer(both.context, "<f4"), 2 * np.frombuffer(snap.forecast.context, "<f4")
     )
+    known = [Promised(str(n), 500, sure(300.0), share) for n, share in enumerate((0.5, np.inf))]
+    all_of_them = with_promised(snap.forecast, known, 0.02)
+    rows = np.frombuffer(all_of_them.rows, dtype="<f4").reshape(-1, NUM_COLUMNS)
+    assert rows[:, SHARE].tolist() == [0.25, 0.5, 1.0], "but those of which it is known"
+    np.testing.assert_allclose(
+        np.frombuffer(all_of_them.context, "<f4"), 7 * np.frombuffer(snap.forecast.context, "<f4")
+    )
 
 
 def test_memory_sees_the_peak_between_two_points() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from quadriga.checkpoint.exits import ExitParams
 from quadriga.clock import ManualClock
 from quadriga.core.forecast import LengthPrediction, LoadForecast
 from quadriga.core.kv import TransferOffer
 from quadriga.core.replica import DepthClass
-from quadriga.core.request import SampledToken, SequenceState
+from quadriga.core.request import SampledToken, SequenceState, layers_of
 from quadriga.policies.ares.cluster import unpack
+from quadriga.policies.ares.expected_depth import ExpectedDepth
 from quadriga.policies.ares.forecast import (
     FIXED,
     MOVABLE,
@@ -210,3 +214,17 @@ def test_replicas_of_one_class_unpack_together() -> None:
     cluster = unpack([mine, snapshot("b", [])])
     assert cluster is not None
     assert cluster.sequence_ids == ["k"]
+
+
+def test_those_on_their_way_count_by_their_own_layers_where_they_are_known() -> None:
+    early, full = state("early"), state("full")
+    early.exits, early.expected_layers = ExitParams(0.9, "bounded"), 2.0
+    limited = replace(full, exits=ExitParams(1.0, "off", max_depth=4))
+    assert [layers_of(s) for s in (early, full, limited)] == [2.0, np.inf, 4.0]
+    there = replace(early, sequence_id="there", exit_layers=[8, 4, 4], output_ids=[5, 6, 7])
+    offers = [
+        replace(offer(str(n), 10), expected_layers=layers) for n, layers in enumerate((0.0, np.inf))
+    ]
+    held = hold([there], [*offers, early, limited], num_running=1, depths=ExpectedDepth(8))
+    assert held.share[0] < 1.0
+    assert held.share[1:] == [held.share[0], 1.0, 0.25, 0.5]
