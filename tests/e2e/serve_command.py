@@ -63,13 +63,17 @@ class ServeCommand:
     def said(self) -> str:
         return "".join(self._lines)
 
+    @property
+    def key(self) -> str:
+        """That its gRPC port asks for."""
+        return self._key_file.read_text(encoding="utf-8").strip()
+
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=END_TIMEOUT_S)
 
     def sdk(self) -> Client:
-        key = self._key_file.read_text(encoding="utf-8").strip()
         once = RetryPolicy(max_attempts=1)
-        return Client(self.grpc_target, api_key=key, timeout_s=END_TIMEOUT_S, retry=once)
+        return Client(self.grpc_target, api_key=self.key, timeout_s=END_TIMEOUT_S, retry=once)
 
     def until(self, is_so: Callable[[], bool], timeout_s: float = END_TIMEOUT_S) -> None:
         """Raises: AssertionError when it is not so in time; with what the command has said."""

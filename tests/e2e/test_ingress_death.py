@@ -10,38 +10,50 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import ray
 
+from loadgen.bench.cluster.process_cpu import service_processes
 from quadriga.client import AsyncClient
 from quadriga.client.wire import StreamProgress
+from quadriga.core.request import AUTO_MODEL
 from quadriga.observability.metrics import parse_exposition
 from tests.e2e.conftest import MODEL, Service
 from tests.e2e.observe import wait_until_free
+from tests.e2e.roles import IS_MIXED
+from tests.e2e.serve_command import serve_command
+from tests.ray.choosing import spans, write_history
+from tests.ray.test_helios_orders import KNOWN, S4
 
 NUM_STREAMS = 8
 MAX_TOKENS = 400
 MAX_DEATHS = 12
 RESTART_S = 30.0
+CHOSEN_S = 60.0
+CHOOSING = (
+    "deterministic=true",
+    "ingress.replicas=2",
+    "helios.enabled=true",
+    "helios.scout=false",
+    "helios.max_changed_share=1",
+    "helios.reassess_requests=100000",
+    "helios.breach_window_tokens=100000",
+)
+"""What is known at the start is chosen at once, and for good."""
 
 
-def ingresses() -> list[int]:
-    """Processes of the ingress replicas, the oldest first."""
-    actors = ray._private.state.actors().values()
-    return sorted(
-        int(a["Pid"])
-        for a in actors
-        if a["State"] == "ALIVE" and a["Name"].startswith("SERVE_REPLICA::")
-    )
+def ingresses(pid: int) -> list[int]:
+    """Processes of the ingress replicas below a process, the oldest first."""
+    return sorted(service_processes(pid).get("ingress", ()))
 
 
-async def both_ingresses() -> None:
+async def both_ingresses(pid: int) -> None:
     """Wait until the one that died is there again."""
     until_s = time.monotonic() + RESTART_S
-    while len(ingresses()) != 2:
+    while len(ingresses(pid)) != 2:
         assert time.monotonic() < until_s, "no second ingress"
         await asyncio.sleep(0.2)
 
@@ -88,16 +100,14 @@ async def read_http(
         await asyncio.sleep(0.1)
 
 
-@pytest.mark.skipif(
-    "QUADRIGA_E2E_HTTP" in os.environ, reason="kills a process, so it needs the service it started"
-)
-async def test_clients_go_on_elsewhere(
-    service: Service,
+async def go_on_elsewhere(
+    pid: int,
+    model: str,
     async_sdk: AsyncClient,
-    http: httpx.Client,
     ahttp: httpx.AsyncClient,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Ingresses below a process die under streams of a model, which no client notices."""
     resumed = 0
     next_request = StreamProgress.next_request
 
@@ -109,9 +119,10 @@ async def test_clients_go_on_elsewhere(
 
     monkeypatch.setattr(StreamProgress, "next_request", counted)
     options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0.0}
+    options["model"] = model
     prompts = [f"Sort: {i} 4 2 9\n" for i in range(NUM_STREAMS)]
     whole = await asyncio.gather(*(async_sdk.generate(p, **options) for p in prompts))
-    body = options | {"model": MODEL, "stream": True, "return_token_ids": True}
+    body = options | {"stream": True, "return_token_ids": True}
 
     async def one_death(death: int) -> int:
         """An ingress dies under all streams; returns how many of HTTP were cut."""
@@ -123,7 +134,7 @@ async def test_clients_go_on_elsewhere(
             speaking.add((door, prompt))
             if len(speaking) == 2 * NUM_STREAMS and not struck.is_set():
                 struck.set()
-                os.kill(ingresses()[0], signal.SIGKILL)
+                os.kill(ingresses(pid)[0], signal.SIGKILL)
 
         async def read(prompt: str) -> tuple[list[int], str, int]:
             tokens: list[int] = []
@@ -156,7 +167,7 @@ async def test_clients_go_on_elsewhere(
 
     resumed_http, resumed_logprobs = 0, [0]
     for death in range(MAX_DEATHS):  # Serve may have put all streams of a door at the survivor
-        await both_ingresses()
+        await both_ingresses(pid)
         resumed_http += await one_death(death)
         if resumed and resumed_http and resumed_logprobs[0]:
             break
@@ -166,4 +177,41 @@ async def test_clients_go_on_elsewhere(
     page = parse_exposition((await ahttp.get("/metrics")).text)
     adopted = (v for k, v in page.items() if "quadriga_recoveries_total" in k and "adopted" in k)
     assert sum(adopted) > 0, "all were computed again"
+
+
+@pytest.mark.skipif(
+    "QUADRIGA_E2E_HTTP" in os.environ, reason="kills a process, so it needs the service it started"
+)
+async def test_clients_go_on_elsewhere(
+    service: Service,
+    async_sdk: AsyncClient,
+    http: httpx.Client,
+    ahttp: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await go_on_elsewhere(os.getpid(), MODEL, async_sdk, ahttp, monkeypatch)
     wait_until_free(http, within_s=40.0)
+
+
+@pytest.mark.skipif(IS_MIXED, reason="HELIOS chooses what prefill and decode replicas hold")
+async def test_clients_go_on_elsewhere_with_the_model_that_was_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HELIOS serves four of the layers, which say other tokens than all of them."""
+    write_history(history := tmp_path / "history.json", *KNOWN)
+    with serve_command(tmp_path, *CHOOSING, f"helios.history_path={history}") as command:
+        async with (
+            AsyncClient(command.grpc_target, api_key=command.key, timeout_s=60) as sdk,
+            httpx.AsyncClient(base_url=command.url, timeout=60) as ahttp,
+        ):
+            body = {"model": AUTO_MODEL, "prompt": "Sort: 4 2 9\n", "max_tokens": 9}
+            until_s = time.monotonic() + CHOSEN_S
+            while True:
+                answer = (await ahttp.post("/v1/completions", json=body)).json()
+                if spans(answer) == [(S4.model, S4.depth, answer["usage"]["completion_tokens"])]:
+                    break
+                assert time.monotonic() < until_s, answer
+                await asyncio.sleep(0.2)
+            await go_on_elsewhere(command.pid, AUTO_MODEL, sdk, ahttp, monkeypatch)
+        with command.http() as http:
+            wait_until_free(http, within_s=40.0)

@@ -106,18 +106,6 @@ def test_death_of_the_controller(app: App, cause: str) -> None:
     assert sorted(living_groups(app.name)) == sorted(before)
 
 
-@pytest.mark.slow
-def test_death_of_controller_and_replica_together(app: App) -> None:
-    """What died while nobody watched is found missing, its placement group is removed."""
-    victim = app.replicas("decode")[0]
-    kill(app, controller_name(app.name))
-    kill(app, victim)
-    wait_until(lambda: victim not in living_groups(app.name), 60.0)
-    app.until_ready()
-    assert victim not in app.replicas("decode")
-    assert len(app.replicas("decode")) == 2
-
-
 def cumulative(app: App) -> dict[str, float]:
     """Every counter of the cluster's page."""
     values = parse_exposition(call(controller_name(app.name), "metrics").decode())
@@ -126,7 +114,8 @@ def cumulative(app: App) -> dict[str, float]:
 
 
 def test_no_counter_falls_when_controller_and_replica_die(app: App) -> None:
-    """What a page has shown outlives the controller, even of a source that died with it."""
+    """What a page has shown outlives the controller, even of a source that died with it. What died
+    while nobody watched is found missing, and its placement group is removed."""
     ingress = app.ingress()
     streams = [ingress.submit([5 + i] * 20, 50) for i in range(4)]
     ingress.finish(*streams)
@@ -142,7 +131,10 @@ def test_no_counter_falls_when_controller_and_replica_die(app: App) -> None:
     before = cumulative(app)
     kill(app, controller_name(app.name))
     kill(app, victim)
+    wait_until(lambda: victim not in living_groups(app.name), 60.0)
     app.until_ready()
+    assert victim not in app.replicas("decode")
+    assert len(app.replicas("decode")) == 2
     after = cumulative(app)
     fallen = {k: (v, after.get(k)) for k, v in before.items() if after.get(k, 0.0) < v}
     assert fallen == {}

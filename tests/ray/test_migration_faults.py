@@ -27,7 +27,7 @@ from tests.ray.stopping import (
 
 
 def hard_ones_first(points: tuple[str, ...]) -> list[Any]:
-    """Around the commit it is hardest; the other points are left to `make test-slow`."""
+    """Around the commit it is hardest; to die elsewhere is left to `make test-slow`."""
     early, late = points[:2], points[2:]
     return [*late, *(pytest.param(point, marks=pytest.mark.slow) for point in early)]
 
@@ -139,7 +139,6 @@ def test_the_destination_dies(fragile: App, expected: list[int], point: str) -> 
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.slow
 @pytest.mark.parametrize("point", DESTINATION_POINTS)
 def test_the_destination_stops_for_a_while(fragile: App, expected: list[int], point: str) -> None:
     case = Case(fragile)
@@ -176,7 +175,6 @@ def test_the_source_dies(fragile: App, expected: list[int], point: str) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.slow
 @pytest.mark.parametrize("point", SOURCE_POINTS)
 def test_the_source_stops_for_a_while(fragile: App, expected: list[int], point: str) -> None:
     case = Case(fragile)
@@ -184,9 +182,9 @@ def test_the_source_stops_for_a_while(fragile: App, expected: list[int], point: 
     case.end(expected)
     (report,) = case.mover.reports
     allowed = {
-        "offer": {"moved"},
+        "offer": {"moved", "refused"},  # Ray's look-up of the destination may fail by then
         "send": {"moved", "failed"},
-        "committing": {"failed"},  # the lease has lapsed
+        "committing": {"moved", "failed"},  # a starved destination lets the lease lapse later
         "acknowledged": {"moved"},
     }
     assert report.outcome in allowed[point], report

@@ -148,5 +148,7 @@ QUICK_NEW = (
     Cell(Fault.MEMORY, Moment.MID_STREAM, Victim.DECODE),
     Cell(Fault.DISK, Moment.MID_STREAM, Victim.DECODE),
     Cell(Fault.PARTITION, Moment.MID_STREAM, Victim.DECODE),
+    Cell(Fault.KILL, Moment.RESIZE, Victim.DECODE),
+    Cell(Fault.KILL, Moment.SWITCH, Victim.CONTROLLER),
 )
-"""One of each fault that is no signal, and of each place that the others do not reach."""
+"""One of each fault that is no signal, and of places and moments that the others do not reach."""

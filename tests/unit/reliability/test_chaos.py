@@ -20,13 +20,14 @@ import pytest
 from loadgen.bench.cluster.process_cpu import service_processes
 from loadgen.checker import Verdict
 from loadgen.checker.verdict import AnswerChoice, FaultKind, Write
+from loadgen.load.workload import RequestSpec
 from loadgen.wire.capture import Capture, Transport
 from tests.reliability.chaos import fault_injector, injection_points, trials
 from tests.reliability.chaos.cell_results import CellResult
 from tests.reliability.chaos.fault_matrix import QUICK, Cell, Fault, Moment, Victim
 from tests.reliability.chaos.report import summary
 from tests.reliability.cluster.stages import Process, in_threads
-from tests.reliability.load.streams import StreamAnswer, make_streams
+from tests.reliability.load.streams import StreamAnswer, StreamClients, make_streams
 
 CELL = Cell(Fault.KILL, Moment.MID_STREAM, Victim.DECODE)
 EARLY = Cell(Fault.STOP, Moment.BEFORE_FIRST_TOKEN, Victim.PREFILL)
@@ -208,6 +209,19 @@ def test_streams_are_greedy_and_seeded_with_and_without_exits() -> None:
     kinds = {(s.temperature > 0, s.extra["exit_threshold"]) for s in streams}
     assert len(kinds) == 6
     assert streams == make_streams(12, max_tokens=9, seed=3)
+
+
+async def test_the_undisturbed_run_is_of_all_streams_at_once() -> None:
+    together = asyncio.Barrier(3)
+
+    async def send(spec: RequestSpec, *, is_grpc: bool) -> StreamAnswer:
+        await together.wait()
+        return answer(tokens=[spec.index])
+
+    clients: Any = SimpleNamespace(send=send)
+    async with asyncio.timeout(60.0):
+        wanted = await StreamClients.reference(clients, make_streams(3, max_tokens=1, seed=0))
+    assert wanted == [[0], [1], [2]]
 
 
 def test_processes_are_found_by_their_titles() -> None:

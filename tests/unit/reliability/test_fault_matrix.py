@@ -46,7 +46,10 @@ def test_every_fault_moment_and_victim_is_run() -> None:
     assert {c.victim for c in run} == {*Victim}
     assert {c.stage for c in run} == {*Stage}
     assert all(c.why_not is None for c in (*QUICK, *QUICK_NEW))
-    assert {c.fault for c in (*QUICK, *QUICK_NEW)} == {*Fault}
+    quick = (*QUICK, *QUICK_NEW)
+    assert {c.fault for c in quick} == {*Fault}
+    assert {c.moment for c in quick} >= {*Moment} - {Moment.RESERVE, Moment.COPY}
+    assert {c.stage for c in quick} == {*Stage} - {Stage.CHOOSING_NODES}
 
 
 def test_a_choice_of_which_nothing_can_be_run_here_has_failed(
