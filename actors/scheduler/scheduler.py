@@ -138,13 +138,10 @@ class Scheduler(BatchedCalls):
         prefixes: PrefixAffinity,
         snapshots: list[ReplicaSnapshot] | None = None,
     ) -> Admission:
-        """Note a sequence as let in, to one of these replicas, and in `found` the room for it.
+        """Note a sequence as let in, and in `found` the room for it. Raises: as `admit`.
 
         Args:
-            prefixes: Of those of its request that are noted already.
-            snapshots: None: all but scouts.
-
-        Raises: as `admit`.
+            snapshots: Of the replicas that may take it; None: all but scouts.
         """
         if snapshots is None:
             snapshots = [s for s in self._adjusted() if not s.is_scout]
