@@ -1,4 +1,4 @@
-"""What glibc's malloc keeps of freed memory, for processes that live long and allocate much in turn.
+"""What glibc's malloc keeps of freed memory, for processes that live long and allocate in turns.
 
 Each thread allocates in an arena of its own, which stays as large as it ever was. A process whose
 threads take turns at large passing values, such as all metrics of a cluster, grows for as long as

@@ -121,10 +121,10 @@ class FakeCluster:
         """Sequences that still cost something somewhere."""
         return len(self.prefill.held) + len(self.decode.held)
 
-    async def admit(self, request: AdmitRequest) -> Admission:
+    async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission]:
         if self.refuse_admission is not None:
             raise self.refuse_admission
-        return Admission(PREFILL, DepthClass(self.model, 8))
+        return [Admission(PREFILL, DepthClass(self.model, 8))] * len(requests)
 
     async def finished(self, sequence_ids: Sequence[str], lost: Sequence[str]) -> None:
         self.finished_ids.extend([*sequence_ids, *lost])

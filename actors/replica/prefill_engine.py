@@ -138,6 +138,7 @@ class PrefillEngine:
                 step_time_s=loop.step_time_s,
                 steps=loop.meter.totals.copy(),
                 num_unplaced=loop.num_unplaced,
+                ending=loop.ending,
                 strict_depth=loop.needs_depth,
                 prefixes=None if loop.prefixes is None else loop.prefixes.count(),
             )

@@ -433,6 +433,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             is_scout=self._is_scout,
             num_paused=load.num_paused,
             num_unplaced=load.num_unplaced,
+            ending=load.ending,
             least_priority=load.least_priority,
             upper_tokens=load.upper_tokens,
             usual_tokens=load.usual_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from quadriga.core.request import AUTO_MODEL, ResumableSequence
 from quadriga.core.routing import Admission, AdmitRequest, ClusterView, PlaceRequest, ReportOptions
 from quadriga.errors import Overloaded, QuadrigaError, Unavailable, UnknownModel
 from quadriga.observability.logs import configure_logging
-from quadriga.policies.admission import admit, check_room
+from quadriga.policies.admission import admit, check_room, find_room, line_of
 from quadriga.policies.ares.forecast import checked, promised_to
 from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.baselines.placement import Placement
@@ -32,7 +33,7 @@ from quadriga.policies.inflight_tracker import InflightTracker, SentRequest
 from quadriga.policies.least_work import expected_length
 from quadriga.policies.load import candidates, taking_work, tokens_wanted
 from quadriga.policies.placements import find_placement
-from quadriga.policies.wait_estimator import WaitEstimator
+from quadriga.policies.wait_estimator import Supply, WaitEstimator
 from quadriga.scheduling.prefixes.affinity import PrefixAffinity
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ PLACE_WAIT_S = 0.5
 """How long a placement waits for a report that room became free."""
 FORGET_FACTOR = 10.0
 ORPHAN_TIMEOUT_S = 1.0
+FoundRoom = defaultdict[str, list[Supply]]
 
 
 class Scheduler(BatchedCalls):
@@ -79,22 +81,37 @@ class Scheduler(BatchedCalls):
 
     # The ingress's and the prefill replicas' side
 
-    async def admit(self, request: AdmitRequest) -> Admission:
-        """Let a sequence in and choose its prefill replica.
+    async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission]:
+        """Let the sequences of one request in, or none, and choose their prefill replicas.
 
         Raises:
             UnknownModel: No pool serves the model.
             Unavailable: Its replicas are starting, draining or gone.
             Overloaded: The queues are full; says when to come back.
-            ContextTooLong: It fits no decode replica.
+            ContextTooLong: One fits no decode replica.
         """
         self._heard_s = self._clock.now_s()
-        if self._auto.route is not None:
-            return self._admit_auto(request)
-        return self._admit(request, [s for s in self._adjusted() if not s.is_scout])
+        found = FoundRoom(list)
+        prefixes = PrefixAffinity()  # of those before; what is refused says nothing of a replica
+        choose = self._admit if self._auto.route is None else self._admit_auto
+        try:
+            admissions = [choose(request, found, prefixes) for request in requests]
+            self._check_room(requests, found)
+        except QuadrigaError:
+            await self.finished([], [request.sequence_id for request in requests])
+            raise
+        for request, admission in zip(requests, admissions, strict=True):
+            self._prefixes.sent(request.prefix_marks, admission.prefill_replica)
+        return admissions
 
-    def _admit_auto(self, request: AdmitRequest) -> Admission:
-        """As `admit`, where model and depth are chosen by the controller."""
+    def _check_room(self, requests: Sequence[AdmitRequest], found: FoundRoom) -> None:
+        now_s, scheduler = self._clock.now_s(), self._config.scheduler
+        check_room(requests, found, self._waiting, now_s=now_s, scheduler=scheduler)
+
+    def _admit_auto(
+        self, request: AdmitRequest, found: FoundRoom, prefixes: PrefixAffinity
+    ) -> Admission:
+        """As `_admit`, where model and depth are chosen by the controller."""
         now_s = self._heard_s
         alive = taking_work(
             self._adjusted(),
@@ -104,18 +121,34 @@ class Scheduler(BatchedCalls):
         chosen, snapshots, way = self._auto.choose(request, alive, now_s)
         if way.profile is not None:
             try:  # no place is reserved for a returning caller there
-                admission = self._admit(replace(chosen, visitor=""), snapshots)
+                alone = FoundRoom(list)
+                admission = self._admit(chosen, alone, prefixes, snapshots)
+                self._check_room([replace(chosen, visitor="")], alone)
                 return self._auto.admitted(request, way, admission, now_s)
             except QuadrigaError as exc:
                 logger.debug("%s cannot be profiled: %s", way.profile, exc)
             chosen, snapshots, way = self._auto.choose(request, alive, now_s, profiles=False)
-        return self._auto.admitted(request, way, self._admit(chosen, snapshots), now_s)
+        admission = self._admit(chosen, found, prefixes, snapshots)
+        return self._auto.admitted(request, way, admission, now_s)
 
-    def _admit(self, request: AdmitRequest, snapshots: list[ReplicaSnapshot]) -> Admission:
-        """Let in a sequence whose model is named, to one of these replicas. Raises: as `admit`."""
+    def _admit(
+        self,
+        request: AdmitRequest,
+        found: FoundRoom,
+        prefixes: PrefixAffinity,
+        snapshots: list[ReplicaSnapshot] | None = None,
+    ) -> Admission:
+        """Note a sequence as let in, and in `found` the room for it. Raises: as `admit`.
+
+        Args:
+            snapshots: Of the replicas that may take it; None: all but scouts.
+        """
+        if snapshots is None:
+            snapshots = [s for s in self._adjusted() if not s.is_scout]
         self._require_known(request.model)
         self._auto.require_loaded(request.model, snapshots)
-        cached = self._prefixes.cached_tokens(request.prefix_marks)
+        marks = request.prefix_marks
+        cached = self._prefixes.cached_tokens(marks) | prefixes.cached_tokens(marks)
         now_s, now_unix_s = self._clock.now_s(), self._clock.unix_s()
         scheduler, prefill = self._config.scheduler, self._config.prefill
         admission = admit(
@@ -128,27 +161,30 @@ class Scheduler(BatchedCalls):
             checks_queue=request.is_rebuild,
             cached_tokens=cached,
         )
-        model = admission.depth_class.model
-        check_room(
-            request,
-            admission,
-            snapshots,
-            self._waiting,
-            now_s=now_s,
-            now_unix_s=now_unix_s,
-            scheduler=scheduler,
-            prefill=prefill,
-            num_held=self._rescheduling.governor.num_held.get(model, 0),
-        )
-        role = self._snapshots[admission.prefill_replica].info.role
-        if request.decodes_at(role):
-            self._waiting.admitted(request, model, now_s=now_s)
-        if role is Role.MIXED:
+        info = self._snapshots[admission.prefill_replica].info
+        line = line_of(info, any_depth=self._any_depth)
+        if not request.is_rebuild:
+            room = find_room(
+                request,
+                admission,
+                [s for s in snapshots if line_of(s.info, any_depth=self._any_depth) == line],
+                self._waiting,
+                line,
+                now_s=now_s,
+                now_unix_s=now_unix_s,
+                scheduler=scheduler,
+                prefill=prefill,
+                is_overloaded=info.depth_class.model in self._rescheduling.governor.num_held,
+            )
+            found[line].append(room)
+        if request.decodes_at(info.role):
+            self._waiting.admitted(request, line, now_s=now_s)
+        if info.role is Role.MIXED:
             self._waiting.placed(request.sequence_id, now_s=now_s)  # it decodes where it queues
         num_tokens = request.num_prompt_tokens - cached.get(admission.prefill_replica, 0)
         sent = SentRequest(self._heard_s, num_tokens, request.num_prompt_tokens)
         self._inflight.sent(admission.prefill_replica, request.sequence_id, sent)
-        self._prefixes.sent(request.prefix_marks, admission.prefill_replica)
+        prefixes.sent(marks, admission.prefill_replica)
         return admission
 
     @property

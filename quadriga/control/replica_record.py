@@ -63,6 +63,7 @@ class ReplicaLoad(CompactPickleMixin):
     parked: tuple[ParkedSequence, ...] = ()
     prefixes: PrefixTotals | None = None
     usual_tokens: int = 1
+    ending: tuple[int, int] = (0, 0)
 
     @property
     def num_held(self) -> int:

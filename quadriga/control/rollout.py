@@ -136,9 +136,10 @@ def fewer_wanted(
 ) -> str:
     """Say why a replica goes that has no place any more; `work` as for `kept_places`."""
     kind = replica.key[0], replica.fingerprint
-    alike = [m.name for m in replicas if (m.key[0], m.fingerprint) == kind and m.name in work]
-    least = sorted(alike, key=lambda name: (work[name], name))[:SHOWN_WORK]
-    figures = ", ".join(f"{name} {work[name]:.0f}" for name in least)
+    alike = {m.name for m in replicas if (m.key[0], m.fingerprint) == kind and m.name in work}
+    least = sorted(alike - {replica.name}, key=lambda name: (work[name], name))
+    shown = [replica.name, *least[: SHOWN_WORK - 1]] if alike else []
+    figures = ", ".join(f"{name} {work.get(name, 0.0):.0f}" for name in shown)
     return f"fewer are wanted{figures and '; the work left: '}{figures}"
 
 

@@ -101,8 +101,8 @@ def _waiting(snapshots: Sequence[ReplicaSnapshot], target: DepthClass) -> tuple[
     """Sequences of the model that no decode replica has promised room to yet, and their tokens."""
     prefills = [s for s in snapshots if _is_of(s, Role.PREFILL, target)]
     decodes = [s for s in snapshots if _is_of(s, Role.DECODE, target)]
-    held = sum(s.num_waiting + s.num_running for s in prefills)
+    held = sum(s.num_waiting + s.num_running - s.ending[0] for s in prefills)
     promised = sum(s.num_waiting - s.num_paused for s in decodes)
     count = max(0, held - promised)
-    tokens = sum(s.waiting_tokens + s.used_tokens for s in prefills)
+    tokens = sum(s.waiting_tokens + s.used_tokens - s.ending[1] for s in prefills)
     return count, round(tokens * count / held) if held else 0

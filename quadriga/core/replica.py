@@ -164,6 +164,7 @@ class ReplicaSnapshot(RelativeTimeMixin):
             all of these, and those whose prompts are being computed (mixed).
         waiting_tokens: Prompt tokens in the prefill queue.
         num_unplaced: Sequences that wait for a decode replica behind their prompts (prefill).
+        ending: Those here that end with their first token, and tokens of their prompts (prefill).
         used_tokens: Tokens whose KV is held.
         prompt_tokens, generated_tokens: Of all sequences held (decode).
         reserved_tokens: Tokens promised to the sequences held; see `Reservation`. At a mixed
@@ -215,6 +216,7 @@ class ReplicaSnapshot(RelativeTimeMixin):
     computed_per_s: float = 0.0
     chunk_time_s: float = 0.0
     usual_tokens: int = 1
+    ending: tuple[int, int] = (0, 0)
 
     @property
     def prefill_tokens_per_s(self) -> float:

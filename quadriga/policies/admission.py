@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from quadriga.config.engine import PrefillConfig
 from quadriga.config.scheduling import SchedulerConfig
-from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
+from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import Admission, AdmitRequest
 from quadriga.errors import ContextTooLong, Overloaded, Unavailable
 from quadriga.policies.ares.overload import may_hold_more
@@ -16,11 +16,18 @@ from quadriga.policies.least_work import expected_answer_tokens, expected_work
 from quadriga.policies.load import candidates
 from quadriga.policies.retry_reservations import MIN_WAIT_S
 from quadriga.policies.wait_estimator import (
+    Supply,
     WaitEstimator,
     decode_supply,
     prefill_supply,
     queue_supply,
 )
+
+
+def line_of(info: ReplicaInfo, *, any_depth: bool) -> str:
+    """Name those that wait for the same replicas as a sequence at this one; see `admit`."""
+    kind = info.depth_class.model if any_depth else info.depth_class
+    return f"{kind} {info.numerics}".rstrip()
 
 
 def admit(
@@ -44,7 +51,7 @@ def admit(
 
     Args:
         any_depth: Prefill and decode replicas of one model may differ in depth.
-        checks_queue: False where `check_room` comes next.
+        checks_queue: False where `find_room` comes next.
         cached_tokens: Of the prompt, that a replica has computed before, by its name.
 
     Raises:
@@ -61,12 +68,8 @@ def admit(
             for alive in (prefills, decodes)
         )
 
-    def kind(snapshot: ReplicaSnapshot) -> tuple[DepthClass | None, str]:
-        info = snapshot.info
-        return (None if any_depth else info.depth_class), info.numerics
-
-    kinds = {kind(s) for s in decodes}
-    able = [s for s in prefills if kind(s) in kinds]
+    lines = {line_of(s.info, any_depth=any_depth) for s in decodes}
+    able = [s for s in prefills if line_of(s.info, any_depth=any_depth) in lines]
     if not able:
         names = {s.info.numerics for s in (*prefills, *decodes)}
         why = (
@@ -121,86 +124,113 @@ def admit(
     return Admission(best.info.name, best.info.depth_class)
 
 
-def check_room(
+def find_room(
     request: AdmitRequest,
     admission: Admission,
     snapshots: Sequence[ReplicaSnapshot],
     estimator: WaitEstimator,
+    line: str,
     *,
     now_s: float,
     now_unix_s: float,
     scheduler: SchedulerConfig,
     prefill: PrefillConfig,
-    num_held: int = 0,
-) -> None:
-    """Refuse a sequence for which the queues have no room, or that would wait for too long.
+    is_overloaded: bool = False,
+) -> Supply:
+    """Find out what a sequence has least of: room in a queue, or a place in time.
 
-    That is longer than `scheduler.max_wait_s`, where there is such a limit; one that ends with its
-    first token waits for its prompt's turn alone. So are those whose place is kept for a caller
-    that was refused before and is expected back. What is to be rebuilt was let in before, and is
-    not refused here.
+    That is within `scheduler.max_wait_s`, where there is such a limit; one that ends with its
+    first token waits for its prompt's turn alone.
 
     Args:
         admission: What `admit` said.
+        snapshots: Of the replicas whose `line_of` is `line`.
         now_s: On the estimator's clock.
-        num_held: Sequences that wait for a place and let shorter ones pass; see `ares.overload`.
+        is_overloaded: Sequences that wait for a place let shorter ones pass; see `ares.overload`.
             Where prefill replicas have no rows for more of them, or no memory for another prompt
             beside theirs, newcomers are refused.
 
     Raises:
-        Overloaded: With a time to come back, at which a place is kept for such a caller.
+        Overloaded: For that reason.
     """
-    if request.is_rebuild:
-        return
     model = admission.depth_class.model
     prefills = _alive(Role.PREFILL, model, snapshots, now_unix_s, scheduler)
     longest = request.num_prompt_tokens + request.max_tokens
     decodes = _alive(Role.DECODE, model, snapshots, now_unix_s, scheduler, num_tokens=longest)
     alike = [s for s in prefills if s.info.depth_class == admission.depth_class]
     queues = queue_supply(request, alike, prefill)
-    short, least_free = queues, 1.0
-    reason = "every queue is full; a place in one"
-    if (limit_s := scheduler.max_wait_s) is not None:
-        first = next(s for s in snapshots if s.info.name == admission.prefill_replica)
-        num_computed = sum(s.num_running + s.num_waiting for s in prefills)
-        slower = turns = prefill_supply(request, first, num_replicas=max(1, len(prefills)))
-        places = decode_supply(
-            request,
-            decodes,
-            estimator,
-            num_pending=max(0, min(estimator.num_pending(model), num_computed) - num_held),
-            model=model,
-            now_s=now_s,
-        )
-        needs_place = request.decodes_at(first.info.role)
-        if needs_place and turns.wait_s <= max(limit_s, places.wait_s):
-            slower = places
-        if num_held:
-            num_rows = sum(s.info.num_slots for s in prefills)
-            has_rows = not needs_place or may_hold_more(num_held, num_rows)
-            if not has_rows or not _has_memory(first, request):
-                wait_s = max(1.0 / slower.per_s, MIN_WAIT_S)
-                raise Overloaded(
-                    f"{model!r} is overloaded: {num_held} sequences wait for a decode replica, and "
-                    f"prefill replicas have {'memory' if has_rows else 'rows'} for no more",
-                    retry_after_s=min(wait_s, scheduler.max_retry_after_s),
-                )
-        in_time = replace(slower, free=slower.free + limit_s * slower.per_s)
-        if in_time.free < queues.free:
-            short, least_free = in_time, 0.0
-            reason = f"the wait is above {limit_s:g} s (scheduler.max_wait_s); a place"
-    told_s = estimator.reservations(model).ask(
-        request.visitor,
-        short.free,
-        short.per_s,
+    if (limit_s := scheduler.max_wait_s) is None:
+        return queues
+    first = next(s for s in snapshots if s.info.name == admission.prefill_replica)
+    num_held = sum(s.num_unplaced for s in prefills) if is_overloaded else 0
+    num_computed = sum(s.num_running + s.num_waiting - s.ending[0] for s in prefills)
+    num_asking = max(0, min(estimator.num_pending(line), num_computed) - num_held)
+    slower = turns = prefill_supply(request, first, num_replicas=max(1, len(prefills)))
+    places = decode_supply(
+        request,
+        decodes,
+        estimator,
+        num_pending=min(num_asking, estimator.num_pending(line, request.priority)),
+        model=line,
         now_s=now_s,
-        most_s=scheduler.max_retry_after_s,
-        least_free=least_free,
     )
-    if told_s is not None:
-        raise Overloaded(
-            f"{model!r} is busy: {reason} is expected in {told_s:.1f} s", retry_after_s=told_s
+    needs_place = request.decodes_at(first.info.role)
+    if needs_place and turns.wait_s <= max(limit_s, places.wait_s):
+        slower = places
+    if num_held:
+        num_rows = sum(s.info.num_slots for s in prefills)
+        has_rows = not needs_place or may_hold_more(num_held, num_rows)
+        if not has_rows or not _has_memory(first, request):
+            wait_s = max(1.0 / slower.per_s, MIN_WAIT_S)
+            raise Overloaded(
+                f"{model!r} is overloaded: {num_held} sequences wait for a decode replica, and "
+                f"prefill replicas have {'memory' if has_rows else 'rows'} for no more",
+                retry_after_s=min(wait_s, scheduler.max_retry_after_s),
+            )
+    in_time = replace(slower, free=slower.free + limit_s * slower.per_s, is_queue=False)
+    return in_time if in_time.free < queues.free else queues
+
+
+def check_room(
+    requests: Sequence[AdmitRequest],
+    found: Mapping[str, Sequence[Supply]],
+    estimator: WaitEstimator,
+    *,
+    now_s: float,
+    scheduler: SchedulerConfig,
+) -> None:
+    """Refuse a request where one of its sequences has no room, or would wait for too long.
+
+    So is one whose places are kept for callers that were refused before and are expected back.
+
+    Args:
+        requests: Its sequences.
+        found: By line, what each finds behind those before it; see `find_room`. What is rebuilt
+            was let in before, and is not in it.
+
+    Raises:
+        Overloaded: With a time to come back, at which all its places are kept for such a caller.
+    """
+    model, visitor = requests[0].model, requests[0].visitor
+    for line, supplies in found.items():
+        short = min(supplies, key=lambda supply: (supply.free, supply.per_s))
+        told_s = estimator.reservations(line).ask(
+            visitor and f"{visitor}:{len(requests)}",  # one of them may be asked for again
+            short.free,
+            short.per_s,
+            now_s=now_s,
+            most_s=scheduler.max_retry_after_s,
+            least_free=float(short.is_queue),
+            num_places=len(supplies),
         )
+        if told_s is not None:
+            why = "every queue is full; a place in one"
+            if not short.is_queue:
+                limit_s = scheduler.max_wait_s
+                why = f"the wait is above {limit_s:g} s (scheduler.max_wait_s); a place"
+            raise Overloaded(
+                f"{model!r} is busy: {why} is expected in {told_s:.1f} s", retry_after_s=told_s
+            )
 
 
 def _has_memory(prefill: ReplicaSnapshot, request: AdmitRequest) -> bool:

@@ -76,23 +76,26 @@ class RetryReservations:
         now_s: float,
         most_s: float,
         least_free: float = 0.0,
+        num_places: int = 1,
     ) -> float | None:
         """Let a caller in, or say when to come back.
 
         A caller that comes at its time is let in before all others.
 
         Args:
-            free: Free places; negative where some wait for one already.
+            free: Free places for the last sequence of its request, behind the others; negative
+                where some wait for one already.
             free_per_s: Places that come free in a second; above 0.
             most_s: No caller is asked to come later, nor has a reservation then.
             least_free: For a caller that comes at its time: 0 where it may wait for the
                 next place that comes free, 1 where it needs one now.
+            num_places: That its request needs; so many are kept for it, for the same time.
 
         Returns:
             None, or seconds from now.
         """
         self._pass_time(now_s)
-        if self._keeps_reservation(visitor, now_s):
+        if self._keeps_reservation(visitor, num_places, now_s):
             if free >= least_free:
                 return None
             ahead = self._num_short(free, free_per_s, now_s)
@@ -105,8 +108,9 @@ class RetryReservations:
         if wait_s > most_s:
             return most_s
         if visitor and len(self._line) < MAX_RESERVATIONS:
-            insort(self._line, (now_s + wait_s, visitor))
-            insort(self._by_visitor.setdefault(visitor, []), now_s + wait_s)
+            for _ in range(num_places):
+                insort(self._line, (now_s + wait_s, visitor))
+                insort(self._by_visitor.setdefault(visitor, []), now_s + wait_s)
         return wait_s
 
     def _may_walk_in(self, free: float, free_per_s: float, now_s: float) -> bool:
@@ -138,21 +142,22 @@ class RetryReservations:
                 return last - first
         return 0
 
-    def _keeps_reservation(self, visitor: str, now_s: float) -> bool:
+    def _keeps_reservation(self, visitor: str, num_places: int, now_s: float) -> bool:
         """Take the earliest reservation of such a caller, if it is due."""
         times = self._by_visitor.get(visitor)
         if not times or times[0] > now_s + EARLY_S:
             return False
-        due_s = times.pop(0)
+        due_s, num_alike = times[0], min(num_places, bisect_right(times, times[0]))
+        at = bisect_left(self._line, (due_s, visitor))
+        del times[:num_alike], self._line[at : at + num_alike]
         if not times:
             del self._by_visitor[visitor]
-        del self._line[bisect_left(self._line, (due_s, visitor))]
         self._lateness_s += LATENESS_WEIGHT * (max(0.0, now_s - due_s) - self._lateness_s)
         if due_s < self._missed_to_s:  # it was given up too early
-            self._missed = max(0.0, self._missed - 1.0)
-            self._returned += 1.0
+            self._missed = max(0.0, self._missed - num_alike)
+            self._returned += num_alike
         else:
-            self._count(returned=1, missed=0)
+            self._count(returned=num_alike, missed=0)
         return True
 
     def _pass_time(self, now_s: float) -> None:

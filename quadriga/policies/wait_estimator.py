@@ -30,7 +30,7 @@ class _QueueModel:
     """What is known of the sequences of one model.
 
     Attributes:
-        pending: Let in, and without room at a decode replica so far: deadlines by sequence.
+        pending: Let in, and without room at a decode replica so far: priorities and deadlines.
         running: With room there.
         ended: Endings, decayed.
         ran_s: Seconds of running, of all sequences together, decayed alike.
@@ -39,8 +39,8 @@ class _QueueModel:
         reservations: Of callers that were refused.
     """
 
-    pending: dict[str, float] = field(default_factory=dict)
-    running: dict[str, float] = field(default_factory=dict)
+    pending: dict[str, tuple[int, float]] = field(default_factory=dict)
+    running: dict[str, tuple[int, float]] = field(default_factory=dict)
     reported: float = math.inf
     ended: float = 0.0
     ran_s: float = 0.0
@@ -68,7 +68,8 @@ class WaitEstimator:
     def admitted(self, request: AdmitRequest, model: str, *, now_s: float) -> None:
         """A sequence was let in."""
         self.lost([request.sequence_id], now_s=now_s)
-        self._at(model, now_s).pending[request.sequence_id] = request.deadline_unix_s
+        noted = request.priority, request.deadline_unix_s
+        self._at(model, now_s).pending[request.sequence_id] = noted
 
     def placed(self, sequence_id: str, *, now_s: float) -> None:
         """It has room at a decode replica; harmless twice."""
@@ -99,14 +100,15 @@ class WaitEstimator:
         late = [
             sequence_id
             for model in self._models.values()
-            for sequence_id, deadline_unix_s in (model.pending | model.running).items()
+            for sequence_id, (_, deadline_unix_s) in (model.pending | model.running).items()
             if deadline_unix_s + LATE_S < now_unix_s
         ]
         self.lost(late, now_s=now_s)
 
-    def num_pending(self, model: str) -> int:
-        """Let in, and without room at a decode replica so far."""
-        return len(self._models[model].pending) if model in self._models else 0
+    def num_pending(self, model: str, priority: float = math.inf) -> int:
+        """Let in, without room at a decode replica so far, and not less important than that."""
+        pending = self._models[model].pending.values() if model in self._models else ()
+        return sum(of <= priority for of, _ in pending)
 
     def ends_per_s(
         self,
@@ -152,10 +154,12 @@ class Supply:
     Attributes:
         free: How many more sequences could have it now; negative where some wait already.
         per_s: For how many it comes free in a second; above 0.
+        is_queue: It is room in a prefill queue, which must be there now.
     """
 
     free: float
     per_s: float
+    is_queue: bool = False
 
     @property
     def wait_s(self) -> float:
@@ -173,7 +177,7 @@ def queue_supply(
     """
     per_s = sum(s.prefill_tokens_per_s for s in prefills) / max(1, request.num_prompt_tokens)
     free = sum(_queue_room(snapshot, request, config) for snapshot in prefills)
-    return Supply(free, max(per_s, MIN_RATE))
+    return Supply(free, max(per_s, MIN_RATE), is_queue=True)
 
 
 def _queue_room(snapshot: ReplicaSnapshot, request: AdmitRequest, config: PrefillConfig) -> int:

@@ -41,7 +41,7 @@ from quadriga.scheduling.exits.pressure import lower_thresholds
 from quadriga.scheduling.meters import Ewma, RateMeter, StepMeter
 from quadriga.scheduling.preemption import Preemption
 from quadriga.scheduling.prefixes.cache import PrefixCache
-from quadriga.scheduling.sequence import RunningSequence
+from quadriga.scheduling.sequence import NO_ROW, RunningSequence
 from quadriga.scheduling.slots import Slot, SlotTable
 from quadriga.scheduling.transfer.sequence_export import SequenceExport
 
@@ -542,9 +542,14 @@ class DecodeLoop:
         return self.batch.num_paused
 
     @property
+    def suspended(self) -> list[RunningSequence]:
+        """Sequences in host memory: the paused, and those of them that are moving."""
+        return [s for s in self.batch.sequences.values() if s.row == NO_ROW]
+
+    @property
     def paused_tokens(self) -> int:
         """Tokens whose KV is in host memory."""
-        return sum(s.num_tokens for s in self.batch.having(PAUSED)) if self.num_paused else 0
+        return sum(s.num_tokens for s in self.suspended)
 
     @property
     def num_running(self) -> int:

@@ -453,6 +453,12 @@ class PrefillLoop:
         return self._queue.states + [s.state for s in self.running]
 
     @property
+    def ending(self) -> tuple[int, int]:
+        """Sequences here that end with their first token, and the tokens of their prompts."""
+        states = [state for state in self.states if state.sampling.max_tokens <= 1]
+        return len(states), sum(map(num_prefill_tokens, states))
+
+    @property
     def queued_tokens(self) -> int:
         """Tokens of sequences that have no row yet."""
         return self._queue.num_tokens

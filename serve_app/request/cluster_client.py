@@ -59,9 +59,9 @@ class ClusterClient:
         self._monitor = HeartbeatMonitor(time.monotonic())
         self._actor = own_actor()
 
-    async def admit(self, request: AdmitRequest) -> Admission:
-        reply: Admission = await self._calls.call(
-            self._scheduler, "admit", request, timeout_s=SCHEDULER_TIMEOUT_S
+    async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission]:
+        reply: list[Admission] = await self._calls.call(
+            self._scheduler, "admit", requests, timeout_s=SCHEDULER_TIMEOUT_S
         )
         return reply
 
@@ -270,33 +270,36 @@ class ClusterStateCache:
             if not self._serving(role):
                 raise Unavailable(f"no {role} replica is ready", retry_after_s=1.0)
 
-    async def admit(self, request: AdmitRequest) -> Admission:
-        """Ask the scheduler where a sequence shall go first; without it, choose by the last view.
+    async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission]:
+        """Ask the scheduler where the sequences of a request shall go first, all or none; without
+        it, choose by the last view.
 
         Raises: Overloaded, UnknownModel, Unavailable, ContextTooLong.
         """
         try:
             if self._is_scheduler_away and self.view.snapshots:
                 raise ReplicaDied("the scheduler did not answer lately")  # nor would it now
-            admission = await self._cluster.admit(request)
-            lost_s = self._lost.get(admission.prefill_replica)
+            admissions = await self._cluster.admit(requests)
+        except ReplicaError:
+            return [self._admit_by_view(request) for request in requests]
+        for name in {admission.prefill_replica for admission in admissions}:
+            lost_s = self._lost.get(name)
             if lost_s is not None and self._clock.now_s() - lost_s < LOST_S:
                 # Sent there it would be lost again, and again, before its replica is replaced.
-                raise Unavailable(f"{admission.prefill_replica} is gone", retry_after_s=1.0)
-            return admission
-        except ReplicaError as exc:
-            model = None if request.model == AUTO_MODEL else request.model
-            serving = self._serving(Role.PREFILL, model)
-            if not serving:
-                raise Unavailable(
-                    "the scheduler is away and no replica is known", retry_after_s=2.0
-                ) from exc
-            # Where none has the layers, they are loaded, or the replica refuses it.
-            candidates = [s for s in serving if s.info.has_layers(request.needs_depth)] or serving
-            queue = attrgetter("is_scout", "waiting_tokens", "num_waiting", "info.name")
-            best = min(candidates, key=queue)
-            best.waiting_tokens += request.num_prompt_tokens  # until the next view
-            return Admission(best.info.name, best.info.depth_class)
+                raise Unavailable(f"{name} is gone", retry_after_s=1.0)
+        return admissions
+
+    def _admit_by_view(self, request: AdmitRequest) -> Admission:
+        model = None if request.model == AUTO_MODEL else request.model
+        serving = self._serving(Role.PREFILL, model)
+        if not serving:
+            raise Unavailable("the scheduler is away and no replica is known", retry_after_s=2.0)
+        # Where none has the layers, they are loaded, or the replica refuses it.
+        candidates = [s for s in serving if s.info.has_layers(request.needs_depth)] or serving
+        queue = attrgetter("is_scout", "waiting_tokens", "num_waiting", "info.name")
+        best = min(candidates, key=queue)
+        best.waiting_tokens += request.num_prompt_tokens  # until the next view
+        return Admission(best.info.name, best.info.depth_class)
 
     def _serving(self, role: Role, model: str | None = None) -> list[ReplicaSnapshot]:
         return [

@@ -34,7 +34,7 @@ from serve_app.ops.auto_reports import AutoReports
 from serve_app.ops.metrics import IngressMetrics, endpoint_gauges, view_gauges
 from serve_app.ops.tasks import Tasks
 from serve_app.request.cluster_client import ClusterClient, ClusterStateCache
-from serve_app.request.request import Request, caller_fingerprints, deadline_exceeded, resume_claims
+from serve_app.request.request import Request, caller_fingerprint, deadline_exceeded, resume_claims
 from serve_app.request.request_manager import RequestManager
 from serve_app.request.resumption import RequestStore
 from serve_app.request.sequence_request import SequenceRequest
@@ -207,15 +207,12 @@ class EngineClient:
         request.key, request.fingerprint, request.caller = key, fingerprint, caller.name
         request.arrived_s = self.clock.now_s()
         request.span = tracing.begin("request", request.traceparent, request.arrival_unix_s)
-        for sequence, claim, caller_fingerprint in zip(
-            request.sequences,
-            resume_claims(request, key, fingerprint),
-            caller_fingerprints(request, caller.name),
-            strict=True,
-        ):
+        name = caller_fingerprint(request, caller.name)
+        claims = resume_claims(request, key, fingerprint)
+        for sequence, claim in zip(request.sequences, claims, strict=True):
             sequence.state.claim = claim
             sequence.may_begin = may_begin
-            sequence.caller_fingerprint = caller_fingerprint
+            sequence.caller_fingerprint = name
             if request.span is not None:
                 sequence.state.traceparent = request.span.traceparent
         left_s = max(0.0, request.deadline_unix_s - self.clock.unix_s())
@@ -235,10 +232,9 @@ class EngineClient:
             return request
         for sequence in request.sequences:
             found = resumable.get(sequence.state.claim)
-            if found is None:
-                self._request_manager.send(request, sequence)
-            else:
+            if found is not None:
                 self._request_manager.adopt(request, sequence, found)
+        self._request_manager.send(request)
         return request
 
     async def open_or_resume(

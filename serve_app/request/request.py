@@ -537,8 +537,8 @@ def resume_claims(request: Request, key: tuple[str, str] | None, fingerprint: by
     return [f"{name}:{index}" for index in range(count)]
 
 
-def caller_fingerprints(request: Request, owner: str) -> list[str]:
-    """Return a name for each sequence, the same when its caller sends the same request again.
+def caller_fingerprint(request: Request, owner: str) -> str:
+    """Return a name that is the same when a request's caller sends it again.
 
     Ids and deadlines are no part of it, as clients may change them when they retry.
     """
@@ -556,5 +556,4 @@ def caller_fingerprints(request: Request, owner: str) -> list[str]:
     for prompt_ids in request.prompts:
         digest.update(len(prompt_ids).to_bytes(4, "little"))
         digest.update(array("q", prompt_ids).tobytes())
-    name = digest.hexdigest()
-    return [f"{name}:{index}" for index in range(request.num_sequences)]
+    return digest.hexdigest()

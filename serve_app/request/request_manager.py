@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -111,11 +111,13 @@ class RequestManager:
         first = heapq.nsmallest(MOST_SHOWN, self._live.values(), key=lambda held: held[0].arrived_s)
         return [request.running(sequence, self._clock.now_s()) for request, sequence in first]
 
-    def send(self, request: Request, sequence: SequenceRequest) -> None:
-        """Start a sequence; its admission happens in the background."""
-        name = sequence.state.sequence_id
-        self._live[name] = (request, sequence)
-        self._tasks.spawn(self._launch(request, sequence, name))
+    def send(self, request: Request) -> None:
+        """Start the sequences of a request that are new; admission happens in the background."""
+        new = [sequence for sequence in request.sequences if not sequence.was_adopted]
+        self._live |= {s.state.sequence_id: (request, s) for s in new}
+        if new:
+            name = new[0].state.sequence_id
+            self._tasks.spawn(self._launch(request, new[0], name, others=new[1:]))
 
     def adopt(
         self, request: Request, sequence: SequenceRequest, resumable: ResumableSequence
@@ -232,10 +234,21 @@ class RequestManager:
 
     # Admission and submission.
 
-    async def _launch(self, request: Request, sequence: SequenceRequest, name: str) -> None:
-        """Admit and submit; a failure ends the sequence in that error."""
+    async def _launch(
+        self,
+        request: Request,
+        sequence: SequenceRequest,
+        name: str,
+        others: Sequence[SequenceRequest] = (),
+        admission: Admission | None = None,
+    ) -> None:
+        """Admit where it is not yet, and submit; a failure ends the sequence in that error.
+
+        Args:
+            others: New ones of the request: all are let in together, or none.
+        """
         try:
-            is_accepted = await self._submit(sequence, name)
+            is_accepted = await self._submit(request, sequence, name, others, admission)
         except QuadrigaError as exc:
             if sequence.num_rebuilds == 0 and request.error is None:  # once, whatever n is
                 self._metrics.refused.labels(exc.code).inc()
@@ -251,7 +264,14 @@ class RequestManager:
             model = sequence.state.model if sequence.is_auto else request.model
             self._metrics.of(model).queue_time.observe(waited_s)
 
-    async def _submit(self, sequence: SequenceRequest, name: str) -> bool:
+    async def _submit(
+        self,
+        request: Request,
+        sequence: SequenceRequest,
+        name: str,
+        others: Sequence[SequenceRequest],
+        admission: Admission | None,
+    ) -> bool:
         """Have a sequence accepted under the name `name`.
 
         Returns:
@@ -274,7 +294,13 @@ class RequestManager:
             await asyncio.sleep(rebuild_pause_s(sequence.num_stalled - 1))
         while sequence.is_named(name):
             try:
-                admission = await self._cluster_state.admit(sequence.admit_request())
+                if admission is None:
+                    asked = [one.admit_request() for one in (sequence, *others)]
+                    admission, *more = await self._cluster_state.admit(asked)
+                    for other, its in zip(others, more, strict=True):
+                        its_name = other.state.sequence_id
+                        self._tasks.spawn(self._launch(request, other, its_name, admission=its))
+                    others = ()
             except (Unavailable, Overloaded) as exc:
                 is_long = isinstance(exc, Overloaded) or (exc.retry_after_s or 0.0) >= patience_s
                 if is_long and not is_rebuild:
@@ -301,7 +327,7 @@ class RequestManager:
                 if num_failures == SUBMIT_ATTEMPTS:
                     raise
                 # The submission may still have arrived, and must not run twice under one name.
-                name = self._rename(sequence)
+                name, admission = self._rename(sequence), None
                 if is_patient:
                     wait_s = await self._wait(give_up_s, wait_s, exc)
         return False

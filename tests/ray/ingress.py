@@ -198,8 +198,8 @@ class Ingress:
             state.deadline_unix_s,
             needs_depth=state.exits.max_depth or MAX_LAYERS if state.exits.is_strict else 0,
         )
-        admission: Admission = call(scheduler_name(self.app), "admit", request)
-        return admission
+        admissions: list[Admission] = call(scheduler_name(self.app), "admit", [request])
+        return admissions[0]
 
     def cancel(self, *streams: Stream) -> None:
         """Cancel where the sequences are, as far as is known here; the scheduler hears of it."""

@@ -254,4 +254,4 @@ def test_unknown_models_and_missing_replicas(app: App) -> None:
     scheduler = scheduler_name(app.name)
     request = AdmitRequest("s", "nobody", 3, 3, 0, time.time() + 9)
     with pytest.raises(UnknownModel, match="quadriga-s"):
-        call(scheduler, "admit", request)
+        call(scheduler, "admit", [request])

@@ -153,7 +153,7 @@ def test_death_of_the_scheduler(app: App) -> None:
     def admits() -> bool:
         request = AdmitRequest("s", "quadriga-s", 3, 3, 0, time.time() + 9)
         try:
-            return bool(call(scheduler_name(app.name), "admit", request).prefill_replica)
+            return bool(call(scheduler_name(app.name), "admit", [request]))
         except QuadrigaError:
             forget_actor(scheduler_name(app.name))
             return False

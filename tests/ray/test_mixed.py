@@ -187,7 +187,8 @@ def rebuild(ingress: Ingress, lost: Stream) -> Stream:
 
     def is_admitted() -> bool:
         try:
-            replica[:] = [call(scheduler_name(ingress.app), "admit", request).prefill_replica]
+            (admission,) = call(scheduler_name(ingress.app), "admit", [request])
+            replica[:] = [admission.prefill_replica]
             call(replica[0], "submit", state)
         except (Overloaded, Unavailable, ReplicaDied):
             return False

@@ -706,7 +706,10 @@ async def test_a_sequence_that_waits_for_a_decode_replica_is_counted_once(
         infos = {m.name: m.status.info for m in stand.fleet.replicas.values() if m.status}
         return [
             # Of six that hold a row three are on their way, two look for room; three more queue.
-            ReplicaSnapshot(infos["prefill:0"], 0.0, num_running=5, num_waiting=3),
+            # The hundred beside them are embeddings, which need no decode replica.
+            ReplicaSnapshot(
+                infos["prefill:0"], 0.0, num_running=5, num_waiting=103, ending=(100, 0)
+            ),
             ReplicaSnapshot(infos["decode:0"], 0.0, num_running=5, num_waiting=4, num_paused=1),
         ]
 

@@ -281,5 +281,9 @@ def test_a_replica_has_a_place_of_its_kind(
 def test_a_replica_that_goes_says_with_which_of_its_kind_it_was_compared() -> None:
     replicas = [member(name, fingerprint="n" if name > "Z" else "o") for name in "abC"]
     why = fewer_wanted(replicas[0], replicas, {"a": 2.4, "b": 1.0, "C": 0.0})
-    assert why == "fewer are wanted; the work left: b 1, a 2"
+    assert why == "fewer are wanted; the work left: a 2, b 1"
+    alike = [member(name, fingerprint="o") for name in "abcdef"]
+    work = {name: float(left) for left, name in enumerate("abcdef")}
+    assert fewer_wanted(alike[5], alike, work).endswith(": f 5, a 0, b 1, c 2"), "the one that goes"
+    assert fewer_wanted(alike[5], alike, {"a": 3.0}).endswith(": f 0, a 3")
     assert fewer_wanted(replicas[0], replicas, {}) == "fewer are wanted"

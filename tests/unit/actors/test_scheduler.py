@@ -22,7 +22,7 @@ from quadriga.control.model_routing import Route
 from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
-from quadriga.core.routing import AdmitRequest, ClusterView, PlaceRequest
+from quadriga.core.routing import Admission, AdmitRequest, ClusterView, PlaceRequest
 from quadriga.errors import Overloaded, ReplicaDied, Unavailable, UnknownModel
 from quadriga.scheduling.prefixes.affinity import prefix_marks
 from quadriga.scheduling.transfer.placement_turns import PlacementTurns
@@ -41,15 +41,21 @@ def request(name: str = "a", model: str = AUTO_MODEL) -> AdmitRequest:
     return AdmitRequest(name, model, 8, 32, 0, time.time() + 60.0)
 
 
+async def admitted(by: Scheduler | ClusterStateCache, one: AdmitRequest) -> Admission:
+    """Where a request of one sequence goes first."""
+    (admission,) = await by.admit([one])
+    return admission
+
+
 async def test_a_new_scheduler_asks_clients_to_retry_until_its_first_route() -> None:
     scheduler = Scheduler(CHOOSES)
     with pytest.raises(Unavailable):
-        await scheduler.admit(request())
+        await admitted(scheduler, request())
     await scheduler.configure(CHOOSES, ["quadriga-s"], 0.0)
     with pytest.raises(Unavailable, match="no model is chosen yet"):
-        await scheduler.admit(request())
+        await admitted(scheduler, request())
     with pytest.raises(UnknownModel):
-        await scheduler.admit(request(model="other"))
+        await admitted(scheduler, request(model="other"))
 
 
 async def test_what_is_known_of_lengths_goes_with_their_model() -> None:
@@ -70,15 +76,15 @@ async def test_who_ends_with_its_first_token_waits_for_no_decode_replica() -> No
     await scheduler.report(snapshot("p0", Role.PREFILL, FULL))
     await scheduler.report(snapshot("d0", Role.DECODE, FULL))
     for name, max_tokens in (("embedding", 0), ("score", 1), ("chat", 2)):
-        await scheduler.admit(replace(request(name, "quadriga-s"), max_tokens=max_tokens))
-    assert scheduler._waiting.num_pending("quadriga-s") == 1
+        await admitted(scheduler, replace(request(name, "quadriga-s"), max_tokens=max_tokens))
+    assert scheduler._waiting.num_pending("quadriga-s@8") == 1
 
 
 async def test_without_helios_the_model_auto_is_unknown() -> None:
     scheduler = Scheduler(plain())
     await scheduler.configure(plain(), ["quadriga-s"], 0.0)
     with pytest.raises(UnknownModel):
-        await scheduler.admit(request())
+        await admitted(scheduler, request())
 
 
 async def test_only_a_changed_configuration_is_validated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,10 +167,10 @@ async def test_a_request_that_no_scout_can_take_is_served(
 ) -> None:
     scheduler = Scheduler(CHOOSES)
     await told(scheduler, *(snapshot(name, role, FULL, **load) for name, role, load in scouts))
-    served = await scheduler.admit(replace(request(), visitor="v"))
+    served = await admitted(scheduler, replace(request(), visitor="v"))
     assert (served.prefill_replica, served.profile) == ("p0", None)
     await told(scheduler, *(snapshot(name, role, FULL) for name, role, _ in scouts))
-    profiled = await scheduler.admit(request("b"))
+    profiled = await admitted(scheduler, request("b"))
     assert (profiled.prefill_replica, profiled.profile) == ("p1", "d1"), "the place is still there"
 
 
@@ -197,12 +203,12 @@ async def test_layers_at_silent_replicas_serve_no_strict_request() -> None:
     strict = replace(request(), needs_depth=8)
     await told(scheduler, snapshot("p1", Role.PREFILL, FULL))
     await scheduler.set_route(replace(ROUTE, profile=None))
-    assert (await scheduler.admit(strict)).prefill_replica == "p1"
+    assert (await admitted(scheduler, strict)).prefill_replica == "p1"
     for gone in ({"age_s": 20.0}, {"draining": True}):
         scheduler = Scheduler(CHOOSES)
         await told(scheduler, snapshot("p1", Role.PREFILL, FULL, **gone))
         await scheduler.set_route(replace(ROUTE, profile=None))
-        assert (await scheduler.admit(strict)).prefill_replica == "p0"
+        assert (await admitted(scheduler, strict)).prefill_replica == "p0"
 
 
 async def test_without_helios_strict_requests_go_where_all_layers_are() -> None:
@@ -216,13 +222,13 @@ async def test_without_helios_strict_requests_go_where_all_layers_are() -> None:
     for role in Role:
         await report(f"{role}4", role, SMALL)
     with pytest.raises(Unavailable, match="with all layers"):
-        await scheduler.admit(strict)
-    assert (await scheduler.admit(replace(strict, needs_depth=0))).depth_class == SMALL
+        await admitted(scheduler, strict)
+    assert (await admitted(scheduler, replace(strict, needs_depth=0))).depth_class == SMALL
     for role in Role:
         await report(f"{role}8", role, FULL, num_waiting=2, waiting_tokens=99)
-    assert (await scheduler.admit(strict)).depth_class == FULL, "however busy they are"
-    assert (await scheduler.admit(replace(strict, needs_depth=0))).depth_class == SMALL
-    assert (await scheduler.admit(replace(strict, needs_depth=4))).depth_class == SMALL
+    assert (await admitted(scheduler, strict)).depth_class == FULL, "however busy they are"
+    assert (await admitted(scheduler, replace(strict, needs_depth=0))).depth_class == SMALL
+    assert (await admitted(scheduler, replace(strict, needs_depth=4))).depth_class == SMALL
 
 
 PREFILLED = PlaceRequest("a", FULL, 9, 40)
@@ -233,7 +239,7 @@ async def test_without_a_route_any_depth_of_the_model_will_do() -> None:
     await scheduler.configure(CHOOSES, ["quadriga-s"], 0.0)
     await scheduler.report(snapshot("p0", Role.PREFILL, FULL))
     await scheduler.report(snapshot("d0", Role.DECODE, SMALL))
-    assert (await scheduler.admit(request(model="quadriga-s"))).prefill_replica == "p0"
+    assert (await admitted(scheduler, request(model="quadriga-s"))).prefill_replica == "p0"
     assert await scheduler.place_now(PREFILLED) == "d0"
     await scheduler.report(snapshot("d1", Role.DECODE, FULL))
     assert await scheduler.place_now(PREFILLED) == "d1", "the prefill's own class comes first"
@@ -310,7 +316,7 @@ async def test_ordinary_sequences_stay_off_scouts_without_a_scheduler_and_withou
     placement._is_scheduler_away = True
     placement._view = ingress.view = await scheduler.directory()
     for admits in (scheduler, ingress):
-        assert (await admits.admit(request(model="quadriga-s"))).prefill_replica == "p0"
+        assert (await admitted(admits, request(model="quadriga-s"))).prefill_replica == "p0"
     assert [await scheduler.place_now(PREFILLED), await placement.find(PREFILLED)] == ["d0"] * 2
     await scheduler.replica_died("d0")
     placement._view = await scheduler.directory()
@@ -346,7 +352,7 @@ async def test_copies_of_a_prompt_go_to_one_prefill_replica_and_other_prompts_to
     async def replica(name: str, prompt: list[int], salt: str = "") -> str:
         asked = replace(request(name, "quadriga-s"), num_prompt_tokens=len(prompt))
         marks = prefix_marks(prompt, salt)
-        return (await scheduler.admit(replace(asked, prefix_marks=marks))).prefill_replica
+        return (await admitted(scheduler, replace(asked, prefix_marks=marks))).prefill_replica
 
     prompt = list(range(300))
     first = await replica("a", prompt)

@@ -19,7 +19,7 @@ from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import AdmitRequest, PlaceRequest
 from quadriga.errors import Overloaded
 from quadriga.policies import admission
-from quadriga.policies.admission import admit, check_room
+from quadriga.policies.admission import admit, check_room, find_room, line_of
 from quadriga.policies.load import has_room
 from quadriga.policies.wait_estimator import (
     LATE_S,
@@ -47,29 +47,34 @@ def request(name: str = "s", **fields: object) -> AdmitRequest:
     return replace(made, **fields)  # type: ignore[arg-type]
 
 
+LINE = line_of(snapshot(Role.DECODE).info, any_depth=False)
+
+
 def let_in(
     asked: AdmitRequest,
     snapshots: Sequence[ReplicaSnapshot],
     book: WaitEstimator,
     *,
     now_s: float = 0.0,
+    now_unix_s: float = 0.0,
     scheduler: SchedulerConfig = USUAL,
     prefill: PrefillConfig = PREFILL,
-    num_held: int = 0,
+    is_overloaded: bool = False,
 ) -> None:
-    """What the scheduler does about a request. Raises: Overloaded."""
-    common: dict[str, Any] = {"now_unix_s": 0.0, "scheduler": scheduler, "prefill": prefill}
-    admitted = admit(asked, snapshots, checks_queue=False, **common)
-    check_room(asked, admitted, snapshots, book, now_s=now_s, num_held=num_held, **common)
+    """What the scheduler does about a request of one sequence. Raises: Overloaded."""
+    common: dict[str, Any] = {"scheduler": scheduler, "prefill": prefill}
+    admitted = admit(asked, snapshots, checks_queue=False, now_unix_s=0.0, **common)
+    times = {"now_s": now_s, "now_unix_s": now_unix_s}
+    common |= {"is_overloaded": is_overloaded} | times
+    room = find_room(asked, admitted, snapshots, book, LINE, **common)
+    check_room([asked], {LINE: [room]}, book, now_s=now_s, scheduler=scheduler)
 
 
 def test_a_prefill_replica_whose_report_grows_old_meanwhile_is_found() -> None:
     decode = replace(snapshot(Role.DECODE), taken_unix_s=9.0)
-    snapshots, book = [snapshot(Role.PREFILL), decode], WaitEstimator()
-    common: dict[str, Any] = {"scheduler": SCHEDULER, "prefill": PREFILL}
-    admitted = admit(request(), snapshots, checks_queue=False, now_unix_s=4.9, **common)
+    snapshots = [snapshot(Role.PREFILL), decode]
     with pytest.raises(Overloaded):
-        check_room(request(), admitted, snapshots, book, now_s=0.0, now_unix_s=9.0, **common)
+        let_in(request(), snapshots, WaitEstimator(), scheduler=SCHEDULER, now_unix_s=9.0)
 
 
 def test_room_is_looked_for_where_rows_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +124,7 @@ class Cluster:
         except Overloaded as exc:
             self.told_s.append(exc.retry_after_s or 0.0)
             return False
-        self.book.admitted(asked, "m", now_s=self.now_s)
+        self.book.admitted(asked, LINE, now_s=self.now_s)
         self.line.append((self.now_s, name))
         self._place()
         return True
@@ -257,7 +262,7 @@ def test_the_default_limit_lets_a_second_burst_wait_that_comes_before_the_first_
     """All answers of the first take 10 s; after 8 s none has ended, and as many come again."""
     book = WaitEstimator()
     for i in range(SLOTS):
-        book.admitted(request(str(i)), "m", now_s=0.0)
+        book.admitted(request(str(i)), LINE, now_s=0.0)
         book.placed(str(i), now_s=0.0)
     assert USUAL.max_wait_s == 30.0
     decode = snapshot(Role.DECODE, num_running=SLOTS, upper_tokens=64)
@@ -271,7 +276,7 @@ def test_the_default_limit_lets_a_second_burst_wait_that_comes_before_the_first_
                 let_in(asked, snapshots, book, now_s=now_s)
             except Overloaded:
                 return number
-            book.admitted(asked, "m", now_s=now_s)
+            book.admitted(asked, LINE, now_s=now_s)
         return 10 * SLOTS
 
     num_waiting = num_admitted(8.0)
@@ -404,14 +409,14 @@ def test_newcomers_are_refused_while_half_of_the_prefill_rows_hold_long_answers(
 ) -> None:
     book, decode = WaitEstimator(), snapshot(Role.DECODE, num_running=SLOTS, upper_tokens=64)
     decode.step_time_s = 0.05
-    snapshots = [snapshot(Role.PREFILL, num_running=num_held), decode]
+    snapshots = [snapshot(Role.PREFILL, num_running=num_held, num_unplaced=num_held), decode]
     for i in range(num_held):
-        book.admitted(request(str(i)), "m", now_s=0.0)
+        book.admitted(request(str(i)), LINE, now_s=0.0)
     if is_let_in:
-        let_in(request(), snapshots, book, num_held=num_held)
+        let_in(request(), snapshots, book, is_overloaded=True)
         return
     with pytest.raises(Overloaded, match=f"{num_held} sequences wait for a decode replica") as exc:
-        let_in(request(), snapshots, book, num_held=num_held)
+        let_in(request(), snapshots, book, is_overloaded=True)
     assert 0.0 < (exc.value.retry_after_s or 0.0) <= USUAL.max_retry_after_s
 
 
@@ -420,13 +425,14 @@ def test_newcomers_are_refused_while_held_sequences_leave_no_memory_for_another_
     reserved_tokens: int, is_let_in: bool
 ) -> None:
     book = WaitEstimator()
-    snapshots = [snapshot(Role.PREFILL, reserved_tokens=reserved_tokens), snapshot(Role.DECODE)]
+    first = snapshot(Role.PREFILL, reserved_tokens=reserved_tokens, num_unplaced=1)
+    snapshots = [first, snapshot(Role.DECODE)]
     let_in(request(), snapshots, book)
     if is_let_in:
-        let_in(request(), snapshots, book, num_held=1)
+        let_in(request(), snapshots, book, is_overloaded=True)
         return
     with pytest.raises(Overloaded, match="prefill replicas have memory for no more"):
-        let_in(request(), snapshots, book, num_held=1)
+        let_in(request(), snapshots, book, is_overloaded=True)
 
 
 def test_a_prompt_goes_where_memory_is_left_for_it() -> None:
@@ -450,7 +456,7 @@ def test_who_ends_with_its_first_token_waits_for_no_decode_replica(
     decode = snapshot(Role.DECODE, num_running=SLOTS, step_time_s=1.0)
     snapshots, book = [first] if role is Role.MIXED else [first, decode], WaitEstimator()
     for i in range(10):
-        book.admitted(request(str(i)), "m", now_s=0.0)
+        book.admitted(request(str(i)), LINE, now_s=0.0)
     with nullcontext() if is_let_in else pytest.raises(Overloaded):
         let_in(request(max_tokens=max_tokens), snapshots, book, scheduler=SCHEDULER)
 
@@ -464,8 +470,8 @@ def test_who_ends_with_its_first_token_waits_for_no_decode_replica(
     ],
 )
 def test_a_prompt_takes_memory_once_whatever_is_known_of_it(load: dict[str, int]) -> None:
-    snapshots = [snapshot(Role.PREFILL, **load), snapshot(Role.DECODE)]
-    let_in(request(), snapshots, WaitEstimator(), num_held=1)
+    snapshots = [snapshot(Role.PREFILL, num_unplaced=1, **load), snapshot(Role.DECODE)]
+    let_in(request(), snapshots, WaitEstimator(), is_overloaded=True)
 
 
 def test_full_queues_too_tell_everybody_another_time_and_keep_the_place() -> None:
@@ -478,13 +484,6 @@ def test_full_queues_too_tell_everybody_another_time_and_keep_the_place() -> Non
     assert ask_a_full_queue("a", num_waiting=4, now_s=told[0], book=book) > 0.0, "no room at all"
     assert ask_a_full_queue("b", num_waiting=3, now_s=told[1], book=book) == 0.0
     assert ask_a_full_queue("e", num_waiting=0, now_s=told[2], book=book) == 0.0
-
-
-def test_what_is_rebuilt_was_let_in_before() -> None:
-    cluster = Cluster(random.Random(0))
-    while cluster.arrive(str(cluster.now_s)):
-        cluster.run_to(cluster.now_s + 0.001)
-    assert cluster.arrive("rebuilt", is_rebuild=True)
 
 
 def test_without_a_limit_nobody_is_refused_for_it() -> None:

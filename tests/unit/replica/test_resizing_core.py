@@ -25,6 +25,7 @@ from quadriga.engine.model_runner import NativeRunner
 from quadriga.replica.resizing import Resizing
 from quadriga.scheduling.prefill_loop import PrefillOutput
 from quadriga.scheduling.sequence import RunningSequence
+from quadriga.scheduling.transfer.sequence_export import PreCopy, SequenceRemainder
 
 LIMITED = ExitParams(0.99, "bounded", 4)
 STRICT = ExitParams(0.99, "strict")
@@ -222,3 +223,22 @@ async def test_prefill_changes_between_prompts() -> None:
     assert (said.sequence_id, said.depth, said.exit_layers) == ("second", 4, [4])
     host.core.loop.release("second")
     assert (await resizing.resize(8, 30.0)).depth == 8
+
+
+def test_a_paused_sequence_counts_in_the_load_until_its_move_is_over(
+    prefiller: NativeRunner,
+) -> None:
+    """A replica that drains would end before it has handed it over."""
+    host, runner = decode_host()
+    made = state("one", LIMITED)
+    join(host, runner, made, prefilled(made, prefiller))
+    loop, books = host.core.loop, PreCopy()
+    assert loop.preemption.pause("one")
+    paused = host.core._load()
+    while not isinstance(loop.export.begin_cutover("one", books), SequenceRemainder):
+        pass
+    moving = host.core._load()
+    assert (moving.num_held, moving.num_paused) == (paused.num_held, paused.num_paused) == (1, 1)
+    assert moving.paused_bytes == paused.paused_bytes > 0
+    loop.leave("one")
+    assert host.core._load().num_held == 0

@@ -217,7 +217,7 @@ def test_who_ends_with_its_first_token_waits_for_no_place() -> None:
     while h.loop.has_work:
         h.step()
     h.submit(sequence("ends", [1, 2], max_tokens=1))
-    assert h.loop.has_work
+    assert h.loop.ending == (1, 2) and h.loop.has_work
     h.step()
     assert h.events.started == ["a", "b", "ends"]
     assert not h.loop.has_work

@@ -139,8 +139,10 @@ class FailingCluster:
 
     # Cluster
 
-    async def admit(self, request: AdmitRequest) -> Admission:
-        return Admission(self._choose(Role.PREFILL), DepthClass("quadriga-s", 8))
+    async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission]:
+        return [
+            Admission(self._choose(Role.PREFILL), DepthClass("quadriga-s", 8)) for _ in requests
+        ]
 
     async def finished(self, sequence_ids: Sequence[str], lost: Sequence[str]) -> None:
         self.ended += sequence_ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -116,16 +117,16 @@ async def test_nothing_is_sent_to_a_replica_just_found_to_be_gone() -> None:
     clock = ManualClock()
 
     class Scheduler(ClusterClient):
-        async def admit(self, request: AdmitRequest) -> Admission:
-            return Admission("app:prefill:0", DepthClass("m", 2))
+        async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission]:
+            return [Admission("app:prefill:0", DepthClass("m", 2)) for _ in requests]
 
     state = ClusterStateCache(Scheduler("app"), clock, max_age_s=10.0)
     request: Any = SimpleNamespace()
     state.forget("app:prefill:0")
     with pytest.raises(Unavailable, match="app:prefill:0 is gone"):
-        await state.admit(request)
+        await state.admit([request])
     clock.advance(LOST_S)  # a replica that only stood still may have come back
-    assert (await state.admit(request)).prefill_replica == "app:prefill:0"
+    assert (await state.admit([request]))[0].prefill_replica == "app:prefill:0"
 
 
 async def test_a_cancellation_that_did_not_arrive_is_sent_again(

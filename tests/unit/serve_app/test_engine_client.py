@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -100,12 +100,12 @@ async def test_a_moment_without_replicas_is_waited_out(stand: Stand) -> None:
     """After a stall of the machine all reports are old at once, although the replicas live."""
     admit, refused = stand.cluster.admit, 0
 
-    async def stale(request: AdmitRequest) -> Admission:
+    async def stale(requests: Sequence[AdmitRequest]) -> list[Admission]:
         nonlocal refused
         refused += 1
         if refused <= 3:
             raise Unavailable("no replica is ready", retry_after_s=1.0)
-        return await admit(request)
+        return await admit(requests)
 
     stand.cluster.admit = stale  # type: ignore[method-assign]
     assert (await stand.complete()).json()["choices"][0]["text"] == ANSWER
@@ -129,7 +129,7 @@ async def test_waiting_for_replicas_ends_and_does_not_begin_where_it_takes_longe
 async def test_the_deadline_and_the_client_end_the_waiting(stand: Stand) -> None:
     asked = 0
 
-    async def unavailable(request: AdmitRequest) -> Admission:
+    async def unavailable(requests: Sequence[AdmitRequest]) -> list[Admission]:
         nonlocal asked
         asked += 1
         raise Unavailable("no replica is ready", retry_after_s=1.0)
