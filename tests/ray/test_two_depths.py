@@ -44,10 +44,21 @@ DEPTHS: dict[str, Any] = {
     "scheduler.ares.interval_s": 0.5,
     "scheduler.ares.depth_pools": False,  # they may move a sequence first
 }
-two_depths = app_fixture("two-depths", **DEPTHS, deterministic=True)
+two_depths_app = app_fixture("two-depths", **DEPTHS, deterministic=True)
 """Two pools of quadriga-s: one with four of its eight layers, one with all."""
 by_load = app_fixture("by-load", scope="function", **DEPTHS)
 """The same, where the load decides which exits are tested."""
+
+
+def paced(app: App, pace: str | None) -> App:
+    for name in app.replicas("decode"):
+        set_pace(name, pace)
+    return app
+
+
+@pytest.fixture
+def two_depths(two_depths_app: App) -> App:
+    return paced(two_depths_app, PACE)
 
 
 def at(app: App, role: str, depth: int) -> str:
@@ -164,6 +175,7 @@ def test_a_strict_sequence_moves_up_from_a_shallow_replica(two_depths: App) -> N
 
     ray.get(get_actor(shallow).__ray_call__.remote(become_strict), timeout=30)
     ingress.until(lambda: deep in stream.moved_to)
+    paced(two_depths, None)
     ingress.finish(*streams, timeout_s=100.0)
     assert stream.error is None and stream.finish is FinishReason.LENGTH
     assert stream.moved_to[-1] == deep
@@ -207,16 +219,13 @@ async def test_seeded_answers_under_load_and_after_a_death_are_those_of_a_reques
 
 
 @pytest.fixture
-def slow(two_depths: App) -> App:
-    for name in two_depths.replicas("decode"):
-        set_pace(name, SLOW_PACE)
-    return two_depths
+def slow(two_depths_app: App) -> App:
+    return paced(two_depths_app, SLOW_PACE)
 
 
 def finish(app: App, ingress: Ingress, streams: list[Stream]) -> None:
     """All has been seen that a pace was needed for; what runs ends whole, and nothing is left."""
-    for name in app.replicas("decode"):
-        set_pace(name, None)
+    paced(app, None)
     ingress.finish(*streams, timeout_s=150.0)
     assert [s.error for s in streams] == [None] * len(streams)
     assert all(len(s.token_ids) == NUM_OUTPUT for s in streams)
