@@ -8,6 +8,7 @@ import httpx
 
 from quadriga.observability.metrics import parse_exposition
 
+GIVE_UP_S = 30.0
 HELD = (
     "quadriga_running_sequences",
     "quadriga_waiting_sequences",
@@ -40,3 +41,21 @@ def wait_until_free(http: httpx.Client, *, within_s: float = 10.0) -> None:
             left = {k: v for k, v in values.items() if v and k.split("{")[0] in HELD}
             raise AssertionError(f"still held after {within_s} s: {left}")
         time.sleep(0.1)
+
+
+def wait_until_told(http: httpx.Client) -> None:
+    """Return once every ingress has pushed its counters; they push every second."""
+
+    def pushes() -> dict[str, float]:
+        values = series(http)
+        alive = [key for key in values if key.startswith("quadriga_ingress_open_requests{")]
+        labels = [key.removeprefix("quadriga_ingress_open_requests") for key in alive]
+        return {label: values[f"quadriga_metrics_pushes_total{label}"] for label in labels}
+
+    give_up_s = time.monotonic() + GIVE_UP_S
+    first = last = pushes()
+    # Twice, as the next one may have been on its way already.
+    while any(value < first.get(key, 0.0) + 2 for key, value in last.items()):
+        assert time.monotonic() < give_up_s, f"not pushed: {first}, {last}"
+        time.sleep(0.1)
+        last = pushes()

@@ -16,7 +16,14 @@ import pytest
 
 from quadriga.client import AsyncClient, Client
 from tests.e2e.conftest import Service
-from tests.e2e.observe import HELD, series, total, wait_until_free
+from tests.e2e.observe import (
+    GIVE_UP_S,
+    HELD,
+    series,
+    total,
+    wait_until_free,
+    wait_until_told,
+)
 
 PROMPT = "count from 1 to 9:"
 NUM_CHOICES, MAX_TOKENS = 16, 1900
@@ -27,7 +34,6 @@ MOST = 0.75  # of all tokens asked for may be computed before the client's end i
 FREED_WITHIN_S = 30.0
 ORPHAN_S = 5.0  # `ingress.orphan_request_s`: what only vanished is kept for so long
 MAX_ATTEMPTS = 4  # the SDK waits 2 s for an ingress that stands still
-GIVE_UP_S = 30.0
 
 
 @pytest.fixture(autouse=True)
@@ -48,24 +54,6 @@ def cancelled(http: httpx.Client) -> float:
 
 def computed(http: httpx.Client) -> float:
     return total(series(http), "quadriga_emitted_tokens_total")
-
-
-def wait_until_told(http: httpx.Client) -> None:
-    """Return once every ingress has pushed its counters; they push every second."""
-
-    def pushes() -> dict[str, float]:
-        values = series(http)
-        alive = [key for key in values if key.startswith("quadriga_ingress_open_requests{")]
-        labels = [key.removeprefix("quadriga_ingress_open_requests") for key in alive]
-        return {label: values[f"quadriga_metrics_pushes_total{label}"] for label in labels}
-
-    give_up_s = time.monotonic() + GIVE_UP_S
-    first = last = pushes()
-    # Twice, as the next one may have been on its way already.
-    while any(value < first.get(key, 0.0) + 2 for key, value in last.items()):
-        assert time.monotonic() < give_up_s, f"not pushed: {first}, {last}"
-        time.sleep(0.1)
-        last = pushes()
 
 
 def counts(http: httpx.Client) -> tuple[float, float]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import httpx
 
 from tests.e2e.conftest import Service
-from tests.e2e.observe import series, total
+from tests.e2e.observe import series, total, wait_until_told
 from tests.e2e.roles import DECODE
-
-SETTLE_S = 4.0  # every process pushes at least once in it
 
 
 def is_cumulative(key: str) -> bool:
@@ -49,28 +46,14 @@ def test_no_counter_falls_over_fifty_scrapes(service: Service, http: httpx.Clien
     assert sum(f":{DECODE}:" in source for source in sources) >= 2  # the dead keep theirs
 
 
-def settled(http: httpx.Client) -> dict[str, float]:
-    """A scrape after every process that lives has pushed since the last request ended."""
-
-    def pushes(values: dict[str, float]) -> dict[str, float]:
-        return {k: v for k, v in values.items() if k.startswith("quadriga_metrics_pushes_total")}
-
-    # What dead processes counted stays on the page, and is pushed no more.
-    first, until_s = pushes(series(http)), time.monotonic() + SETTLE_S
-    while True:
-        values = series(http)
-        grown = {k for k, v in pushes(values).items() if v > first.get(k, 0.0)}
-        if time.monotonic() > until_s:
-            assert sum("ingress" in key for key in grown) >= 2, "both ingresses push"
-            return values
-
-
 def test_counts_are_exact(http: httpx.Client) -> None:
-    before = settled(http)
+    wait_until_told(http)
+    before = series(http)
     body = {"prompt": [40] * 7, "max_tokens": 11, "ignore_eos": True}
     for _ in range(3):
         assert http.post("/v1/completions", json=body).status_code == 200
-    after = settled(http)
+    wait_until_told(http)
+    after = series(http)
 
     def grown(name: str) -> float:
         return total(after, name) - total(before, name)
