@@ -47,13 +47,13 @@ test: test-fast test-gpu test-ray test-e2e test-deploy ## Run the tests, but the
 
 test-fast: setup ## Unit, property, equivalence, architecture: no Ray
 	@# One thread a worker, as both use the cores; longest files first, so that none is waited for.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 tests/simulation tests/equivalence tests/property tests/unit tests/architecture tests/docs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 tests/simulation tests/contract/test_lines.py tests/equivalence tests/property tests/unit tests/architecture tests/docs
 
 test-gpu: setup ## What a GPU is asked; without one rehearsed on the CPU (a minute)
 	QUADRIGA_GPU_TESTS_ON_CPU=1 $(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --max-worker-restart 0 tests/gpu
 
 test-ray: setup ## Actors and KV transports on a real local Ray
-	$(call LIVE_TESTS,tests/contract tests/ray)
+	$(call LIVE_TESTS,--ignore tests/contract/test_lines.py tests/contract tests/ray)
 
 test-e2e: setup ## The whole service: HTTP, gRPC, SDK, load generator
 	$(call LIVE_TESTS,tests/e2e)

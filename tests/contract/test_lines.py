@@ -1,4 +1,7 @@
-"""Every kind of line keeps the contract: gloo, NIXL, NCCL's logic, the loop that GPU tests use."""
+"""Every kind of line keeps the contract: gloo, NIXL, NCCL's logic.
+
+The loop that GPU tests use does in `tests/gpu/test_nccl.py`, without a GPU as well.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,15 @@ from quadriga.kv_transport.nixl import NixlChannels, find_nixl
 from quadriga.kv_transport.pairs import Invite, PairTransport
 from tests.contract.lines import LinesContract, Rig, Sink, make_rig, wait_for
 from tests.fake_nccl import FakeDevice, FakeNccl
-from tests.loopback_nccl import Loopback
 
 
 def localhost(_: str) -> str:
     return "127.0.0.1"
 
 
-@pytest.fixture(params=["gloo", "nixl", "nccl", "nccl loop"])
+@pytest.fixture(params=["gloo", "nixl", "nccl"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     modules = {name: FakeNccl(f"gpu-{name}") for name in "ab"}
-    loopback = Loopback(modules["a"])
 
     def make(me: str, sink: Sink, invite: Invite) -> PairTransport:
         if request.param == "gloo":
@@ -32,8 +33,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         if request.param == "nixl":
             nixl = NixlChannels(me, localhost, find_nixl(), torch.device("cpu"))
             return PairTransport(me, sink, nixl, invite)
-        module = modules[me] if request.param == "nccl" else loopback
-        library = NcclLibrary(module, FakeDevice(f"gpu-{me}"))
+        library = NcclLibrary(modules[me], FakeDevice(f"gpu-{me}"))
         return PairTransport(me, sink, NcclChannels(me, localhost, library), invite)
 
     with make_rig(make) as rig:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 import httpx
+import openai
 import pytest
 import pytest_asyncio
 from transformers import AutoModelForCausalLM
@@ -112,10 +113,24 @@ def _started(collector: Collector, adapters: str) -> Iterator[Service]:
             running.stop()
 
 
+@pytest.fixture(scope="session")
+def own(service: Service) -> Service:
+    """The service where this process started it, and reaches its logs and replicas."""
+    if not service.admin_url:
+        pytest.skip("the service was started by another process")
+    return service
+
+
 @pytest.fixture
 def http(service: Service) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=service.base_url, timeout=60) as client:
         yield client
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{service.base_url}/v1", api_key="none", max_retries=0) as made:
+        yield made
 
 
 @pytest_asyncio.fixture

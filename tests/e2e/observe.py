@@ -8,7 +8,7 @@ import httpx
 
 from quadriga.observability.metrics import parse_exposition
 
-TOLD_WITHIN_S = 30.0
+GIVE_UP_S = 30.0
 HELD = (
     "quadriga_running_sequences",
     "quadriga_waiting_sequences",
@@ -43,12 +43,8 @@ def wait_until_free(http: httpx.Client, *, within_s: float = 10.0) -> None:
         time.sleep(0.1)
 
 
-def wait_until_told(http: httpx.Client) -> dict[str, float]:
-    """Wait until every ingress has pushed its counters, as it does every second.
-
-    Returns:
-        The pushes of each of them so far, by its labels.
-    """
+def wait_until_told(http: httpx.Client) -> None:
+    """Return once every ingress has pushed its counters; they push every second."""
 
     def pushes() -> dict[str, float]:
         values = series(http)
@@ -56,11 +52,10 @@ def wait_until_told(http: httpx.Client) -> dict[str, float]:
         labels = [key.removeprefix("quadriga_ingress_open_requests") for key in alive]
         return {label: values[f"quadriga_metrics_pushes_total{label}"] for label in labels}
 
-    give_up_s = time.monotonic() + TOLD_WITHIN_S
+    give_up_s = time.monotonic() + GIVE_UP_S
     first = last = pushes()
     # Twice, as the next one may have been on its way already.
     while any(value < first.get(key, 0.0) + 2 for key, value in last.items()):
         assert time.monotonic() < give_up_s, f"not pushed: {first}, {last}"
         time.sleep(0.1)
         last = pushes()
-    return last

@@ -33,7 +33,8 @@ class ServeCommand:
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         http_port, grpc_port = free_port(), free_port()
-        own = ("QUADRIGA_", *RAY_ON_LOOPBACK)  # the command has its own
+        # Not what a service of this process has made of its environment: the command has its own.
+        own = ("QUADRIGA_", "RAY_SERVE_", *RAY_ON_LOOPBACK)
         environment = {k: v for k, v in os.environ.items() if not k.startswith(own)}
         self.url = f"http://127.0.0.1:{http_port}"
         self.grpc_target = f"127.0.0.1:{grpc_port}"

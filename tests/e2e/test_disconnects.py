@@ -16,7 +16,14 @@ import pytest
 
 from quadriga.client import AsyncClient, Client
 from tests.e2e.conftest import Service
-from tests.e2e.observe import HELD, series, total, wait_until_free, wait_until_told
+from tests.e2e.observe import (
+    GIVE_UP_S,
+    HELD,
+    series,
+    total,
+    wait_until_free,
+    wait_until_told,
+)
 
 PROMPT = "count from 1 to 9:"
 NUM_CHOICES, MAX_TOKENS = 16, 1900
@@ -27,7 +34,6 @@ MOST = 0.75  # of all tokens asked for may be computed before the client's end i
 FREED_WITHIN_S = 30.0
 ORPHAN_S = 5.0  # `ingress.orphan_request_s`: what only vanished is kept for so long
 MAX_ATTEMPTS = 4  # the SDK waits 2 s for an ingress that stands still
-GIVE_UP_S = 30.0
 
 
 @pytest.fixture(autouse=True)

@@ -46,18 +46,14 @@ def test_no_counter_falls_over_fifty_scrapes(service: Service, http: httpx.Clien
     assert sum(f":{DECODE}:" in source for source in sources) >= 2  # the dead keep theirs
 
 
-def settled(http: httpx.Client) -> dict[str, float]:
-    """A scrape after both ingresses have pushed what they counted until now."""
-    assert len(wait_until_told(http)) >= 2
-    return series(http)
-
-
 def test_counts_are_exact(http: httpx.Client) -> None:
-    before = settled(http)
+    wait_until_told(http)
+    before = series(http)
     body = {"prompt": [40] * 7, "max_tokens": 11, "ignore_eos": True}
     for _ in range(3):
         assert http.post("/v1/completions", json=body).status_code == 200
-    after = settled(http)
+    wait_until_told(http)
+    after = series(http)
 
     def grown(name: str) -> float:
         return total(after, name) - total(before, name)

@@ -110,13 +110,6 @@ def over_grpc(service: Service, begun: Callable[[str], None]) -> Usage:
     return last.usage
 
 
-@pytest.fixture(scope="module")
-def own(service: Service) -> Service:
-    if not service.admin_url:
-        pytest.skip("the service was started by another process: its replicas are not here")
-    return service
-
-
 @pytest.fixture(scope="module", params=[over_http, over_grpc], ids=["http", "grpc"])
 def answer(own: Service, request: pytest.FixtureRequest) -> Answer:
     """Of a request that was paused while it decoded, and went on elsewhere."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from quadriga.client import Client
 from serve_app.ops.metric_catalogue import catalogue
@@ -20,13 +19,6 @@ from tests.e2e.roles import DECODE, IS_MIXED, NUM_REPLICAS
 CANARY = "zebra-canary-4711"
 SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? \S+$")
 LABEL = re.compile(r'([a-z_]+)="(?:[^"\\]|\\.)*"')
-
-
-@pytest.fixture
-def own(service: Service) -> Service:
-    if not service.admin_url:
-        pytest.skip("the service was started by another process: its logs are not here")
-    return service
 
 
 def test_the_scrape_is_what_the_catalogue_says(own: Service, http: httpx.Client) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import openai
-import pytest
 import torch
 from transformers import AutoModel
 
@@ -18,12 +17,6 @@ from quadriga.text import load_tokenizer
 from tests.e2e.conftest import ADAPTER, Service
 
 PROMPT = "Sort: 42 7 19 7 88\n"
-
-
-@pytest.fixture
-def client(service: Service) -> Any:
-    with openai.OpenAI(base_url=f"{service.base_url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 def sse(reply: httpx.Response) -> list[Any]:

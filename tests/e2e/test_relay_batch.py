@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from quadriga.checkpoint.folder import ASSETS
-from quadriga.ports import LOOPBACK, free_port
 from tests.e2e.observe import wait_until_free
-from tests.e2e.roles import argument
+from tests.e2e.serve_command import ServeCommand, serve_command
 
 pytestmark = pytest.mark.slow  # a service of its own
 
-START_TIMEOUT_S = 200.0
-STOP_TIMEOUT_S = 60.0
 NUM_REQUESTS = 12
 
 
@@ -55,42 +46,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The service as a user starts it, in a process and a Ray of its own."""
-    port = free_port()
-    settings = [f"model={checkpoint}", argument(1), "prefill.chunk_tokens=48"]
-    command = [sys.executable, "-m", "serve_app", "--http-port", str(port), "--no-grpc", *settings]
-    log = tmp_path_factory.mktemp("log") / "output"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            address = f"http://{LOOPBACK}:{port}"
-            await_health(address, process, log)
-            yield address
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(STOP_TIMEOUT_S)
-                raise
-
-
-def await_health(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Return once the service is ready. Raises: AssertionError when it ends or takes too long."""
-    give_up_s = time.monotonic() + START_TIMEOUT_S
-    while True:
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{address}/health", timeout=5).status_code == 200:
-                return
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < give_up_s, log.read_text()
-        time.sleep(0.2)
+def service(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeCommand]:
+    words = (f"model={checkpoint}", "prefill.chunk_tokens=48")
+    with serve_command(tmp_path_factory.mktemp("state"), *words) as command:
+        yield command
 
 
 @pytest.mark.timeout(400)
-def test_completions_equal_generate(url: str, checkpoint: Path) -> None:
+def test_completions_equal_generate(service: ServeCommand, checkpoint: Path) -> None:
     """Twelve at once, of several chunks and lengths; then nothing is held."""
     from transformers import AutoModelForCausalLM
 
@@ -101,7 +64,7 @@ def test_completions_equal_generate(url: str, checkpoint: Path) -> None:
         ([rng.randrange(5, 600) for _ in range(rng.randint(1, 120))], rng.choice([1, 7, 30, 60]))
         for _ in range(NUM_REQUESTS)
     ]
-    with httpx.Client(base_url=url, timeout=120) as http:
+    with service.http() as http:
 
         def complete(request: tuple[list[int], int]) -> dict[str, Any]:
             prompt, num_tokens = request

@@ -10,8 +10,6 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.e2e.conftest import Service
-
 INPUT = "Count from 3 to 9."
 TOOL: Any = {
     "type": "function",
@@ -31,12 +29,6 @@ class Order(BaseModel):
 
     order: Literal["up", "down"]
     count: int
-
-
-@pytest.fixture
-def client(service: Service) -> Any:
-    with openai.OpenAI(base_url=f"{service.base_url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 def test_text_whole_and_streamed(client: openai.OpenAI) -> None:

@@ -10,7 +10,6 @@ import signal
 import ssl
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,11 +25,9 @@ from quadriga.errors import Overloaded, QuadrigaError, Unauthenticated
 from quadriga.ports import free_port
 from serve_app.auth.keys import ApiKey, KeyLimits, digest
 from tests.certificates import Authority, Pair
-from tests.e2e.roles import argument
+from tests.e2e.serve_command import serve_command
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 60
 ONCE = RetryPolicy(max_attempts=1)
 PLAIN, SLOW, STUCK, PACED = "plain-key", "slow-key", "stuck-key", "paced-key"
 BOSS, LATE = "boss-key", "late-key"
@@ -94,65 +91,27 @@ def started(folder: Path, *options: str) -> Iterator[Secured]:
     pair = ca.server()
     keys_file = folder / "keys"
     write_keys(keys_file)
-    https, plain_grpc, grpc_tls, admin = (free_port() for _ in range(4))
-    command = [
-        *(sys.executable, "-m", "serve_app", "model=quadriga-s", argument(1)),
-        "engine.compile=off",
+    https, grpc_tls, admin = (free_port() for _ in range(3))
+    words = [
         "deterministic=true",  # early exits and all, the same answer every time
-        *(f"auth.api_keys_file={keys_file}", f"admin.port={admin}"),
-        *("--https-port", str(https), "--grpc-port", str(plain_grpc)),
+        *(f"auth.api_keys_file={keys_file}", f"admin.port={admin}", "--https-port", str(https)),
         *("--grpc-tls-port", str(grpc_tls), "--tls-cert", str(pair.cert)),
-        *("--tls-key", str(pair.key), "--tls-client-ca", str(ca.cert)),
-        *options,
+        *("--tls-key", str(pair.key), "--tls-client-ca", str(ca.cert), *options),
     ]
-    # Nor what a service of this process has made of its environment.
-    own = ("QUADRIGA_", "RAY_SERVE_")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(own)}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        printed = _wait_for(process, "Ctrl-C stops everything")
-        assert f"https://127.0.0.1:{https}" in printed
-        assert BOSS not in printed
+    with serve_command(folder, *words) as command:
+        assert f"https://127.0.0.1:{https}" in command.said
+        assert BOSS not in command.said
         yield Secured(
             f"https://localhost:{https}",
             f"localhost:{grpc_tls}",
-            f"127.0.0.1:{plain_grpc}",
+            command.grpc_target,
             f"http://127.0.0.1:{admin}",
             ca,
             ca.client(),
             keys_file,
         )
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.communicate(timeout=STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-    assert process.returncode == 0
-
-
-def _wait_for(process: subprocess.Popen[str], text: str) -> str:
-    """What the process printed up to a line with `text`."""
-    assert process.stdout is not None
-    watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
-    watchdog.start()
-    try:
-        printed = ""
-        for line in process.stdout:
-            printed += line
-            if text in line:
-                return printed
-    finally:
-        watchdog.cancel()
-    raise AssertionError(f"the service did not start: {printed}")
+        command.signal(signal.SIGTERM)
+        assert command.status() == 0
 
 
 def test_a_key_opens_both_doors_over_tls(secured: Secured) -> None:

@@ -13,7 +13,6 @@ from pydantic import BaseModel
 
 from quadriga.client import Client
 from quadriga.errors import InvalidRequest
-from tests.e2e.conftest import Service
 
 MESSAGES: Any = [{"role": "user", "content": "Sort: 42 7 19 3"}]
 SCHEMA = {
@@ -32,12 +31,6 @@ class Sorted(BaseModel):
 
     numbers: tuple[int, int]
     order: Literal["up", "down"]
-
-
-@pytest.fixture
-def client(service: Service) -> Any:
-    with openai.OpenAI(base_url=f"{service.base_url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 2.0])

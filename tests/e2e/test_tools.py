@@ -13,7 +13,6 @@ from pydantic import BaseModel
 
 from quadriga.client import Client
 from quadriga.core.request import FinishReason
-from tests.e2e.conftest import Service
 
 MESSAGES: Any = [{"role": "user", "content": "Sort: 42 7 19 3"}]
 PARAMETERS: dict[str, Any] = {
@@ -38,12 +37,6 @@ class Sort(BaseModel):
     first: int
     second: int
     order: Literal["up", "down"]
-
-
-@pytest.fixture
-def client(service: Service) -> Any:
-    with openai.OpenAI(base_url=f"{service.base_url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

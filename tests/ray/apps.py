@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import ray
@@ -38,6 +38,7 @@ class App:
 
     name: str
     config: dict[str, Any]
+    _ending: ClassVar[list[str]] = []
 
     @classmethod
     def start(cls, name: str, **config: Any) -> App:
@@ -52,6 +53,7 @@ class App:
         }
         app = cls(name, base | config)
         app.ensure()
+        cls._until_gone()
         return app
 
     def ensure(self, **changes: Any) -> None:
@@ -113,12 +115,17 @@ class App:
         wait_until(lambda: all(load == IDLE for load in self.loads()), timeout_s, self.loads)
 
     def stop(self) -> None:
-        """Take everything down and wait until it is gone."""
-        try:
+        """Take everything down. It is looked whether all is gone when the next one has started."""
+        self._until_gone()
+        with suppress(QuadrigaError):
             call(controller_name(self.name), "stop")
-        except QuadrigaError:
-            return
-        wait_until(lambda: not pids(self.name), 30.0, lambda: pids(self.name))
+            self._ending.append(self.name)
+
+    @classmethod
+    def _until_gone(cls) -> None:
+        while cls._ending:
+            name = cls._ending.pop()
+            wait_until(lambda n=name: not pids(n), 30.0, lambda n=name: pids(n))  # type: ignore[misc]
 
     def ingress(self) -> Ingress:
         return Ingress(self.name)

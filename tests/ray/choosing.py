@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import math
 import os
 import time
@@ -122,6 +123,16 @@ def until(app: App, wanted: Wanted, timeout_s: float = 60.0) -> dict[str, Any]:
         call(controller_name(app.name), "ingress_heartbeat", "waiting")
         time.sleep(0.1)
     return now
+
+
+def set_constant(actor: str, module: str, name: str, value: float) -> None:
+    """Change a module's constant in an actor's process: a test has not so much time."""
+
+    def change(_: Any) -> None:
+        setattr(importlib.import_module(module), name, value)
+
+    handle: Any = get_actor(actor)
+    ray.get(handle.__ray_call__.remote(change), timeout=30)
 
 
 def kill_controller(app: App) -> int:

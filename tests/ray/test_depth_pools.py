@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any
 
 import pytest
-import ray
 
-from actors.rpc.lookup import get_actor, scheduler_name
+from actors.rpc.lookup import scheduler_name
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.config.pacing import find_profile
 from quadriga.core.replica import DepthClass
+from quadriga.policies.ares import depth_pools
 from tests.ray.apps import App, app_fixture, wait_until
-from tests.ray.choosing import OwnIngress
+from tests.ray.choosing import OwnIngress, set_constant
 from tests.ray.ingress import call
 from tests.ray.moves import set_device, set_pace
 
@@ -45,18 +45,6 @@ def pools(app: App) -> dict[str, Any]:
     return dict(found["depth_pools"].get(str(CLASS), {}))
 
 
-def look_every_second(app: App) -> None:
-    """The scheduler looks once a minute; the test has not so much time."""
-
-    def change(_: Any) -> None:
-        from quadriga.policies.ares import depth_pools
-
-        depth_pools.PLAN_EVERY_S = 1.0
-
-    actor: Any = get_actor(scheduler_name(app.name))
-    ray.get(actor.__ray_call__.remote(change), timeout=30)
-
-
 async def sides(app: App) -> list[list[str]]:
     """What a shallow and a deep request are told of the side that they ran on."""
     asked: list[dict[str, Any]] = [
@@ -71,7 +59,8 @@ async def sides(app: App) -> list[list[str]]:
 
 @pytest.mark.timeout(400)
 def test_shallow_and_deep_sequences_come_to_run_on_replicas_of_their_own(split: App) -> None:
-    look_every_second(split)
+    # The scheduler looks once a minute.
+    set_constant(scheduler_name(split.name), depth_pools.__name__, "PLAN_EVERY_S", 1.0)
     replicas, ingress = split.replicas("decode"), split.ingress()
     for name in replicas:  # what runs outlasts what a busy machine does meanwhile
         set_device(name, replace(find_profile("steady-60ms"), base_s=0.3))

@@ -16,6 +16,7 @@ from actors.rpc.lookup import controller_name
 from quadriga.checkpoint.folder import ASSETS
 from quadriga.core.replica import DepthClass
 from quadriga.errors import QuadrigaError
+from quadriga.policies.helios import machine
 from tests.ray.apps import App, wait_until
 from tests.ray.choosing import (
     EASY,
@@ -26,6 +27,7 @@ from tests.ray.choosing import (
     history,
     holds,
     is_served,
+    set_constant,
     spans,
     until,
     write_history,
@@ -132,6 +134,8 @@ async def test_a_strict_request_gets_its_layers_and_waits_until_they_can_be_load
         assert spans(again) == [(S, 8, 80)]
         assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
         assert await asyncio.to_thread(breaches, app) == before, "strict ones never breach"
+    # They are kept for half a minute after the last: others may follow it.
+    set_constant(controller_name(app.name), machine.__name__, "STRICT_KEPT_S", 1.0)
     now = await asyncio.to_thread(until, app, is_served)
     assert now["target"] == str(S4), "nobody is strict any more: the layers go"
     await asyncio.to_thread(app.until_idle, 5.0)

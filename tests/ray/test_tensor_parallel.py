@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
-from dataclasses import replace
 
 import pytest
 
 from quadriga.control.replica_names import rank_name
-from quadriga.llm import LLM
 from tests.ray.apps import App, app_fixture, pids, wait_until
-from tests.ray.ingress import Stream, call
-from tests.ray.moves import HELD_STEP_S, Mover, held, hold, open_books, order
-from tests.ray.test_mixed import SETTINGS, rebuild, submit
+from tests.ray.ingress import call
+from tests.ray.moves import Mover, held, open_books, order
+from tests.ray.test_mixed import SETTINGS, assert_said_alone, lose_one, submit
 
 NUM_OUTPUT = 120
 
@@ -30,18 +28,6 @@ def ranked(ranked_app: App) -> App:
     ranked_app.until_ready()
     ranked_app.until_idle(20.0)
     return ranked_app
-
-
-def assert_said_by_one_rank(streams: list[Stream]) -> None:
-    """What a process says that holds the whole model."""
-    llm = LLM("quadriga-s", deterministic=True, **{"engine.compile": "wait"})
-    states = [replace(s.state, output_ids=[], exit_layers=[]) for s in streams]
-    for state in states:
-        llm.loop.submit(state)
-    while llm.loop.has_work:
-        llm.loop.step()
-    assert [s.error for s in streams] == [None] * len(streams)
-    assert [s.token_ids for s in streams] == [s.output_ids for s in states]
 
 
 @pytest.mark.timeout(300)
@@ -61,34 +47,15 @@ def test_answers_are_those_of_one_rank_wherever_they_move(ranked: App) -> None:
             assert report.outcome == "moved", report
     mover.ingress.finish(*streams, timeout_s=200.0)
     assert all(len(s.moved_to) == 2 for s in streams), "from prefill, and to the other"
-    assert_said_by_one_rank(streams)
+    assert_said_alone(streams)
     ranked.until_idle()
     assert [open_books(name) for name in mover.replicas] == [(0, 0)] * 2
 
 
 @pytest.mark.timeout(300)
 def test_a_rank_that_dies_takes_its_replica_along_and_streams_are_rebuilt(ranked: App) -> None:
-    ingress, names = ranked.ingress(), ranked.replicas("decode")
-    for name in names:
-        hold(name, HELD_STEP_S)
-    streams = [
-        ingress.submit([5 + i] * 40, NUM_OUTPUT, deadline_s=250.0, temperature=i % 2, seed=i)
-        for i in range(4)
-    ]
-    ingress.until(lambda: all(len(s.tokens) > 2 for s in streams), 120.0)
-    victim = streams[0].replica
-    os.kill(pids(ranked.name)[rank_name(victim, 1)], signal.SIGKILL)
-    lost = [s for s in streams if s.replica == victim]
-    ingress.until(lambda: all(s.is_over for s in lost), 60.0)
-    (survivor,) = set(names) - {victim}
-    hold(survivor, 0.0)
-    assert {s.error.code for s in lost if s.error is not None} == {"replica_died"}
-    again = [rebuild(ingress, stream) for stream in lost]
-    going = again + [s for s in streams if s not in lost]
-    ingress.finish(*going, timeout_s=200.0)
-    assert_said_by_one_rank(going)
-    wait_until(lambda: victim not in ranked.replicas("decode"), 60.0)
-    ranked.until_ready()
-    ranked.until_idle()
+    victim = lose_one(
+        ranked, ranked.replicas("decode"), NUM_OUTPUT, lambda name: rank_name(name, 1)
+    )
     wait_until(lambda: rank_name(victim, 1) not in pids(ranked.name), 30.0)
     assert len([name for name in pids(ranked.name) if name.endswith(":rank1")]) == 3

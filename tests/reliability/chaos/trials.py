@@ -22,17 +22,11 @@ from tests.reliability.chaos.injection_points import (
     victim,
 )
 from tests.reliability.cluster.agent_client import AgentError
+from tests.reliability.cluster.baseline import HELD
 from tests.reliability.cluster.stages import ServiceUnderTest
 from tests.reliability.load.streams import StreamAnswer, StreamClients
 
 RESTORED_TIMEOUT_S = 90.0
-HELD = (
-    "quadriga_running_sequences",
-    "quadriga_waiting_sequences",
-    "quadriga_kv_reserved_tokens",
-    "quadriga_kv_used_tokens",
-    "quadriga_ingress_open_requests",
-)
 MAX_WAVES = 8
 """How often the streams are sent for one part in twenty to be met."""
 STRUCK_WITHIN_S = (0.15, 0.06, 0.02, 0.0)

@@ -1,4 +1,4 @@
-"""Strict requests over pools of one model at two depths, without HELIOS."""
+"""Pools of one model at two depths, without HELIOS: strict requests, and who may go where."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ from typing import Any
 import pytest
 import ray
 
-from actors.rpc.lookup import controller_name, get_actor
+from actors.rpc.lookup import controller_name, get_actor, scheduler_name
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.request import FinishReason
 from quadriga.errors import Unavailable
 from tests.ray.apps import App, app_fixture, pids, wait_until
 from tests.ray.choosing import EASY, UNSURE, OwnIngress
-from tests.ray.ingress import call
+from tests.ray.ingress import Ingress, Stream, call
+from tests.ray.moves import free_memory, pause, set_pace
 
 SHALLOW, DEEP = 4, 8
 BOUNDED = ExitParams(UNSURE, "bounded")
 STRICT = ExitParams(UNSURE, "strict")
+LIMITED = ExitParams(0.99, "bounded", SHALLOW)
+"""Never deeper than the layers that both have, so that a move changes no token."""
+WHOLE = ExitParams(1.0, "lossless")
 NUM_REQUESTS = 8
 NUM_TOKENS = 24
+NUM_OUTPUT = 300
+PACE, SLOW_PACE = "steady-15ms", "steady-60ms"
 
 
 POOL: dict[str, Any] = {"model": "quadriga-s", "prefill_replicas": 1, "decode_replicas": 1}
@@ -32,14 +38,27 @@ POOL |= {"exits": {"replay_newest": 4}}
 DEPTHS: dict[str, Any] = {
     "pools": [POOL | {"depth": SHALLOW}, POOL],
     "decode.max_slots": 16,
-    "decode.pace": "steady-15ms",
+    "decode.pace": PACE,
     "engine.max_model_len": 512,
     "lifecycle.orphan_timeout_s": 300.0,
+    "scheduler.ares.interval_s": 0.5,
+    "scheduler.ares.depth_pools": False,  # they may move a sequence first
 }
-two_depths = app_fixture("two-depths", **DEPTHS, deterministic=True)
+two_depths_app = app_fixture("two-depths", **DEPTHS, deterministic=True)
 """Two pools of quadriga-s: one with four of its eight layers, one with all."""
 by_load = app_fixture("by-load", scope="function", **DEPTHS)
 """The same, where the load decides which exits are tested."""
+
+
+def paced(app: App, pace: str | None) -> App:
+    for name in app.replicas("decode"):
+        set_pace(name, pace)
+    return app
+
+
+@pytest.fixture
+def two_depths(two_depths_app: App) -> App:
+    return paced(two_depths_app, PACE)
 
 
 def at(app: App, role: str, depth: int) -> str:
@@ -156,6 +175,7 @@ def test_a_strict_sequence_moves_up_from_a_shallow_replica(two_depths: App) -> N
 
     ray.get(get_actor(shallow).__ray_call__.remote(become_strict), timeout=30)
     ingress.until(lambda: deep in stream.moved_to)
+    paced(two_depths, None)
     ingress.finish(*streams, timeout_s=100.0)
     assert stream.error is None and stream.finish is FinishReason.LENGTH
     assert stream.moved_to[-1] == deep
@@ -193,3 +213,102 @@ async def test_seeded_answers_under_load_and_after_a_death_are_those_of_a_reques
         wait_until, lambda: bool(call(controller_name(two_depths.name), "status")["is_ready"]), 60.0
     )
     assert breaches(two_depths) == before
+
+
+# Rescue, from where memory is short to where the layers are
+
+
+@pytest.fixture
+def slow(two_depths_app: App) -> App:
+    return paced(two_depths_app, SLOW_PACE)
+
+
+def finish(app: App, ingress: Ingress, streams: list[Stream]) -> None:
+    """All has been seen that a pace was needed for; what runs ends whole, and nothing is left."""
+    paced(app, None)
+    ingress.finish(*streams, timeout_s=150.0)
+    assert [s.error for s in streams] == [None] * len(streams)
+    assert all(len(s.token_ids) == NUM_OUTPUT for s in streams)
+    app.until_idle()
+
+
+def running_at(ingress: Ingress, replica: str, exits: ExitParams) -> tuple[Stream, list[Stream]]:
+    """A stream that decodes at a replica, and all that were submitted to get it.
+
+    Several are admitted at once, so that they are spread over the prefill replicas of both depths.
+    """
+    streams: list[Stream] = []
+    for number in range(8):
+        prompts = [[7 + number + i] * 10 for i in range(4)]
+        some = ingress.submit_together(prompts, NUM_OUTPUT, exits=exits, deadline_s=250.0)
+        streams += some
+        ingress.until(lambda s=some: all(len(one.tokens) > 1 for one in s), 60.0)  # type: ignore[misc]
+        for stream in some:
+            if stream.replica == replica:
+                return stream, streams
+    raise AssertionError(f"none of {len(streams)} came to {replica}")
+
+
+def decisions(app: App, stream: Stream) -> list[dict[str, Any]]:
+    """Moves of a stream's sequence that the scheduler ordered."""
+    view: dict[str, Any] = call(scheduler_name(app.name), "operators_view", timeout_s=10.0)
+    return [d for d in view["recent"] if d["sequence_id"] == stream.state.sequence_id]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("here", "there"), [(DEEP, SHALLOW), (SHALLOW, DEEP)])
+def test_who_stands_in_host_memory_is_moved_to_the_other_depth(
+    slow: App, here: int, there: int
+) -> None:
+    """Nobody comes back where it stood; it goes on where the layers it uses are."""
+    source, destination = at(slow, "decode", here), at(slow, "decode", there)
+    ingress = slow.ingress()
+    standing, streams = running_at(ingress, source, LIMITED)
+    assert pause(source, standing.state.sequence_id)
+    ingress.until(lambda: standing.replica == destination, 60.0)
+    free_memory(source)
+    finish(slow, ingress, streams)
+    wait_until(lambda: all(d["report"] for d in decisions(slow, standing)), 30.0)
+    first, *_ = decisions(slow, standing)
+    assert (first["cause"], first["report"]["outcome"]) == ("memory", "moved")
+    # What is answered undisturbed: the first token is of either prefill replica's last layer.
+    prompt = standing.state.prompt_ids
+    alone = [ingress.submit(prompt, NUM_OUTPUT, exits=LIMITED, deadline_s=200.0) for _ in range(8)]
+    finish(slow, ingress, alone)
+    assert standing.token_ids in [s.token_ids for s in alone]
+
+
+@pytest.mark.timeout(300)
+def test_balance_goes_on_while_a_replica_has_fewer_layers(slow: App) -> None:
+    """What the deeper replica ran is cancelled, and so it takes some of what the other runs."""
+    shallow, deep = at(slow, "decode", SHALLOW), at(slow, "decode", DEEP)
+    assert call(shallow, "resize", DEEP, 30.0).depth == DEEP
+    ingress = slow.ingress()
+    streams = [
+        ingress.submit([i] * 9, NUM_OUTPUT, exits=LIMITED, deadline_s=250.0) for i in range(7, 19)
+    ]
+    ingress.until(lambda: all(len(s.tokens) > 1 for s in streams), 60.0)
+    assert call(shallow, "resize", SHALLOW, 30.0).depth == SHALLOW
+    kept = [s for s in streams if s.replica == shallow]
+    ingress.cancel(*(s for s in streams if s.replica == deep))
+    ingress.until(lambda: any(s.replica == deep for s in kept), 60.0)
+    finish(slow, ingress, kept)
+    moved = next(d for s in kept for d in decisions(slow, s) if d["destination"] == deep)
+    assert (moved["cause"], moved["source"]) == ("balance", shallow)
+
+
+@pytest.mark.timeout(300)
+def test_who_needs_all_layers_waits_where_they_are(slow: App) -> None:
+    """A paused sequence that runs every layer has nowhere to go, until its replica has room."""
+    deep = at(slow, "decode", DEEP)
+    ingress = slow.ingress()
+    standing, streams = running_at(ingress, deep, WHOLE)
+    other, more = running_at(ingress, deep, LIMITED)
+    assert pause(deep, standing.state.sequence_id)
+    assert pause(deep, other.state.sequence_id)
+    # The scheduler had time enough to move both, and moved the one that may go.
+    ingress.until(lambda: other.replica != deep, 60.0)
+    assert standing.replica == deep and not decisions(slow, standing)
+    free_memory(deep)
+    finish(slow, ingress, streams + more)
+    assert standing.replica == deep
