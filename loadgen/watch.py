@@ -89,13 +89,13 @@ def frame(
     prefill = [r for r in replicas if r["role"] == "prefill"]
     if prefill:
         parts.append(_prefill_table(prefill))
-    if view.get("requests"):
-        parts.append(_requests_table(view["requests"], is_wide=is_wide))
     exits = exits_table(view, before)
     if exits is not None:
         parts.append(exits)
     if view.get("recent"):
         parts.append(_moves_table(view["recent"][-moves:], view["at_unix_s"], is_wide=is_wide))
+    if view.get("requests"):  # last: a small terminal shows what comes first
+        parts.append(_requests_table(view["requests"], is_wide=is_wide))
     return Group(*parts)
 
 
@@ -200,7 +200,7 @@ def _requests_table(rows: Sequence[dict[str, Any]], *, is_wide: bool) -> Table:
         happened = ", ".join(f"{row[name]} {name}" for name in counts if row[name])
         predicted = "{:.0f} ({:.0f}–{:.0f})".format(*whole) if whole else "–"
         table.add_row(
-            row["request_id"][-12:] + (f" #{row['choice']}" if row["choice"] else ""),
+            Text(row["request_id"][-12:] + (f" #{row['choice']}" if row["choice"] else "")),
             _short(row["replica"] or "–"),
             row["status"],
             f"{row['running_s']:.0f} s",

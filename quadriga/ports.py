@@ -32,7 +32,7 @@ def use_private_ray() -> None:
     Whoever reaches a Ray without a token runs code in it. To be called before Ray is imported.
     """
     os.environ |= RAY_ON_LOOPBACK | {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ["RAY_AUTH_TOKEN"] = os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)
 
 
 def free_port() -> int:

@@ -20,6 +20,7 @@ def ray_cluster() -> Iterator[None]:
     if is_ours:
         with RayProcesses().starting():
             ray.init(
+                "local",
                 num_cpus=4,
                 object_store_memory=128 << 20,
                 include_dashboard=False,

@@ -250,7 +250,7 @@ class DecodeEngine:
             exits=self._exit_counters(),
             num_at_exits=tuple(loop.num_waiting_at_exits),
             exit_uses=self._exit_uses,
-            num_paused=num_suspended,
+            num_paused=loop.num_paused,
             paused_bytes=loop.paused_tokens * self._bytes_per_token,
             num_pauses=loop.preemption.num_pauses,
             num_resumes=loop.preemption.num_resumes,

@@ -91,6 +91,8 @@ class Scheduler(BatchedCalls):
             ContextTooLong: One fits no decode replica.
         """
         self._heard_s = self._clock.now_s()
+        names = [request.sequence_id for request in requests]
+        await self.finished([], names)  # where they are asked for again
         found = FoundRoom(list)
         prefixes = PrefixAffinity()  # of those before; what is refused says nothing of a replica
         choose = self._admit if self._auto.route is None else self._admit_auto
@@ -98,7 +100,8 @@ class Scheduler(BatchedCalls):
             admissions = [choose(request, found, prefixes) for request in requests]
             self._check_room(requests, found)
         except QuadrigaError:
-            await self.finished([], [request.sequence_id for request in requests])
+            await self.finished([], names)
+            self._auto.refused(names)
             raise
         for request, admission in zip(requests, admissions, strict=True):
             self._prefixes.sent(request.prefix_marks, admission.prefill_replica)

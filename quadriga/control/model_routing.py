@@ -71,7 +71,7 @@ class AutoRouter:
     def __init__(self) -> None:
         self.route: Route | None = None
         self._decisions: OrderedDict[str, RoutingDecision] = OrderedDict()
-        self._given: deque[tuple[float, str]] = deque()
+        self._given: deque[tuple[float, str, str]] = deque()
         self._num_served = 0
 
     def choose(
@@ -173,7 +173,7 @@ class AutoRouter:
     ) -> Admission:
         """Note a sequence's decision; returns the admission with what its ingress must know."""
         if decision.profile is not None:
-            self._given.append((now_s, decision.profile))
+            self._given.append((now_s, decision.profile, request.sequence_id))
         if decision != RoutingDecision():
             self._decisions[request.sequence_id] = decision
             while len(self._decisions) > MAX_REMEMBERED:
@@ -223,10 +223,14 @@ class AutoRouter:
         for sequence_id in sequence_ids:
             self._decisions.pop(sequence_id, None)
 
+    def refused(self, sequence_ids: Sequence[str]) -> None:
+        """Sequences that were admitted are not let in after all: their places are free again."""
+        self._given = deque(given for given in self._given if given[2] not in sequence_ids)
+
     def _has_place(self, route: Route, now_s: float) -> bool:
         if route.profile is None or route.profile_decode is None:
             return False
         while self._given and self._given[0][0] < now_s - UNTOLD_S:
             self._given.popleft()
-        untold = sum(name == route.profile_decode for _, name in self._given)
+        untold = sum(name == route.profile_decode for _, name, _ in self._given)
         return route.places > untold

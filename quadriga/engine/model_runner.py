@@ -714,7 +714,8 @@ class NativeRunner:
     def depth_of(self, row: int) -> int:
         """See `ResizableRunner.depth_of`; so little that a token takes it along, a pass repays."""
         start, stop = (0, 0) if self.skipped is None else self.skipped.owed(row)
-        if self.skipped is None or stop - start <= self.spec.replay_newest:
+        newest = self._replays.newest if self._replays is not None else 0
+        if self.skipped is None or stop - start <= newest:
             return self.model.spec.depth
         return self.skipped.depth_of(row)
 

@@ -25,5 +25,7 @@ class RunningRequests:
 
     def longest(self, *, now_s: float) -> list[dict[str, Any]]:
         """Return the rows of at most `MOST_SHOWN` sequences, the longest running first."""
-        recent = (rows for at_s, rows in self._said.values() if now_s - at_s <= KEPT_S)
-        return sorted(chain(*recent), key=itemgetter("running_s"), reverse=True)[:MOST_SHOWN]
+        recent = sorted((at_s, name) for name, (at_s, _) in self._said.items())
+        rows = chain(*(self._said[name][1] for at_s, name in recent if now_s - at_s <= KEPT_S))
+        last = {row["sequence_id"]: row for row in rows}  # of one taken over from a dead ingress
+        return sorted(last.values(), key=itemgetter("running_s"), reverse=True)[:MOST_SHOWN]

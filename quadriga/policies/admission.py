@@ -187,7 +187,8 @@ def find_room(
                 f"prefill replicas have {'memory' if has_rows else 'rows'} for no more",
                 retry_after_s=min(wait_s, scheduler.max_retry_after_s),
             )
-    in_time = replace(slower, free=slower.free + limit_s * slower.per_s, is_queue=False)
+    more = limit_s * slower.per_s
+    in_time = replace(slower, free=slower.free + more, most=slower.most + more)
     return in_time if in_time.free < queues.free else queues
 
 
@@ -213,7 +214,10 @@ def check_room(
     """
     model, visitor = requests[0].model, requests[0].visitor
     for line, supplies in found.items():
-        short = min(supplies, key=lambda supply: (supply.free, supply.per_s))
+        # Of more than there could ever be in time, the rest waits for those in front.
+        most = min(len(supplies), max(supply.most for supply in supplies))
+        counted = supplies[: max(1, int(most))]
+        short = min(counted, key=lambda supply: (supply.free, supply.per_s))
         told_s = estimator.reservations(line).ask(
             visitor and f"{visitor}:{len(requests)}",  # one of them may be asked for again
             short.free,
@@ -221,7 +225,7 @@ def check_room(
             now_s=now_s,
             most_s=scheduler.max_retry_after_s,
             least_free=float(short.is_queue),
-            num_places=len(supplies),
+            num_places=len(counted),
         )
         if told_s is not None:
             why = "every queue is full; a place in one"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from quadriga.config.engine import PrefillConfig
 from quadriga.core.replica import DepthClass, ReplicaSnapshot
 from quadriga.core.routing import AdmitRequest, PlaceRequest
-from quadriga.policies.load import num_held, room
+from quadriga.policies.load import num_held, room, tokens_wanted
 from quadriga.policies.retry_reservations import RetryReservations
 from quadriga.policies.slot_reservation import ASSUMED_ANSWERS
 
@@ -155,11 +155,13 @@ class Supply:
         free: How many more sequences could have it now; negative where some wait already.
         per_s: For how many it comes free in a second; above 0.
         is_queue: It is room in a prefill queue, which must be there now.
+        most: How many could have it where nobody else had any.
     """
 
     free: float
     per_s: float
     is_queue: bool = False
+    most: float = math.inf
 
     @property
     def wait_s(self) -> float:
@@ -177,7 +179,9 @@ def queue_supply(
     """
     per_s = sum(s.prefill_tokens_per_s for s in prefills) / max(1, request.num_prompt_tokens)
     free = sum(_queue_room(snapshot, request, config) for snapshot in prefills)
-    return Supply(free, max(per_s, MIN_RATE), is_queue=True)
+    num_tokens = max(1, request.num_prompt_tokens)
+    most = max(1, min(config.max_queued_sequences, config.max_queued_tokens // num_tokens))
+    return Supply(free, max(per_s, MIN_RATE), is_queue=True, most=most * len(prefills))
 
 
 def _queue_room(snapshot: ReplicaSnapshot, request: AdmitRequest, config: PrefillConfig) -> int:
@@ -226,7 +230,11 @@ def decode_supply(
         num_more=num_free,
         expected_s=min(usual_tokens, request.max_tokens) * step_s,
     )
-    return Supply((num_free or sum(rooms)) - num_pending, max(per_s, MIN_RATE))
+    most = 0
+    for s in decodes:
+        in_memory = s.info.kv_capacity_tokens // max(1, tokens_wanted(s, asked))
+        most += max(1, min(s.info.num_slots, in_memory))
+    return Supply((num_free or sum(rooms)) - num_pending, max(per_s, MIN_RATE), most=most)
 
 
 def prefill_supply(request: AdmitRequest, first: ReplicaSnapshot, *, num_replicas: int) -> Supply:

@@ -28,6 +28,15 @@ class SequenceStatus(StrEnum):
     FINISHED = "finished"
 
 
+SHOWN = {
+    SequenceStatus.QUEUED: "waiting",
+    SequenceStatus.WAITING_FOR_PLACEMENT: "waiting",
+    SequenceStatus.TRANSFERRING: "moving",
+    SequenceStatus.AT_EXIT: "running",
+}
+"""What operators see of these; of all others their own name."""
+
+
 @dataclass(slots=True, eq=False)
 class RunningSequence:
     """A sequence that a replica holds; each replica has one table of them by sequence id.
@@ -136,9 +145,7 @@ class RunningSequence:
     @property
     def shown(self) -> dict[str, str | int]:
         """What operators see of it that its ingress does not know, or hears of later."""
-        is_queued = self.status in (SequenceStatus.QUEUED, SequenceStatus.WAITING_FOR_PLACEMENT)
-        status = "running" if self.status is SequenceStatus.AT_EXIT else self.status.value
-        return {"status": "waiting" if is_queued else status, **self.state.counts}
+        return {"status": SHOWN.get(self.status, self.status.value), **self.state.counts}
 
     @property
     def goes_on(self) -> bool:

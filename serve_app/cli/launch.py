@@ -196,7 +196,7 @@ class LocalService:
         self._check_ports()
         os.environ[LOG_FORMAT_VARIABLE] = self.config.logging.format
         prepare_environment()
-        for name, value in RAY_ON_LOOPBACK.items():
+        for name, value in (RAY_ON_LOOPBACK | {"RAY_AUTH_MODE": "token"}).items():
             os.environ.setdefault(name, value)
         if haproxy_enabled():
             from serve_app.http.haproxy import make_private

@@ -187,7 +187,7 @@ class ClusterClient:
         """Add what replicas know of these sequences; of one that is silent nothing is new."""
         asked: dict[str, list[str]] = {}
         for row in rows:
-            if row["replica"] is not None and row["status"] != "moving":
+            if row["replica"] is not None:
                 asked.setdefault(row["replica"], []).append(row["sequence_id"])
         look = partial(self._call, deadline_s=LOOK_TIMEOUT_S)
         calls = (look(name, "look_at", ids) for name, ids in asked.items())

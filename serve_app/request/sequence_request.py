@@ -151,9 +151,9 @@ class SequenceRequest:
         """Where it is now, as far as its ingress knows; see `RunningSequence.shown`."""
         if self.replica is None:
             return "waiting"
-        if self.next_owners or self.handing_over:
-            return "moving"
-        return "prefilling" if self.first_token_s is None or self.lost_s is not None else "running"
+        if self.first_token_s is None or self.lost_s is not None:
+            return "prefilling"
+        return "moving" if self.next_owners or self.handing_over else "running"
 
     def lose(self, replica: str) -> bool:
         """Remove an owner that is gone. Returns whether no other is left."""

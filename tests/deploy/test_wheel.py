@@ -97,6 +97,15 @@ def test_what_must_be_compiled_is_in_an_extra_of_its_own_below_the_version_that_
     assert "2.8.3" in versions and "2.8.3.post2" in versions and "2.8.4" not in versions
 
 
+def test_the_sdk_asks_for_the_protobuf_that_its_generated_code_needs() -> None:
+    """It refuses any that is older."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    asked = [line for line in extras["client"] if line.startswith("protobuf")]
+    code = (ROOT / "quadriga/protos/quadriga/v1/quadriga_pb2.py").read_text(encoding="utf-8")
+    _, _, made_with = code.partition("# Protobuf Python Version: ")
+    assert asked == [f"protobuf>={made_with.split()[0]}"]
+
+
 def test_the_base_package_requires_nothing_and_is_typed() -> None:
     assert PROJECT["project"]["dependencies"] == []
     assert (ROOT / "quadriga/py.typed").is_file()

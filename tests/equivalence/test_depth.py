@@ -24,6 +24,7 @@ from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError, DeadlineExceeded, KVCacheExhausted
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.depth import REPAY_TOKENS
 from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.handoff import LeaseTable
 from quadriga.scheduling.transfer.rebuild import chunk_of, num_prefill_tokens, replays_of
@@ -239,6 +240,20 @@ def test_shrunk_and_grown_again(
     assert {1, 3, LAYERS} == {k for s in todo for k in s.exit_layers[1:]}
     check(reference(family, mode, newest), todo, LAYERS)
     assert bench.loop.batch.num_depth_changes == 9 and bench.counters.involuntary_exits == 0
+
+
+@pytest.mark.parametrize("mode", ["replay", "project"])
+def test_layers_that_come_later_are_reached_a_few_tokens_behind_a_piece(
+    family: str, mode: SkippedKV
+) -> None:
+    """Two of the newest positions go with a later token where states are not filled by replay."""
+    bench = Bench(MODELS[family][1], 3, mode=mode, replay_newest=2)
+    state = make_state([3 + i for i in range(REPAY_TOKENS + 1)], max_tokens=8, ignore_eos=True)
+    state.exits = ExitParams(0.999, "strict")
+    bench.join(state)
+    bench.go(LAYERS)
+    bench.step(60)
+    assert len(state.output_ids) == 8 and state.exit_layers[-1] == LAYERS
 
 
 @pytest.mark.parametrize(("mode", "newest"), [("project", 2), ("linear", 5)])

@@ -141,12 +141,16 @@ async def test_another_ingress_goes_on_with_a_request_whose_model_was_chosen(cho
     """With the model that was chosen, and with its log-probabilities."""
     body = {"model": "quadriga-auto", "prompt": EASY, "max_tokens": 480, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True, "stream": True, "logprobs": 1}
-    body |= {"stream_options": {"include_usage": True}}
+    body |= {"stream_options": {"include_usage": True}, "exit_threshold": SURE}  # breaks nothing
     headers = {"idempotency-key": "of-two", "x-resume-index": "2"}
     first = OwnIngress(choosing)
     first.engine.start()
     async with OwnIngress(choosing, "another-ingress") as second:
-        await first.until(choosing, lambda now: is_chosen(now) and choosing.status()["is_ready"])
+        await first.until(
+            choosing,
+            lambda now: is_chosen(now) and choosing.status()["is_ready"],
+            exit_threshold=SURE,
+        )
         path = "/v1/completions"
         replicas = await asyncio.to_thread(choosing.replicas, "decode")
         with held(replicas):

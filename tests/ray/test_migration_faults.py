@@ -182,7 +182,8 @@ def test_the_source_stops_for_a_while(fragile: App, expected: list[int], point: 
     case.end(expected)
     (report,) = case.mover.reports
     allowed = {
-        "offer": {"moved", "refused"},  # Ray's look-up of the destination may fail by then
+        # Ray's look-up of the destination may fail by then, and KV come too late for it.
+        "offer": {"moved", "refused", "failed"},
         "send": {"moved", "failed"},
         "committing": {"moved", "failed"},  # a starved destination lets the lease lapse later
         "acknowledged": {"moved"},

@@ -148,7 +148,11 @@ def run(args: argparse.Namespace) -> int:
 
     args.moves = args.moves or (20 if args.quick else 60)
     ray.init(
-        num_cpus=4, object_store_memory=128 << 20, include_dashboard=False, log_to_driver=False
+        "local",
+        num_cpus=4,
+        object_store_memory=128 << 20,
+        include_dashboard=False,
+        log_to_driver=False,
     )
     try:
         outcomes = [asyncio.run(_Bench(args, pace).run()) for pace in PACES]

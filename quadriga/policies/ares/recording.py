@@ -181,7 +181,14 @@ def parse_ticks(lines: Iterable[str], source: str) -> Iterator[RecordedTick]:
             for forecast in (s.forecast for s in tick.snapshots if s.forecast is not None):
                 check_forecast(forecast)
             yield tick
-        except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as exc:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            ConfigError,
+        ) as exc:
             raise ConfigError(f"{source}, line {number}: not a recorded tick ({exc})") from exc
 
 

@@ -181,3 +181,31 @@ async def test_less_important_ones_that_wait_are_not_before_a_request(
     for i in range(40):
         service.scheduler._waiting.admitted(asked(str(i)), str(FULL), now_s=1000.0)
     assert (await service.told_s(asked("a", priority=priority)) == 0.0) is is_let_in
+
+
+async def test_a_request_of_more_than_all_places_keeps_no_more_than_those(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waits for its own sequences then; refused for ever, it would keep places for ever."""
+    service = Service(monkeypatch, **IN_TIME)
+    await service.report(Role.PREFILL)
+    await service.report(Role.DECODE, num_running=1, step_time_s=1.0, upper_tokens=10)
+    requests = [asked(str(i), visitor="large") for i in range(4 * SLOTS)]
+    told_s = await service.told_s(*requests)
+    assert told_s > 0.0
+    assert len(service.scheduler._waiting.reservations(str(FULL))) == SLOTS
+    await service.run_to(1000.0 + told_s)
+    await service.report(Role.DECODE)
+    assert await service.told_s(*requests) == 0.0
+    assert not len(service.scheduler._waiting.reservations(str(FULL)))
+
+
+async def test_a_request_that_is_sent_again_under_its_names_does_not_wait_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = Service(monkeypatch, **IN_TIME)
+    await service.report(Role.PREFILL)
+    await service.report(Role.DECODE)
+    requests = [asked(str(i)) for i in range(SLOTS)]
+    for _ in range(2):
+        await service.scheduler.admit(requests)

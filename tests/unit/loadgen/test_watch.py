@@ -109,6 +109,8 @@ def test_running_requests_are_shown_and_fit_eighty_columns() -> None:
     assert runs in lines and any("2 pauses, 3 breaches" in line for line in lines)
     narrow = shown({"at_unix_s": 1.0, "replicas": [], "requests": REQUESTS}, width=80)
     assert "…" not in narrow and max(map(len, narrow.splitlines())) <= 80
+    named = shown(view() | {"requests": [REQUESTS[0] | {"request_id": "x[/bold]"}]})
+    assert "x[/bold]" in named, "a client's name is no markup"
 
 
 def test_an_empty_cluster_is_shown_too() -> None:

@@ -19,7 +19,7 @@ from quadriga.policies.slot_reservation import (
     promised_tokens,
 )
 from quadriga.scheduling.preemption import choose_victim
-from quadriga.scheduling.sequence import RunningSequence
+from quadriga.scheduling.sequence import SHOWN, RunningSequence, SequenceStatus
 from quadriga.scheduling.slots import BLOCK_TOKENS, SlotTable
 from tests.crowded_replica import Replica
 
@@ -370,5 +370,7 @@ def test_operators_see_that_a_sequence_is_paused() -> None:
     replica.take("s", max_tokens=60)
     found = replica.loop.find("s")
     assert found is not None and found.shown["status"] == "running"
+    said = {SHOWN.get(status, status.value) for status in SequenceStatus}
+    assert said == {"waiting", "prefilling", "running", "paused", "moving", "finished"}
     assert replica.loop.preemption.pause("s")
     assert found.shown == {"status": "paused", "migrations": 0, "pauses": 1, "breaches": 0}

@@ -177,6 +177,6 @@ async def test_replicas_say_what_no_ingress_knows_of_a_request() -> None:
             return {"a": {"status": "paused", "pauses": 2}}
 
     shown = (await Cluster("app").operators_view())["requests"]
-    assert asked == [("d", ["a", "b"]), ("silent", ["c"])]
+    assert asked == [("d", ["a", "b", "m"]), ("silent", ["c"])]
     assert [r["status"] for r in shown] == ["paused", "running", "running", "moving", "running"]
     assert shown[0]["pauses"] == 2

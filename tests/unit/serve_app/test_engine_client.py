@@ -331,8 +331,9 @@ async def test_operators_see_only_so_many_requests_and_no_text(make_stand: MakeS
 
 def test_of_all_ingresses_the_requests_that_run_longest_are_shown() -> None:
     requests = RunningRequests()
-    requests.push("one", [{"running_s": 100.0 - k} for k in range(MOST_SHOWN)], now_s=0.0)
-    requests.push("two", [{"running_s": 98.5}, {"running_s": 1.0}], now_s=1.0)
+    rows = [{"running_s": 100.0 - k, "sequence_id": f"{k}"} for k in range(MOST_SHOWN)]
+    requests.push("two", [{"running_s": 98.5, "sequence_id": "a"}, rows[2]], now_s=1.0)
+    requests.push("one", rows, now_s=0.0)
     shown = [r["running_s"] for r in requests.longest(now_s=2.0)]
     assert shown[:4] == [100.0, 99.0, 98.5, 98.0] and len(shown) == MOST_SHOWN
     assert len(requests.longest(now_s=KEPT_S + 0.5)) == 2, "one ingress is gone"
