@@ -1,4 +1,4 @@
-"""TCP ports for services that are told theirs."""
+"""TCP ports for services that are told theirs, and who reaches those that Ray opens."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Replica:
             wanted = output_of(state.prompt_ids, state.sampling.max_tokens)
             assert state.output_ids == wanted, state.sequence_id
         assert self.loop.slots.owners == []
-        assert self.loop.paused_tokens == 0
+        assert self.loop.suspended == []
 
     @property
     def paused(self) -> set[str]:

@@ -39,7 +39,7 @@ class MetricsPage:
         self._writing = asyncio.Lock()
         self._waiting: asyncio.Task[None] | None = None  # to write, behind another that does
         self._is_over = False
-        malloc.share_arenas()
+        malloc.share_arenas()  # threads take turns at the dumps
 
     def push(self, source: str, families: bytes) -> None:
         """Take a process's metrics, as `metrics.Registry.snapshot` packs them."""

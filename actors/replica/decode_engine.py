@@ -236,10 +236,10 @@ class DecodeEngine:
         self._replica.publish_load(self._load())
 
     def _load(self) -> ReplicaLoad:
-        loop, num_suspended = self.loop, len(self.loop.suspended)
+        loop, suspended = self.loop, self.loop.suspended
         return ReplicaLoad(
             num_running=loop.num_running,
-            num_waiting=loop.num_reserved + num_suspended,
+            num_waiting=loop.num_reserved + len(suspended),
             used_tokens=loop.used_tokens,
             prompt_tokens=loop.prompt_tokens,
             generated_tokens=loop.generated_tokens,
@@ -251,7 +251,7 @@ class DecodeEngine:
             num_at_exits=tuple(loop.num_waiting_at_exits),
             exit_uses=self._exit_uses,
             num_paused=loop.num_paused,
-            paused_bytes=loop.paused_tokens * self._bytes_per_token,
+            paused_bytes=sum(s.num_tokens for s in suspended) * self._bytes_per_token,
             num_pauses=loop.preemption.num_pauses,
             num_resumes=loop.preemption.num_resumes,
             least_priority=loop.preemption.least_priority,

@@ -171,7 +171,7 @@ def find_room(
         decodes,
         estimator,
         num_pending=min(num_asking, estimator.num_pending(line, request.priority)),
-        model=line,
+        line=line,
         now_s=now_s,
     )
     needs_place = request.decodes_at(first.info.role)
@@ -214,12 +214,14 @@ def check_room(
     """
     model, visitor = requests[0].model, requests[0].visitor
     for line, supplies in found.items():
-        # Of more than there could ever be in time, the rest waits for those in front.
-        most = min(len(supplies), max(supply.most for supply in supplies))
-        counted = supplies[: max(1, int(most))]
+        # Of more than there could ever be in time, the rest waits for those in front, in queues;
+        # for more than these could ever hold nothing is kept.
+        most = max(1.0, max(supply.most for supply in supplies))
+        counted = [s for i, s in enumerate(supplies, 1) if s.is_queue or i <= most]
         short = min(counted, key=lambda supply: (supply.free, supply.per_s))
+        may_return = visitor and not (short.is_queue and len(supplies) > most)
         told_s = estimator.reservations(line).ask(
-            visitor and f"{visitor}:{len(requests)}",  # one of them may be asked for again
+            f"{visitor}:{len(requests)}" if may_return else "",  # one of them may be asked again
             short.free,
             short.per_s,
             now_s=now_s,

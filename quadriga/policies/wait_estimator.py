@@ -26,8 +26,8 @@ LATE_S = 60.0
 
 
 @dataclass(slots=True)
-class _QueueModel:
-    """What is known of the sequences of one model.
+class _Line:
+    """What is known of the sequences of one line; see `line_of`.
 
     Attributes:
         pending: Let in, and without room at a decode replica so far: priorities and deadlines.
@@ -63,20 +63,20 @@ class WaitEstimator:
     What a predecessor of the scheduler admitted is not in it and does not count.
     """
 
-    _models: dict[str, _QueueModel] = field(default_factory=dict)
+    _lines: dict[str, _Line] = field(default_factory=dict)
 
-    def admitted(self, request: AdmitRequest, model: str, *, now_s: float) -> None:
+    def admitted(self, request: AdmitRequest, line: str, *, now_s: float) -> None:
         """A sequence was let in."""
         self.lost([request.sequence_id], now_s=now_s)
         noted = request.priority, request.deadline_unix_s
-        self._at(model, now_s).pending[request.sequence_id] = noted
+        self._at(line, now_s).pending[request.sequence_id] = noted
 
     def placed(self, sequence_id: str, *, now_s: float) -> None:
         """It has room at a decode replica; harmless twice."""
-        for model in self._models.values():
-            if sequence_id in model.pending:
-                model.pass_time(now_s)
-                model.running[sequence_id] = model.pending.pop(sequence_id)
+        for line in self._lines.values():
+            if sequence_id in line.pending:
+                line.pass_time(now_s)
+                line.running[sequence_id] = line.pending.pop(sequence_id)
 
     def ended(self, sequence_ids: Sequence[str], *, now_s: float) -> None:
         """They are over, however they ended; unknown ones are no error."""
@@ -88,31 +88,31 @@ class WaitEstimator:
 
     def _remove(self, sequence_ids: Sequence[str], now_s: float, num_endings: float) -> None:
         for sequence_id in sequence_ids:
-            for model in self._models.values():
-                model.pending.pop(sequence_id, None)
-                if sequence_id in model.running:
-                    model.pass_time(now_s)
-                    del model.running[sequence_id]
-                    model.ended += num_endings
+            for line in self._lines.values():
+                line.pending.pop(sequence_id, None)
+                if sequence_id in line.running:
+                    line.pass_time(now_s)
+                    del line.running[sequence_id]
+                    line.ended += num_endings
 
     def forget_late(self, *, now_s: float, now_unix_s: float) -> None:
         """Drop those whose end was not reported, because their ingress died."""
         late = [
             sequence_id
-            for model in self._models.values()
-            for sequence_id, (_, deadline_unix_s) in (model.pending | model.running).items()
+            for line in self._lines.values()
+            for sequence_id, (_, deadline_unix_s) in (line.pending | line.running).items()
             if deadline_unix_s + LATE_S < now_unix_s
         ]
         self.lost(late, now_s=now_s)
 
-    def num_pending(self, model: str, priority: float = math.inf) -> int:
+    def num_pending(self, line: str, priority: float = math.inf) -> int:
         """Let in, without room at a decode replica so far, and not less important than that."""
-        pending = self._models[model].pending.values() if model in self._models else ()
+        pending = self._lines[line].pending.values() if line in self._lines else ()
         return sum(of <= priority for of, _ in pending)
 
     def ends_per_s(
         self,
-        model: str,
+        line: str,
         num_running: int,
         *,
         now_s: float,
@@ -131,18 +131,18 @@ class WaitEstimator:
             num_more: That will run as soon as they may.
             expected_s: How long one usually runs; 0 where nothing is known of it.
         """
-        at = self._at(model, now_s)
+        at = self._at(line, now_s)
         at.reported = num_running
         assumed = max(1.0, ASSUMED_ANSWERS - at.ended) if expected_s else 1.0
         hazard = (at.ended + assumed) / max(at.ran_s + assumed * expected_s, 1e-3)
         return (num_running + num_more) * hazard
 
-    def reservations(self, model: str) -> RetryReservations:
+    def reservations(self, line: str) -> RetryReservations:
         """The reservations of refused callers."""
-        return self._models.setdefault(model, _QueueModel()).reservations
+        return self._lines.setdefault(line, _Line()).reservations
 
-    def _at(self, model: str, now_s: float) -> _QueueModel:
-        at = self._models.setdefault(model, _QueueModel(seen_s=now_s))
+    def _at(self, line: str, now_s: float) -> _Line:
+        at = self._lines.setdefault(line, _Line(seen_s=now_s))
         at.pass_time(now_s)
         return at
 
@@ -198,7 +198,7 @@ def decode_supply(
     estimator: WaitEstimator,
     *,
     num_pending: int,
-    model: str,
+    line: str,
     now_s: float,
 ) -> Supply:
     """Places at decode replicas for sequences like the request.
@@ -214,7 +214,7 @@ def decode_supply(
     num_tokens = request.num_prompt_tokens
     asked = PlaceRequest(
         request.sequence_id,
-        DepthClass(model, 0),
+        DepthClass(line, 0),
         num_tokens,
         num_tokens + request.max_tokens,
         priority=request.priority,
@@ -224,7 +224,7 @@ def decode_supply(
     usual_tokens = max((s.upper_tokens for s in decodes), default=0) or request.max_tokens
     step_s = max((s.step_time_s for s in decodes), default=0.0)
     per_s = estimator.ends_per_s(
-        model,
+        line,
         sum(num_held(s) for s in decodes),
         now_s=now_s,
         num_more=num_free,

@@ -547,11 +547,6 @@ class DecodeLoop:
         return [s for s in self.batch.sequences.values() if s.row == NO_ROW]
 
     @property
-    def paused_tokens(self) -> int:
-        """Tokens whose KV is in host memory."""
-        return sum(s.num_tokens for s in self.suspended)
-
-    @property
     def num_running(self) -> int:
         return self.batch.num_decoding
 

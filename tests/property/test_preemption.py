@@ -88,4 +88,4 @@ def test_everybody_ends_with_their_own_words(
         assert state.output_ids == output_of(state.prompt_ids, length)
         assert length == arrival.max_tokens or state.sequence_id in cancelled
     assert loop.slots.owners == []
-    assert loop.slots.reserved_tokens == loop.paused_tokens == 0
+    assert loop.slots.reserved_tokens == 0 and loop.suspended == []

@@ -13,7 +13,9 @@ import pytest
 import actors.scheduler.scheduler
 from actors.scheduler.scheduler import Scheduler
 from quadriga.clock import ManualClock
+from quadriga.control.model_routing import Route
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import AdmitRequest
 from quadriga.errors import Overloaded
 from tests.unit.actors.test_scheduler import FULL, SMALL, plain
@@ -204,8 +206,51 @@ async def test_a_request_that_is_sent_again_under_its_names_does_not_wait_for_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     service = Service(monkeypatch, **IN_TIME)
+    monkeypatch.setattr(service, "place", lambda: None)
+    await service.report(Role.PREFILL)
+    await service.report(Role.DECODE, step_time_s=1.0, upper_tokens=10)
+    requests = [asked(str(i)) for i in range(SLOTS)]
+    assert [await service.told_s(*requests) for _ in range(2)] == [0.0, 0.0]
+
+
+async def test_for_more_than_all_queues_hold_nothing_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Let in, the last ones would be refused by the replica, once others were computed."""
+    service = Service(monkeypatch, **IN_TIME | {"prefill.max_queued_sequences": 8})
     await service.report(Role.PREFILL)
     await service.report(Role.DECODE)
-    requests = [asked(str(i)) for i in range(SLOTS)]
-    for _ in range(2):
-        await service.scheduler.admit(requests)
+    requests = [asked(str(i), visitor="large") for i in range(12)]
+    assert await service.told_s(*requests) > 0.0
+    assert not len(service.scheduler._waiting.reservations(str(FULL)))
+    assert await service.told_s(*requests[:8]) == 0.0
+
+
+async def test_those_that_end_with_their_first_token_ask_for_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for num_ending, is_let_in in ((0, False), (20, True)):
+        service = Service(monkeypatch, **IN_TIME)
+        await service.report(Role.PREFILL, num_running=20, ending=(num_ending, 200))
+        await service.report(Role.DECODE, step_time_s=1.0, upper_tokens=10)
+        for i in range(20):
+            service.scheduler._waiting.admitted(asked(str(i)), str(FULL), now_s=1000.0)
+        assert (await service.told_s(asked("one")) == 0.0) is is_let_in
+
+
+async def test_places_in_a_profile_are_given_back_where_the_request_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = Service(monkeypatch, **IN_TIME | {"helios.enabled": True})
+    await service.report(Role.PREFILL)
+    await service.report(Role.DECODE, num_running=SLOTS, step_time_s=1.0, upper_tokens=50)
+    await service.report(Role.PREFILL, SMALL)
+    await service.report(Role.DECODE, SMALL)
+    scouts = frozenset({f"{Role.PREFILL}{SMALL.depth}", f"{Role.DECODE}{SMALL.depth}"})
+    profile = f"{Role.DECODE}{SMALL.depth}"
+    route = Route((FULL,), scouts=scouts, profile=SMALL, profile_decode=profile, places=3)
+    await service.scheduler.set_route(route)
+    four = [asked(str(i), model=AUTO_MODEL) for i in range(4)]
+    assert await service.told_s(*four) > 0.0
+    (admission,) = await service.scheduler.admit([asked("one", model=AUTO_MODEL)])
+    assert admission.profile == profile

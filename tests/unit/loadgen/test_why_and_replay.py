@@ -14,6 +14,7 @@ from rich.console import Console
 from loadgen.__main__ import main
 from loadgen.why import explained
 from quadriga.core.migration import MigrationCause, MigrationReport
+from quadriga.errors import ConfigError
 from quadriga.policies.ares.depth_pools import DepthPools
 from quadriga.policies.ares.explanation import explain
 from quadriga.policies.ares.forecast import NUM_COLUMNS, REMAINING, TOKENS
@@ -195,3 +196,8 @@ def _rows(tick: RecordedTick) -> list[tuple[str, float, float]]:
                 for name, row in zip(snapshot.forecast.sequence_ids, rows, strict=True)
             ]
     return found
+
+
+def test_what_is_nested_without_end_is_no_tick() -> None:
+    with pytest.raises(ConfigError, match="line 1: not a recorded tick"):
+        next(parse_ticks(['{"version": ' + "[" * 200_000], "kept"))

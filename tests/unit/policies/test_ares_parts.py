@@ -24,6 +24,7 @@ from quadriga.policies.ares.forecast import (
     StepCosts,
     load_rows,
     memory_rows,
+    promised_to,
     tokens_ahead,
     with_promised,
 )
@@ -142,7 +143,12 @@ def test_newcomers_are_taken_to_run_as_many_layers_as_those_there() -> None:
     np.testing.assert_allclose(
         np.frombuffer(both.context, "<f4"), 2 * np.frombuffer(snap.forecast.context, "<f4")
     )
-    known = [Promised(str(n), 500, sure(300.0), share) for n, share in enumerate((0.5, np.inf))]
+    half = snap.info.depth_class.depth / 2
+    known = [
+        promised_to(snap, replace(request(500, sure(300.0)), expected_layers=layers), sure(300.0))
+        for layers in (half, np.inf)
+    ]
+    known = [replace(sent, sequence_id=str(n)) for n, sent in enumerate(known)]
     all_of_them = with_promised(snap.forecast, known, 0.02)
     rows = np.frombuffer(all_of_them.rows, dtype="<f4").reshape(-1, NUM_COLUMNS)
     assert rows[:, SHARE].tolist() == [0.25, 0.5, 1.0], "but those of which it is known"

@@ -218,7 +218,7 @@ def test_the_rate_is_that_of_all_places_also_where_some_are_kept() -> None:
     book = experienced_book()
     for num_running in (SLOTS // 2, SLOTS):
         decode = snapshot(Role.DECODE, num_running=num_running)
-        supply = decode_supply(request(), [decode], book, num_pending=0, model="m", now_s=40.0)
+        supply = decode_supply(request(), [decode], book, num_pending=0, line="m", now_s=40.0)
         assert supply.free == SLOTS - num_running
         assert supply.per_s == pytest.approx(SLOTS, rel=0.1)
 
@@ -245,7 +245,7 @@ def test_with_nothing_seen_a_request_lasts_as_long_as_usual_or_as_it_may(usual_t
     decode = snapshot(Role.DECODE, num_running=SLOTS, upper_tokens=usual_tokens)
     decode.step_time_s = 0.02
     asked = request(max_tokens=200)
-    supply = decode_supply(asked, [decode], WaitEstimator(), num_pending=0, model="m", now_s=0.0)
+    supply = decode_supply(asked, [decode], WaitEstimator(), num_pending=0, line="m", now_s=0.0)
     assert supply.per_s == pytest.approx(SLOTS / (2.0 if usual_tokens == 100 else 4.0))
 
 
@@ -253,7 +253,7 @@ def test_whoever_is_on_the_way_to_a_place_ends_too() -> None:
     decode = snapshot(Role.DECODE, upper_tokens=100)
     decode.step_time_s = 0.02
     asked = request(max_tokens=100)
-    supply = decode_supply(asked, [decode], WaitEstimator(), num_pending=20, model="m", now_s=0.0)
+    supply = decode_supply(asked, [decode], WaitEstimator(), num_pending=20, line="m", now_s=0.0)
     assert supply.free == SLOTS - 20
     assert supply.per_s == pytest.approx(SLOTS / 2.0)
 
@@ -338,7 +338,7 @@ def test_room_is_slots_and_memory() -> None:
         book.ended([str(i - SLOTS)], now_s=0.5 * i)
 
     def wait(asked: AdmitRequest, *decodes: ReplicaSnapshot, pending: int = 0) -> float:
-        supply = decode_supply(asked, decodes, book, num_pending=pending, model="m", now_s=50.0)
+        supply = decode_supply(asked, decodes, book, num_pending=pending, line="m", now_s=50.0)
         return supply.wait_s
 
     empty = snapshot(Role.DECODE)
@@ -360,7 +360,7 @@ def test_admission_sees_room_where_placement_does(reserved_tokens: int, free: in
     def free_for(priority: int, *decodes: ReplicaSnapshot) -> float:
         asked = request(priority=priority)
         assert has_room(decode, PlaceRequest("s", CLASS, 10, 20, priority=priority)) is (free > 0)
-        return decode_supply(asked, decodes, book, num_pending=0, model="m", now_s=0.0).free
+        return decode_supply(asked, decodes, book, num_pending=0, line="m", now_s=0.0).free
 
     assert free_for(5, decode) == free
     decode.num_paused, decode.least_priority, free = 3, 5, -3

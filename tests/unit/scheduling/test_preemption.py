@@ -374,3 +374,6 @@ def test_operators_see_that_a_sequence_is_paused() -> None:
     assert said == {"waiting", "prefilling", "running", "paused", "moving", "finished"}
     assert replica.loop.preemption.pause("s")
     assert found.shown == {"status": "paused", "migrations": 0, "pauses": 1, "breaches": 0}
+    replica.loop.batch.num_paused -= 1
+    replica.loop.batch.change(found, SequenceStatus.MOVING)
+    assert replica.loop.suspended == [found]

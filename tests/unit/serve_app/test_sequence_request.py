@@ -374,3 +374,17 @@ def test_seconds_to_go_follow_the_prediction_and_the_pace(sequence: SequenceRequ
     assert sequence.eta.token_s == 0.5
     sequence.accept("p", tokens(3, 43, finish=FinishReason.LENGTH))
     assert sequence.eta is None
+
+
+def test_a_place_that_is_kept_before_the_prompt_is_done_is_no_move(
+    sequence: SequenceRequest,
+) -> None:
+    assert sequence.status == "prefilling"
+    sequence.next_owners["d"] = 1
+    assert sequence.status == "prefilling"
+    sequence.first_token_s = 1.0
+    assert sequence.status == "moving"
+    sequence.next_owners.clear()
+    assert sequence.status == "running"
+    sequence.replica = None
+    assert sequence.status == "waiting"
