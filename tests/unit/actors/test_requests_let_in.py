@@ -218,7 +218,7 @@ async def test_for_more_than_all_queues_hold_nothing_is_kept(
 ) -> None:
     """Let in, the last ones would be refused by the replica, once others were computed."""
     service = Service(monkeypatch, **IN_TIME | {"prefill.max_queued_sequences": 8})
-    await service.report(Role.PREFILL)
+    await service.report(Role.PREFILL, tokens_per_s=1000.0)
     await service.report(Role.DECODE)
     requests = [asked(str(i), visitor="large") for i in range(12)]
     assert await service.told_s(*requests) > 0.0
