@@ -26,7 +26,7 @@ LATE_S = 60.0
 
 
 @dataclass(slots=True)
-class _Line:
+class _QueueLine:
     """What is known of the sequences of one line; see `line_of`.
 
     Attributes:
@@ -63,7 +63,7 @@ class WaitEstimator:
     What a predecessor of the scheduler admitted is not in it and does not count.
     """
 
-    _lines: dict[str, _Line] = field(default_factory=dict)
+    _lines: dict[str, _QueueLine] = field(default_factory=dict)
 
     def admitted(self, request: AdmitRequest, line: str, *, now_s: float) -> None:
         """A sequence was let in."""
@@ -139,10 +139,10 @@ class WaitEstimator:
 
     def reservations(self, line: str) -> RetryReservations:
         """The reservations of refused callers."""
-        return self._lines.setdefault(line, _Line()).reservations
+        return self._lines.setdefault(line, _QueueLine()).reservations
 
-    def _at(self, line: str, now_s: float) -> _Line:
-        at = self._lines.setdefault(line, _Line(seen_s=now_s))
+    def _at(self, line: str, now_s: float) -> _QueueLine:
+        at = self._lines.setdefault(line, _QueueLine(seen_s=now_s))
         at.pass_time(now_s)
         return at
 

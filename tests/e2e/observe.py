@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import httpx
 
 from quadriga.observability.metrics import parse_exposition
+from tests.ray.apps import wait_until
+from tests.reliability.cluster.baseline import HELD
 
 GIVE_UP_S = 30.0
-HELD = (
-    "quadriga_running_sequences",
-    "quadriga_waiting_sequences",
-    "quadriga_kv_reserved_tokens",
-    "quadriga_kv_used_tokens",
-    "quadriga_ingress_open_requests",
-)
 
 
 def series(http: httpx.Client) -> dict[str, float]:
@@ -32,15 +25,11 @@ def total(values: dict[str, float], *names: str) -> float:
 
 def wait_until_free(http: httpx.Client, *, within_s: float = 10.0) -> None:
     """Return once nothing is held anywhere. Raises: AssertionError after `within_s`."""
-    give_up_s = time.monotonic() + within_s
-    while True:
-        values = series(http)
-        if total(values, *HELD) == 0:
-            return
-        if time.monotonic() > give_up_s:
-            left = {k: v for k, v in values.items() if v and k.split("{")[0] in HELD}
-            raise AssertionError(f"still held after {within_s} s: {left}")
-        time.sleep(0.1)
+
+    def held() -> dict[str, float]:
+        return {k: v for k, v in series(http).items() if v and k.split("{")[0] in HELD}
+
+    wait_until(lambda: not held(), within_s, held)
 
 
 def wait_until_told(http: httpx.Client) -> None:
@@ -52,10 +41,9 @@ def wait_until_told(http: httpx.Client) -> None:
         labels = [key.removeprefix("quadriga_ingress_open_requests") for key in alive]
         return {label: values[f"quadriga_metrics_pushes_total{label}"] for label in labels}
 
-    give_up_s = time.monotonic() + GIVE_UP_S
-    first = last = pushes()
-    # Twice, as the next one may have been on its way already.
-    while any(value < first.get(key, 0.0) + 2 for key, value in last.items()):
-        assert time.monotonic() < give_up_s, f"not pushed: {first}, {last}"
-        time.sleep(0.1)
-        last = pushes()
+    first = pushes()
+
+    def has_each_pushed() -> bool:  # twice, as the next one may have been on its way already
+        return all(value >= first.get(key, 0.0) + 2 for key, value in pushes().items())
+
+    wait_until(has_each_pushed, GIVE_UP_S, pushes)

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import psutil
 
 from quadriga.client import Client, RetryPolicy
 from quadriga.ports import RAY_ON_LOOPBACK, free_port
@@ -24,8 +25,7 @@ LOOK_INTERVAL_S = 0.1
 READY = "Ctrl-C stops everything"
 PROC = Path("/proc")
 RAYS_OWN = ("gcs_server", "raylet")
-LOOPBACK_IN_HEX = {"0100007F", "0000000000000000FFFF00000100007F"}
-"""127.0.0.1 as /proc has it, and the same in IPv6."""
+LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1"}
 
 
 class ServeCommand:
@@ -89,7 +89,8 @@ class ServeCommand:
         self._processes = {pid: _start_time(pid) for pid in _tree(self._process.pid)}
         rays = [pid for pid in self._processes if _name(pid) in RAYS_OWN]
         assert rays
-        assert set().union(*map(_listening, rays)) <= LOOPBACK_IN_HEX  # Ray asks for no TLS
+        ports = [c for pid in rays for c in psutil.Process(pid).net_connections("tcp")]
+        assert {c.laddr.ip for c in ports if c.status == "LISTEN"} <= LOOPBACK
 
     def signal(self, number: int, *, name: str = "") -> None:
         """To the command, or to those of its processes that have this name."""
@@ -170,18 +171,6 @@ def _tree(pid: int) -> set[int]:
         found.add(unseen[-1])
         unseen += children.get(unseen.pop(), [])
     return found
-
-
-def _listening(pid: int) -> set[str]:
-    """Addresses at which a process takes connections, as /proc has them."""
-    files = (file.readlink().name for file in (PROC / str(pid) / "fd").iterdir())
-    sockets = {name.removeprefix("socket:[").rstrip("]") for name in files}
-    lines = [
-        line.split()
-        for table in ("tcp", "tcp6")
-        for line in (PROC / str(pid) / "net" / table).read_text(encoding="ascii").splitlines()[1:]
-    ]
-    return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[9] in sockets}
 
 
 def _start_time(pid: int) -> str:

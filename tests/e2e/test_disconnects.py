@@ -24,6 +24,7 @@ from tests.e2e.observe import (
     wait_until_free,
     wait_until_told,
 )
+from tests.ray.apps import wait_until
 
 PROMPT = "count from 1 to 9:"
 NUM_CHOICES, MAX_TOKENS = 16, 1900
@@ -40,12 +41,6 @@ MAX_ATTEMPTS = 4  # the SDK waits 2 s for an ingress that stands still
 def nothing_held(http: httpx.Client) -> None:
     wait_until_told(http)
     wait_until_free(http, within_s=FREED_WITHIN_S)
-
-
-def wait_until_held(http: httpx.Client) -> None:
-    give_up_s = time.monotonic() + GIVE_UP_S
-    while total(series(http), *HELD) == 0:
-        assert time.monotonic() < give_up_s
 
 
 def cancelled(http: httpx.Client) -> float:
@@ -94,7 +89,7 @@ def test_in_mid_stream(http: httpx.Client) -> None:
 async def test_before_the_whole_answer(http: httpx.Client, ahttp: httpx.AsyncClient) -> None:
     before = counts(http)
     whole = asyncio.create_task(ahttp.post("/v1/completions", json=LONG))
-    await asyncio.to_thread(wait_until_held, http)
+    await asyncio.to_thread(wait_until, lambda: total(series(http), *HELD) > 0, GIVE_UP_S)
     whole.cancel()
     with pytest.raises(asyncio.CancelledError):
         await whole
@@ -111,7 +106,7 @@ async def test_in_the_prefill_queue(service: Service, http: httpx.Client) -> Non
             asyncio.create_task(client.post("/v1/completions", json=body))
             for _ in range(num_requests)
         ]
-        await asyncio.to_thread(wait_until_held, http)
+        await asyncio.to_thread(wait_until, lambda: total(series(http), *HELD) > 0, GIVE_UP_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -141,7 +136,7 @@ async def test_the_async_sdk_is_cancelled(async_sdk: AsyncClient, http: httpx.Cl
     for _ in range(MAX_ATTEMPTS):
         before = counts(http)
         whole = asyncio.create_task(async_sdk.generate(PROMPT, **MANY))
-        await asyncio.to_thread(wait_until_held, http)
+        await asyncio.to_thread(wait_until, lambda: total(series(http), *HELD) > 0, GIVE_UP_S)
         left_s = time.monotonic()
         whole.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -10,6 +10,7 @@ import httpx
 
 from quadriga.client import Client
 from tests.e2e.observe import series, total
+from tests.ray.apps import wait_until
 
 SETTLE_S = 60.0
 QUIET_S = 3.0
@@ -57,9 +58,7 @@ def test_the_prompt_of_several_choices_is_computed_once(http: httpx.Client) -> N
     many = complete(http, cache_salt="n at once", temperature=1, seed=3, n=num_choices)
     assert len(many["choices"]) == num_choices
     wanted = before + (num_choices - 1) * 192
-    ends_s = time.monotonic() + SETTLE_S
-    while hits() < wanted and time.monotonic() < ends_s:
-        time.sleep(0.2)
+    wait_until(lambda: hits() >= wanted, SETTLE_S, hits)
     assert settled(hits) == wanted, "no more either: nothing else asks here"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.e2e.conftest import ADAPTER, Service
 from tests.e2e.observe import series, total, wait_until_free
 from tests.e2e.roles import DECODE
 from tests.random_drafter import draft_at_random
+from tests.ray.apps import wait_until
 
 NAMESPACE = "quadriga"
 MAX_DEATHS = 4
@@ -119,7 +119,5 @@ def test_streams_of_every_kind_survive_all_decode_replicas(
         if not never_rebuilt:
             break
     assert not never_rebuilt
-    give_up_s = time.monotonic() + TOLD_WITHIN_S
-    while total(series(http), "quadriga_recoveries_total") < 1:
-        assert time.monotonic() < give_up_s
+    wait_until(lambda: total(series(http), "quadriga_recoveries_total") >= 1, TOLD_WITHIN_S)
     wait_until_free(http, within_s=30.0)

@@ -28,7 +28,7 @@ from serve_app.http.server import HttpServer
 from serve_app.openai.models import ModelDirectory
 from serve_app.request.cluster_client import ClusterClient
 from serve_app.request.engine_client import EngineClient
-from tests.ray.apps import App
+from tests.ray.apps import App, wait_until
 from tests.ray.ingress import call
 
 TIME_LIMIT_S = 150.0
@@ -151,10 +151,7 @@ def is_another(app: App, old: int) -> bool:
 
 def until_another(app: App, old: int, timeout_s: float = 30.0) -> None:
     """Wait until a new process answers."""
-    give_up_s = time.monotonic() + timeout_s
-    while not is_another(app, old):
-        assert time.monotonic() < give_up_s, "no controller"
-        time.sleep(0.1)
+    wait_until(lambda: is_another(app, old), timeout_s)
 
 
 def _controller_pid(app: App) -> int | None:

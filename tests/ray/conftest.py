@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.ray.apps import App, app_fixture
@@ -11,6 +13,11 @@ main_app = app_fixture(
     "main", scope="session", **{"transport.deadline_s": 4.0, "lifecycle.orphan_timeout_s": 300.0}
 )
 """One prefill and two decode replicas; tests that harm it wait until it is whole again."""
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recording") / "ticks.jsonl"
 
 
 @pytest.fixture

@@ -31,11 +31,6 @@ them ends before the last one is placed."""
 
 
 @pytest.fixture(scope="module")
-def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("recording") / "ticks.jsonl"
-
-
-@pytest.fixture(scope="module")
 def uneven(ray_cluster: None, recording: Path) -> Iterator[App]:
     """Two equal decode replicas; on this machine, one steps much faster than the other."""
     app = App.start(

@@ -27,11 +27,6 @@ NUM_OUTPUT = 1_200
 
 
 @pytest.fixture(scope="module")
-def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("recording") / "ticks.jsonl"
-
-
-@pytest.fixture(scope="module")
 def growing(ray_cluster: None, recording: Path) -> Iterator[App]:
     """One decode replica at first; its steps grow with the tokens it holds."""
     app = App.start(

@@ -14,8 +14,6 @@ from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from actors.kv_transfer.handoff_sender import HandoffSender
 from actors.kv_transfer.migration import Migrations
 from actors.replica.decode import DecodeReplica
@@ -37,6 +35,7 @@ from tests.ray.ingress import Stream
 from tests.simulation.choices import Choices
 from tests.simulation.handoff import CONFIG, RowsEngine
 from tests.simulation.network import WIRE_S, Network
+from tests.simulation.tensor_runner import TensorRunner
 from tests.simulation.virtual_time import VirtualClock, run_virtually
 
 CLASS = DepthClass("fake", FakeRunner.num_layers)
@@ -48,19 +47,6 @@ NAMES = ("a", "b")
 SETTLED_S = 45.0
 NUM_MOVES = 2
 """There, and back."""
-
-
-class TensorRunner(FakeRunner):
-    """KV is a tensor that holds the tokens it stands for: [num_layers, 2, 1, num_tokens, 1]."""
-
-    def read_kv(  # type: ignore[override]
-        self, row: int, first_layer: int, num_layers: int, start: int, stop: int
-    ) -> torch.Tensor:
-        tokens = torch.tensor(self.kv[row][start:stop], dtype=torch.float32)
-        return tokens[None, None, None, :, None].repeat(num_layers, 2, 1, 1, 1)
-
-    def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:
-        super().write_kv(row, first_layer, start, [int(t) for t in kv[0, 0, 0, :, 0]])
 
 
 class Decode(DecodeReplica):

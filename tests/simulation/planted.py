@@ -42,7 +42,8 @@ from serve_app.request.request_manager import RequestManager
 from serve_app.request.sequence_request import SequenceRequest
 
 
-async def _settles_blindly(self: OutgoingTransfer) -> LeaseState:
+async def settles_blindly(self: OutgoingTransfer) -> LeaseState:
+    """A destination that does not answer is thought to have nothing."""
     try:
         return await self.settle()
     except QuadrigaError:
@@ -162,7 +163,7 @@ def _first_cursor(message: Any, request: Any) -> list[int]:
 
 
 PLANTED: dict[str, tuple[tuple[Any, str, Any], ...]] = {
-    "silence is taken for an abort": ((OutgoingTransfer, "abort", _settles_blindly),),
+    "silence is taken for an abort": ((OutgoingTransfer, "abort", settles_blindly),),
     "an abort keeps the row": ((HandoffReceiver, "abort", _aborts_without_freeing),),
     "leases never lapse": ((LeaseTable, "lapse", lambda self, *, now_s: []),),
     "a cancellation is told once": ((rpc_batcher, "TELL_TRIES", 1),),

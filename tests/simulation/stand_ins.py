@@ -47,20 +47,17 @@ from quadriga.scheduling.calibration import assumed_shape
 from quadriga.scheduling.forecasts import StepShape
 from quadriga.scheduling.transfer import kv_feed
 from serve_app.request import cluster_client, engine_client
-from tests.fake_runner import FakeRunner
 from tests.simulation.plans import answer_token
 from tests.simulation.processes import CURRENT, PerProcess, Process, ProcessEnded, Wires
 from tests.simulation.ray_in_virtual_time import VirtualRay
+from tests.simulation.tensor_runner import TensorRunner
 from tests.simulation.virtual_time import UNIX_EPOCH_S, in_line
 
 LOAD_S = (0.1, 1.0)
 
 
-class TensorRunner(FakeRunner):
-    """KV is a tensor that holds the tokens it stands for: [num_layers, 2, 1, num_tokens, 1].
-
-    A row that is given other KV than that of its sequence fails at its next step.
-    """
+class EngineRunner(TensorRunner):
+    """A row that is given other KV than that of its sequence fails at its next step."""
 
     numerics = "none"
 
@@ -70,19 +67,10 @@ class TensorRunner(FakeRunner):
         self.num_layers = spec.depth
         self.num_tokens = 0
 
-    def read_kv(  # type: ignore[override]
-        self, row: int, first_layer: int, num_layers: int, start: int, stop: int
-    ) -> torch.Tensor:
-        tokens = torch.tensor(self.kv[row][start:stop], dtype=torch.float32)
-        return tokens[None, None, None, :, None].repeat(num_layers, 2, 1, 1, 1)
-
     def sample(self, row: int, known: Sequence[int]) -> SampledToken:
         sampling = self.attached[row].sampling
         seed = sampling.seed if sampling.temperature else None
         return SampledToken(answer_token(known, seed), self.num_layers)
-
-    def write_kv(self, row: int, first_layer: int, start: int, kv: Any) -> None:
-        super().write_kv(row, first_layer, start, list(map(int, kv[0, 0, 0, :, 0].tolist())))
 
 
 class Inbox:
@@ -372,7 +360,7 @@ def in_virtual_time(
     put(replica, "EngineThread", VirtualEngineThread)
     put(transport_hub, "TransportHub", VirtualTransport)
     for module in (prefill, decode):
-        put(module, "load_runner", TensorRunner)
+        put(module, "load_runner", EngineRunner)
         put(module, "load_lengths", _nothing)
     put(forecasting, "measure_shape", lambda runner, *_, **__: _shape(runner))
     put(kv_feed, "MIN_PART_BYTES", 4096)
@@ -410,7 +398,7 @@ def _noted(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _shape(runner: TensorRunner) -> StepShape:
+def _shape(runner: EngineRunner) -> StepShape:
     return assumed_shape(runner.spec.kv_capacity_tokens)
 
 
@@ -420,4 +408,4 @@ def _own_name() -> str:
     return process.name
 
 
-__all__ = ["Process", "TensorRunner", "VirtualEngineThread", "VirtualTransport", "in_virtual_time"]
+__all__ = ["EngineRunner", "Process", "VirtualEngineThread", "VirtualTransport", "in_virtual_time"]

@@ -16,24 +16,19 @@ from actors.kv_transfer.handoff_sender import OutgoingTransfer
 from actors.kv_transfer.sequence_handoff import PrefillHandoff
 from actors.rpc import rpc_batcher
 from quadriga.core.kv import TransferOffer
-from quadriga.errors import QuadrigaError
 from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.scheduling.transfer.handoff import LeaseState, LeaseTable
 from tests.simulation.choices import Choices, FailedRun, explore
 from tests.simulation.handoff import run
+from tests.simulation.planted import settles_blindly
 
 MAX_FAULTS = 2
 
 
-pytestmark = pytest.mark.timeout(900)  # of thousands of runs, on a machine that does much else
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Any:
-    """Thousands of hand-offs fail, as they are meant to."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = [
+    pytest.mark.usefixtures("quiet"),
+    pytest.mark.timeout(900),  # of thousands of runs, on a machine that does much else
+]
 
 
 def test_no_two_faults_lose_or_double_a_sequence() -> None:
@@ -49,14 +44,6 @@ def test_a_run_is_the_same_when_it_is_repeated() -> None:
         run(choices)
         histories.append(choices.history())
     assert histories[0] == histories[1]
-
-
-async def _settles_blindly(self: OutgoingTransfer) -> LeaseState:
-    """A destination that does not answer is thought to have nothing."""
-    try:
-        return await self.settle()
-    except QuadrigaError:
-        return LeaseState.ABORTED
 
 
 async def _aborts_without_waiting(
@@ -79,7 +66,7 @@ async def _claims_all(self: HandoffReceiver, offer: TransferOffer) -> int:
 
 _opened = HandoffReceiver._open
 PLANTED: dict[str, tuple[object, str, Callable[..., Any] | int]] = {
-    "silence is taken for an abort": (OutgoingTransfer, "abort", _settles_blindly),
+    "silence is taken for an abort": (OutgoingTransfer, "abort", settles_blindly),
     "an abort keeps the row": (HandoffReceiver, "abort", _aborts_without_waiting),
     "leases never lapse": (LeaseTable, "lapse", lambda self, *, now_s: []),
     "an offer that comes late is taken": (LeaseTable, "check_offer", lambda self, offer: []),

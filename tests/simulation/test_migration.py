@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,15 +14,10 @@ from quadriga.scheduling.transfer.handoff import LeaseState
 from tests.simulation import migration
 from tests.simulation.choices import FailedRun, explore
 
-pytestmark = pytest.mark.timeout(900)  # of hundreds of runs, on a machine that does much else
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Hundreds of moves fail, as they are meant to."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = [
+    pytest.mark.usefixtures("quiet"),
+    pytest.mark.timeout(900),  # of hundreds of runs, on a machine that does much else
+]
 
 
 @pytest.mark.parametrize(("num_moves", "max_faults"), [(2, 1), (1, 2)])

@@ -37,7 +37,6 @@ from tests.own_models import LLAMA_1B, LLAMA_8B, sparse_checkpoint
 GIB = 1 << 30
 NODE = Hardware(num_cpus=2, nodes=(NodeMemory(2.0, 8 * GIB),))
 TOKEN_BYTES_1B = 16 * 2 * 8 * 64 * 4  # in float32
-TOKEN_BYTES_8B = 32 * 2 * 8 * 128 * 4
 
 
 @pytest.fixture(scope="module")

@@ -55,8 +55,6 @@ def test_a_profile_gets_no_more_requests_than_it_wants() -> None:
         chosen.append((got.model, way.profile, sorted(s.info.name for s in snapshots)))
     assert chosen[:2] == [("l", "d2", ["d2", "p1"])] * 2
     assert chosen[2:] == [("s", None, ["d0", "d1", "p0"])] * 2
-    auto.refused(["r0", "elsewhere"])
-    assert auto.choose(request("r8"), FLEET, now_s=0.5)[2].profile == "d2", "its place is free"
     # Until then the controller has heard of those: the places it says are true again.
     assert auto.choose(request("r9"), FLEET, now_s=10.0)[2].profile == "d2"
 

@@ -47,6 +47,16 @@ class Service:
         one = ReplicaSnapshot(info, now_s, sent_s=now_s, loaded_s=now_s, **load)
         await self.scheduler.report(one, accepted=[*self.scheduler._inflight._sent.get(name, {})])
 
+    async def busy(self, num_running: int, num_prompts: int = 0, **load: Any) -> None:
+        """Replicas with so much to do report; answers take ten seconds."""
+        await self.report(Role.PREFILL, num_running=num_prompts, **load)
+        await self.report(Role.DECODE, num_running=num_running, step_time_s=1.0, upper_tokens=10)
+
+    def wait(self, count: int, line: str = str(FULL)) -> None:
+        """So many were let in before, and have no place."""
+        for i in range(count):
+            self.scheduler._waiting.admitted(asked(str(i)), line, now_s=1000.0)
+
     async def run_to(self, now_s: float) -> None:
         """Let sequences end and others take their places until then, and report the loads."""
         while self.running and self.running[0][0] <= now_s:
@@ -79,6 +89,11 @@ class Service:
     @property
     def num_pending(self) -> int:
         return self.scheduler._waiting.num_pending(str(FULL))
+
+
+@pytest.fixture
+async def service(monkeypatch: pytest.MonkeyPatch) -> Service:
+    return Service(monkeypatch, **IN_TIME)
 
 
 async def overload(service: Service, *, together: bool) -> list[float]:
@@ -144,11 +159,9 @@ async def test_each_sequence_counts_with_its_own_size_and_none_is_let_in_without
 
 
 async def test_what_is_rebuilt_was_let_in_before_and_takes_nobodys_reservation(
-    monkeypatch: pytest.MonkeyPatch,
+    service: Service,
 ) -> None:
-    service = Service(monkeypatch, **IN_TIME)
-    await service.report(Role.PREFILL)
-    await service.report(Role.DECODE, num_running=SLOTS, step_time_s=1.0, upper_tokens=10)
+    await service.busy(SLOTS)
     told_s = await service.told_s(asked("a", visitor="v"), asked("b", visitor="v"))
     assert told_s > 0.0
     service.clock.advance(told_s)
@@ -159,39 +172,30 @@ async def test_what_is_rebuilt_was_let_in_before_and_takes_nobodys_reservation(
 
 @pytest.mark.parametrize(("full", "is_let_in"), [(SMALL, True), (FULL, False)])
 async def test_replicas_of_another_depth_and_those_who_wait_for_them_do_not_count(
-    full: DepthClass, is_let_in: bool, monkeypatch: pytest.MonkeyPatch
+    full: DepthClass, is_let_in: bool, service: Service
 ) -> None:
-    service = Service(monkeypatch, **IN_TIME)
     for of in (SMALL, FULL):
         num_running = 20 * (of == full)
         await service.report(Role.PREFILL, of, num_running=num_running)
         load = {"num_running": SLOTS * (of == full), "step_time_s": 1.0, "upper_tokens": 10}
         await service.report(Role.DECODE, of, **load)
-    for i in range(20):
-        service.scheduler._waiting.admitted(asked(str(i)), str(full), now_s=1000.0)
+    service.wait(20, str(full))
     strict = asked("strict", needs_depth=8)
     assert (await service.told_s(strict) == 0.0) is is_let_in
 
 
 @pytest.mark.parametrize(("priority", "is_let_in"), [(0, False), (-1, True)])
 async def test_less_important_ones_that_wait_are_not_before_a_request(
-    priority: int, is_let_in: bool, monkeypatch: pytest.MonkeyPatch
+    priority: int, is_let_in: bool, service: Service
 ) -> None:
-    service = Service(monkeypatch, **IN_TIME)
-    await service.report(Role.PREFILL, num_running=40)
-    await service.report(Role.DECODE, num_running=SLOTS - 1, step_time_s=1.0, upper_tokens=10)
-    for i in range(40):
-        service.scheduler._waiting.admitted(asked(str(i)), str(FULL), now_s=1000.0)
+    await service.busy(SLOTS - 1, 40)
+    service.wait(40)
     assert (await service.told_s(asked("a", priority=priority)) == 0.0) is is_let_in
 
 
-async def test_a_request_of_more_than_all_places_keeps_no_more_than_those(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_request_of_more_than_all_places_keeps_no_more_than_those(service: Service) -> None:
     """It waits for its own sequences then; refused for ever, it would keep places for ever."""
-    service = Service(monkeypatch, **IN_TIME)
-    await service.report(Role.PREFILL)
-    await service.report(Role.DECODE, num_running=1, step_time_s=1.0, upper_tokens=10)
+    await service.busy(1)
     requests = [asked(str(i), visitor="large") for i in range(4 * SLOTS)]
     told_s = await service.told_s(*requests)
     assert told_s > 0.0
@@ -203,12 +207,10 @@ async def test_a_request_of_more_than_all_places_keeps_no_more_than_those(
 
 
 async def test_a_request_that_is_sent_again_under_its_names_does_not_wait_for_itself(
-    monkeypatch: pytest.MonkeyPatch,
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = Service(monkeypatch, **IN_TIME)
     monkeypatch.setattr(service, "place", lambda: None)
-    await service.report(Role.PREFILL)
-    await service.report(Role.DECODE, step_time_s=1.0, upper_tokens=10)
+    await service.busy(0)
     requests = [asked(str(i)) for i in range(SLOTS)]
     assert [await service.told_s(*requests) for _ in range(2)] == [0.0, 0.0]
 
@@ -231,10 +233,8 @@ async def test_those_that_end_with_their_first_token_ask_for_no_place(
 ) -> None:
     for num_ending, is_let_in in ((0, False), (20, True)):
         service = Service(monkeypatch, **IN_TIME)
-        await service.report(Role.PREFILL, num_running=20, ending=(num_ending, 200))
-        await service.report(Role.DECODE, step_time_s=1.0, upper_tokens=10)
-        for i in range(20):
-            service.scheduler._waiting.admitted(asked(str(i)), str(FULL), now_s=1000.0)
+        await service.busy(0, 20, ending=(num_ending, 200))
+        service.wait(20)
         assert (await service.told_s(asked("one")) == 0.0) is is_let_in
 
 
@@ -242,12 +242,11 @@ async def test_places_in_a_profile_are_given_back_where_the_request_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     service = Service(monkeypatch, **IN_TIME | {"helios.enabled": True})
-    await service.report(Role.PREFILL)
-    await service.report(Role.DECODE, num_running=SLOTS, step_time_s=1.0, upper_tokens=50)
-    await service.report(Role.PREFILL, SMALL)
-    await service.report(Role.DECODE, SMALL)
-    scouts = frozenset({f"{Role.PREFILL}{SMALL.depth}", f"{Role.DECODE}{SMALL.depth}"})
+    await service.busy(SLOTS)
+    for role in (Role.PREFILL, Role.DECODE):
+        await service.report(role, SMALL)
     profile = f"{Role.DECODE}{SMALL.depth}"
+    scouts = frozenset({f"{Role.PREFILL}{SMALL.depth}", profile})
     route = Route((FULL,), scouts=scouts, profile=SMALL, profile_decode=profile, places=3)
     await service.scheduler.set_route(route)
     four = [asked(str(i), model=AUTO_MODEL) for i in range(4)]

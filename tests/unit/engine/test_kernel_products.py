@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import subprocess
-from collections.abc import Callable
 from ctypes import c_int64, c_void_p
 from pathlib import Path
 
@@ -54,8 +53,6 @@ extern "C" void row(int64_t form, const uint8_t* w, int64_t id, int64_t k, float
   expand_row_of(form, w, id, k, out);
 }
 """
-
-Product = Callable[[Matrix, torch.Tensor], torch.Tensor]
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,6 @@ TEXTS = [
     "ends with space ",
 ]
 CONTROL = ["<|im_start|>", "<|im_end|>", "<｜end▁of▁sentence｜>"]
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def of_file(folder: Path, fields: dict[str, Any]) -> TextTokenizer:

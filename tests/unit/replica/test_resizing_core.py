@@ -238,7 +238,7 @@ def test_a_paused_sequence_counts_in_the_load_until_its_move_is_over(
     while not isinstance(loop.export.begin_cutover("one", books), SequenceRemainder):
         pass
     moving = host.core._load()
-    assert (moving.num_held, moving.num_paused) == (paused.num_held, paused.num_paused) == (1, 1)
+    assert (paused.num_held, paused.num_paused, moving.num_held, moving.num_paused) == (1, 1, 1, 0)
     assert moving.paused_bytes == paused.paused_bytes > 0
     loop.leave("one")
     assert host.core._load().num_held == 0

@@ -379,12 +379,8 @@ def test_seconds_to_go_follow_the_prediction_and_the_pace(sequence: SequenceRequ
 def test_a_place_that_is_kept_before_the_prompt_is_done_is_no_move(
     sequence: SequenceRequest,
 ) -> None:
-    assert sequence.status == "prefilling"
-    sequence.next_owners["d"] = 1
-    assert sequence.status == "prefilling"
-    sequence.first_token_s = 1.0
-    assert sequence.status == "moving"
-    sequence.next_owners.clear()
+    for owners, first_s, status in (({"d": 1}, None, "prefilling"), ({"d": 1}, 1.0, "moving")):
+        sequence.next_owners, sequence.first_token_s = owners, first_s
+        assert sequence.status == status
+    sequence.next_owners = {}
     assert sequence.status == "running"
-    sequence.replica = None
-    assert sequence.status == "waiting"
