@@ -23,7 +23,7 @@ class RandomDrafter(Drafter):
         self._random, self._eagerness = Random(seed), eagerness
 
     def choose(
-        self, fresh: int, pending: int, positions: int, survivals: Sequence[float], *_: Any
+        self, fresh: int, pending: int, positions: int, survivals: Sequence[float], **_: Any
     ) -> DraftChoice:
         drafts = self._random.random() < self._eagerness
         if not pending:
@@ -33,8 +33,8 @@ class RandomDrafter(Drafter):
         least = self._random.choice([0.0, *survivals])
         return DraftChoice(DraftAction.DRAFT, least)
 
-    def plan(self, survivals: Sequence[float], rooms: Sequence[int], *rest: Any) -> DraftPlan:
-        plan = super().plan(survivals, rooms, *rest)
+    def plan(self, survivals: Sequence[float], rooms: Sequence[int], **rest: Any) -> DraftPlan:
+        plan = super().plan(survivals, rooms, **rest)
         random, wanted = self._random, [0.0] * 3 + [0.5, float("inf")]
         return replace(
             plan,

@@ -33,7 +33,7 @@ from tests.crowded_replica import output_of
 from tests.equivalence.models import GATED, make_spec, make_state, randomise, save, whole_prompt
 from tests.equivalence.moving import move
 from tests.equivalence.paged import assert_no_page_is_held, cache_of, load_on_pages
-from tests.simulation.stand_ins import TensorRunner
+from tests.simulation.stand_ins import EngineRunner
 
 LENGTH, ROWS, CHUNK = 512, 4, 100
 KINDS = ("rows", "compiled rows", "pages")
@@ -269,7 +269,7 @@ class Place:
     def __init__(self, capacity: int) -> None:
         checkpoint = read_checkpoint("quadriga-s")
         spec = make_spec(checkpoint.path, num_rows=4, row_capacity_tokens=256)
-        self.runner: Any = TensorRunner(spec)
+        self.runner: Any = EngineRunner(spec)
         self.loops = ColocatedLoop(
             self.runner,
             spec,
