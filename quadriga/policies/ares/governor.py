@@ -35,7 +35,7 @@ from quadriga.policies.ares.settings import (
     AresSettings,
     LinkMeter,
     TransferCosts,
-    settings_under,
+    settings_for,
 )
 
 if TYPE_CHECKING:
@@ -250,7 +250,8 @@ class Governor:
         if all(s.forecast is None or s.forecast.front_share == 1.0 for s in able):
             return None  # no exit is in use
         cluster = unpack(able)
-        return None if cluster is None else plan_pools(cluster, self.settings, last, now_unix_s)
+        settings = settings_for(self.settings, able)
+        return None if cluster is None else plan_pools(cluster, settings, last, now_unix_s)
 
     def _decide(
         self, model: str, members: list[ReplicaSnapshot], busy: frozenset[str], now_unix_s: float
@@ -266,7 +267,7 @@ class Governor:
         from quadriga.policies.ares.rescheduler import Rescheduler
 
         costs = self.costs(able)
-        settings = self._settings_for(able)
+        settings = settings_for(self.settings, able)
         predicts = self.config.ares.mode == "ares"
         load_only = self.is_distrusted(model)
         rescheduler = Rescheduler(settings, predicts=predicts)
@@ -300,11 +301,6 @@ class Governor:
                 why += f"; {pools[depth_class].described()}"
             self.last.why[str(depth_class)] = why
         return tick
-
-    def _settings_for(self, members: Sequence[ReplicaSnapshot]) -> AresSettings:
-        """See `settings_under`."""
-        is_longest = all(s.info.reservation == "longest" for s in members)
-        return settings_under(self.settings, "longest" if is_longest else "used")
 
     def costs(self, members: Sequence[ReplicaSnapshot]) -> TransferCosts:
         """What moving a sequence of a class costs."""

@@ -26,7 +26,7 @@ from quadriga.policies.ares.cluster import ClusterForecast, no_rows, unpack
 from quadriga.policies.ares.depth_pools import DepthPools, preferred
 from quadriga.policies.ares.forecast import load_rows, memory_rows, tokens_ahead
 from quadriga.policies.ares.overload import OverloadPlan
-from quadriga.policies.ares.settings import AresSettings, num_memory_points
+from quadriga.policies.ares.settings import AresSettings, num_memory_points, settings_for
 from quadriga.policies.least_work import LeastWork, expected_length
 from quadriga.policies.load import has_room, may_displace
 
@@ -110,5 +110,6 @@ class AresPlacement:
             if not is_open.any():  # somebody less important makes way, as at any time
                 is_open = able & [may_displace(by_name[n], request) for n in cluster.names]
             able = is_open
-        index = best_replica(cluster, request, prediction, able, self._settings, self.pools)
+        settings = settings_for(self._settings, snapshots)
+        index = best_replica(cluster, request, prediction, able, settings, self.pools)
         return None if index is None else cluster.names[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import overload
@@ -9,7 +10,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from quadriga.core.replica import Reservation
+from quadriga.core.replica import ReplicaSnapshot, Reservation
 from quadriga.errors import ConfigError
 from quadriga.policies.slot_reservation import RETURN_SHARE
 
@@ -135,12 +136,18 @@ def _weights(decay: float) -> NDArray[np.float64]:
 def settings_under(settings: AresSettings, reservation: Reservation) -> AresSettings:
     """Return the settings for replicas that promise memory in a way.
 
-    Where it is promised as it is used, a move fills no replica beyond `RETURN_SHARE`: it shall
-    not be the reason why a sequence is paused.
+    Where it is promised as it is used, no placement and no move fills a replica beyond
+    `RETURN_SHARE`: neither shall be the reason why a sequence is paused.
     """
     if reservation == "longest":
         return settings
     return replace(settings, memory_limit=min(settings.memory_limit, RETURN_SHARE))
+
+
+def settings_for(settings: AresSettings, members: Sequence[ReplicaSnapshot]) -> AresSettings:
+    """The same for a class's replicas."""
+    is_longest = all(s.info.reservation == "longest" for s in members)
+    return settings_under(settings, "longest" if is_longest else "used")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import ReplicaSnapshot
+from quadriga.core.routing import PlaceRequest
 from quadriga.policies.ares.forecast import (
     MOVABLE,
     Promised,
@@ -26,9 +27,10 @@ from quadriga.policies.ares.forecast import (
 )
 from quadriga.policies.ares.governor import ROUND_TRIP_S, Governor
 from quadriga.policies.ares.orders import SETTLE_S
+from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.ares.recording import RecordedTick, read_ticks, replay
 from quadriga.policies.ares.replica_view import replica_view
-from quadriga.policies.ares.settings import settings_under
+from quadriga.policies.ares.settings import AresSettings, settings_under
 from quadriga.sim.config import SimConfig
 from quadriga.sim.profiles import find_profile
 from quadriga.sim.recorder import Recorder
@@ -166,6 +168,10 @@ def test_where_memory_is_promised_as_used_takers_keep_the_low_mark() -> None:
     assert tick(made, snapshots, 0.0) != []
     assert tick(governor(memory_horizon_s=0.0, overload=False)[0], used, 0.0) == []
     assert replay(ticks) == []
+    length = LengthPrediction(10.0, 10.0, 10.0)
+    new = PlaceRequest("s", used[1].info.depth_class, 3300, 3310, prediction=length)
+    choose = AresPlacement(AresSettings(hold_share=1.0)).choose
+    assert [choose(new, some) for some in (snapshots, used)] == ["near", None]
 
 
 def test_forecasts_are_wanted_wherever_something_is_decided_by_them() -> None:
