@@ -38,6 +38,7 @@ from quadriga.scheduling.transfer import migration_copy
 from quadriga.scheduling.transfer.handoff import LeaseState
 from quadriga.scheduling.transfer.sequence_export import StepPhase
 from tests.fake_runner import FakeRunner, FakeSuspended, next_token
+from tests.simulation.tensor_runner import TensorRunner
 
 CLASS = DepthClass("fake", FakeRunner.num_layers)
 Result = TypeVar("Result")
@@ -49,18 +50,10 @@ class TensorSuspended(FakeSuspended):
         return torch.zeros(num_layers, 2, 1, stop - start, 2)
 
 
-class TensorRunner(FakeRunner):
-    """What it reads has bytes."""
-
+class Runner(TensorRunner):
     def suspend(self, row: int) -> TensorSuspended:
         found = super().suspend(row)
         return TensorSuspended(found.tokens, found.extents, found.rest, found.depth)
-
-    def read_kv(  # type: ignore[override]
-        self, row: int, first_layer: int, num_layers: int, start: int, stop: int
-    ) -> torch.Tensor:
-        assert stop <= len(self.kv[row])
-        return torch.zeros(num_layers, 2, 1, stop - start, 2)
 
 
 @dataclass
@@ -163,7 +156,7 @@ class Replica:
 
     def __init__(self, calls: Caller = unheard, **fails: Sequence[Exception]) -> None:
         self.clock = ManualClock()
-        self.runner = TensorRunner(4)
+        self.runner = Runner(4)
         self.loop = DecodeLoop(
             runner=self.runner,
             slots=SlotTable(num_rows=4, row_capacity_tokens=256, kv_capacity_tokens=1024),
@@ -247,7 +240,7 @@ class Replica:
         slot = self.loop.reserve(name, state.max_total_tokens, prompt)
         state.output_ids.append(next_token(state.prompt_ids))
         state.exit_layers.append(8)
-        self.runner.write_kv(slot.row, 0, 0, list(state.prompt_ids))
+        self.runner.kv[slot.row] = list(state.prompt_ids)
         self.loop.join(state)
         for _ in range(5):
             self.loop.step()
@@ -300,7 +293,7 @@ async def test_a_sequence_moves() -> None:
     assert (state.num_moves, state.moved_unix_s) == (0, 0.0), "counted with the commit, not before"
     assert resume.unacknowledged == (replace(said, epoch=1),)
     assert sum(n for _, _, n in transfer.sent) == state.num_tokens - 1
-    assert report.bytes_sent == (state.num_tokens - 1) * 8 * 2 * 2 * 4
+    assert report.bytes_sent == (state.num_tokens - 1) * 8 * 2 * 4
     assert report.rounds >= 2
     assert replica.moves == ["begun", "done"]
     assert {e.epoch for e in replica.told} == {0}
@@ -403,7 +396,7 @@ async def test_the_last_kv_goes_with_the_commit() -> None:
     (transfer,) = replica.transfers
     assert [n for _, _, n in transfer.carried] == [1]
     num_tokens = sum(n for _, _, n in transfer.sent + transfer.carried)
-    assert report.bytes_sent == num_tokens * 8 * 2 * 2 * 4
+    assert report.bytes_sent == num_tokens * 8 * 2 * 4
 
 
 @pytest.mark.parametrize(
