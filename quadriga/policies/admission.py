@@ -10,7 +10,7 @@ from quadriga.config.engine import PrefillConfig
 from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import Admission, AdmitRequest
-from quadriga.errors import ContextTooLong, Overloaded, Unavailable
+from quadriga.errors import ContextTooLong, InvalidRequest, Overloaded, Unavailable
 from quadriga.policies.ares.overload import may_hold_more
 from quadriga.policies.least_work import expected_answer_tokens, expected_work
 from quadriga.policies.load import candidates
@@ -164,13 +164,15 @@ def find_room(
     first = next(s for s in snapshots if s.info.name == admission.prefill_replica)
     num_held = sum(s.num_unplaced for s in prefills) if is_overloaded else 0
     num_computed = sum(s.num_running + s.num_waiting - s.ending[0] for s in prefills)
-    num_asking = max(0, min(estimator.num_pending(line), num_computed) - num_held)
-    slower = turns = prefill_supply(request, first, num_replicas=max(1, len(prefills)))
+    num_pending, count = estimator.num_pending(line), max(1, len(prefills))
+    num_before = estimator.num_pending(line, request.priority)
+    share = num_before / num_pending if num_pending else 1.0
+    slower = turns = prefill_supply(request, first, num_replicas=count, share=share)
     places = decode_supply(
         request,
         decodes,
         estimator,
-        num_pending=min(num_asking, estimator.num_pending(line, request.priority)),
+        num_pending=min(max(0, min(num_pending, num_computed) - num_held), num_before),
         line=line,
         now_s=now_s,
     )
@@ -197,8 +199,10 @@ def check_room(
     found: Mapping[str, Sequence[Supply]],
     estimator: WaitEstimator,
     *,
+    model: str,
     now_s: float,
     scheduler: SchedulerConfig,
+    idle_queues: PrefillConfig | None = None,
 ) -> None:
     """Refuse a request where one of its sequences has no room, or would wait for too long.
 
@@ -208,35 +212,51 @@ def check_room(
         requests: Its sequences.
         found: By line, what each finds behind those before it; see `find_room`. What is rebuilt
             was let in before, and is not in it.
+        model: That was chosen for it.
+        idle_queues: How long they may be, where no prompts wait but its own.
 
     Raises:
+        InvalidRequest: It has more prompts than all queues hold.
         Overloaded: With a time to come back, at which all its places are kept for such a caller.
     """
-    model, visitor = requests[0].model, requests[0].visitor
+    asked = [(0.0, False, "", "", 0)]
     for line, supplies in found.items():
         # Of more than there could ever be in time, the rest waits for those in front, in queues;
         # for more than these could ever hold nothing is kept.
         most = max(1.0, max(supply.most for supply in supplies))
         counted = [s for i, s in enumerate(supplies, 1) if s.is_queue or i <= most]
         short = min(counted, key=lambda supply: (supply.free, supply.per_s))
-        may_return = visitor and not (short.is_queue and len(supplies) > most)
-        told_s = estimator.reservations(line).ask(
-            f"{visitor}:{len(requests)}" if may_return else "",  # one of them may be asked again
+        if idle_queues is not None and short.is_queue and short.free < 1.0:
+            tokens = sum(request.num_prompt_tokens for request in requests)
+            raise InvalidRequest(
+                f"{len(requests)} sequences (prompts × n) of {tokens} prompt tokens are more than "
+                f"the prefill queues of {model!r} hold though nothing else waits: each takes "
+                f"{idle_queues.max_queued_sequences} of {idle_queues.max_queued_tokens} tokens "
+                "(prefill.max_queued_sequences, prefill.max_queued_tokens); send them apart"
+            )
+        may_return = requests[0].visitor and not (short.is_queue and len(supplies) > most)
+        visitor = f"{requests[0].visitor}:{len(requests)}" if may_return else ""
+        wait_s = estimator.reservations(line).ask(
+            visitor,
             short.free,
             short.per_s,
             now_s=now_s,
-            most_s=scheduler.max_retry_after_s,
             least_free=float(short.is_queue),
             num_places=len(counted),
         )
-        if told_s is not None:
-            why = "every queue is full; a place in one"
-            if not short.is_queue:
-                limit_s = scheduler.max_wait_s
-                why = f"the wait is above {limit_s:g} s (scheduler.max_wait_s); a place"
-            raise Overloaded(
-                f"{model!r} is busy: {why} is expected in {told_s:.1f} s", retry_after_s=told_s
-            )
+        asked.append((wait_s or 0.0, short.is_queue, line, visitor, len(counted)))
+    longest_s, is_queue, *_ = max(asked)
+    if not longest_s:
+        return
+    told_s = min(longest_s, scheduler.max_retry_after_s)
+    for *_, line, visitor, num_places in asked[1:] if told_s == longest_s else ():
+        estimator.reservations(line).keep(visitor, now_s + told_s, num_places)
+    why = "every queue is full; a place in one"
+    if not is_queue:
+        why = f"the wait is above {scheduler.max_wait_s:g} s (scheduler.max_wait_s); a place"
+    raise Overloaded(
+        f"{model!r} is busy: {why} is expected in {told_s:.1f} s", retry_after_s=told_s
+    )
 
 
 def _has_memory(prefill: ReplicaSnapshot, request: AdmitRequest) -> bool:

@@ -74,11 +74,10 @@ class RetryReservations:
         free_per_s: float,
         *,
         now_s: float,
-        most_s: float,
         least_free: float = 0.0,
         num_places: int = 1,
     ) -> float | None:
-        """Let a caller in, or say when to come back.
+        """Let a caller in, or say when it could come back; `keep` has places kept for it.
 
         A caller that comes at its time is let in before all others.
 
@@ -86,10 +85,9 @@ class RetryReservations:
             free: Free places for the last sequence of its request, behind the others; negative
                 where some wait for one already.
             free_per_s: Places that come free in a second; above 0.
-            most_s: No caller is asked to come later, nor has a reservation then.
             least_free: For a caller that comes at its time: 0 where it may wait for the
                 next place that comes free, 1 where it needs one now.
-            num_places: That its request needs; so many are kept for it, for the same time.
+            num_places: That its request needs.
 
         Returns:
             None, or seconds from now.
@@ -104,14 +102,14 @@ class RetryReservations:
                 return None
             ahead = len(self._line) - self._num_before(self._missed_to_s)
         wanted = 1.0 - free + self.return_share * ahead
-        wait_s = max(MIN_WAIT_S, _enough(wanted) / free_per_s)
-        if wait_s > most_s:
-            return most_s
+        return max(MIN_WAIT_S, _enough(wanted) / free_per_s)
+
+    def keep(self, visitor: str, due_s: float, num_places: int = 1) -> None:
+        """Reserve places for a caller that is told to come back then."""
         if visitor and len(self._line) < MAX_RESERVATIONS:
             for _ in range(num_places):
-                insort(self._line, (now_s + wait_s, visitor))
-                insort(self._by_visitor.setdefault(visitor, []), now_s + wait_s)
-        return wait_s
+                insort(self._line, (due_s, visitor))
+                insort(self._by_visitor.setdefault(visitor, []), due_s)
 
     def _may_walk_in(self, free: float, free_per_s: float, now_s: float) -> bool:
         """Whether enough is left for the reservations of the next moment, of twice that, …"""

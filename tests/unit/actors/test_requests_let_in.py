@@ -17,7 +17,7 @@ from quadriga.control.model_routing import Route
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import AdmitRequest
-from quadriga.errors import Overloaded
+from quadriga.errors import InvalidRequest, Overloaded
 from tests.unit.actors.test_scheduler import FULL, SMALL, plain
 
 SLOTS = 16
@@ -55,7 +55,7 @@ class Service:
     def wait(self, count: int, line: str = str(FULL)) -> None:
         """So many were let in before, and have no place."""
         for i in range(count):
-            self.scheduler._waiting.admitted(asked(str(i)), line, now_s=1000.0)
+            self.scheduler._waiting.admitted(asked(f"{line} {i}"), line, now_s=1000.0)
 
     async def run_to(self, now_s: float) -> None:
         """Let sequences end and others take their places until then, and report the loads."""
@@ -215,17 +215,65 @@ async def test_a_request_that_is_sent_again_under_its_names_does_not_wait_for_it
     assert [await service.told_s(*requests) for _ in range(2)] == [0.0, 0.0]
 
 
-async def test_for_more_than_all_queues_hold_nothing_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("model", ["quadriga-s", AUTO_MODEL])
+@pytest.mark.parametrize(
+    ("sizes", "is_possible"),
+    [((10,) * 8, True), ((10,) * 9, False), ((500,), True), ((60,) * 5, True), ((61,) * 5, False)],
+)
+async def test_a_request_that_no_queues_could_hold_is_told_so_instead_of_when_to_come_back(
+    sizes: tuple[int, ...], is_possible: bool, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let in, the last ones would be refused by the replica, once others were computed."""
-    service = Service(monkeypatch, **IN_TIME | {"prefill.max_queued_sequences": 8})
-    await service.report(Role.PREFILL, tokens_per_s=1000.0)
-    await service.report(Role.DECODE)
-    requests = [asked(str(i), visitor="large") for i in range(12)]
-    assert await service.told_s(*requests) > 0.0
-    assert not len(service.scheduler._waiting.reservations(str(FULL)))
-    assert await service.told_s(*requests[:8]) == 0.0
+    """In vain it would come again and again. Of prompts of 60 tokens all but the first are kept."""
+    queues = {"prefill.max_queued_sequences": 8, "prefill.max_queued_tokens": 200}
+    service = Service(monkeypatch, **IN_TIME | queues | {"helios.enabled": True})
+    await service.scheduler.set_route(Route((FULL,)))
+    other = {"model": model, "prefix_marks": ((60, b"a"),) * (sizes[0] == 60)}
+    requests = [asked(str(i), size, **other) for i, size in enumerate(sizes)]
+    for load in ({"num_waiting": 8, "waiting_tokens": 200}, {}):
+        await service.report(Role.PREFILL, **load)
+        await service.report(Role.DECODE)
+        if load or is_possible:
+            assert (await service.told_s(*requests) > 0.0) is bool(load)
+            continue
+        said = rf"{len(sizes)} sequences .* {sum(sizes)} prompt tokens .* 8 .* 200 tokens .*; send"
+        with pytest.raises(InvalidRequest, match=said):
+            await service.told_s(*requests)
+
+
+async def test_the_places_of_a_refused_request_are_kept_in_all_its_lines_for_one_time(
+    service: Service,
+) -> None:
+    """Given up in the line that has some, they would lack there when the other line has some."""
+
+    async def report(*busy: DepthClass) -> None:
+        for of in (FULL, SMALL):
+            await service.report(Role.PREFILL, of, num_running=20 * (of in busy))
+            load = {"num_running": SLOTS * (of in busy), "step_time_s": 1.0, "upper_tokens": 10}
+            await service.report(Role.DECODE, of, **load)
+
+    def kept() -> list[list[tuple[float, str]]]:
+        return [service.scheduler._waiting.reservations(str(of))._line for of in (FULL, SMALL)]
+
+    for of in (FULL, SMALL):
+        service.wait(20, str(of))
+    requests = [asked(str(i), visitor="v") for i in range(2)]
+    for busy in ((FULL, SMALL), (FULL,), (SMALL,)):
+        await report(*busy)
+        told_s = await service.told_s(*requests)
+        due_s = service.clock.now_s() + told_s
+        assert kept() == [[(due_s, "v:2")]] * 2
+        service.clock.advance(told_s)
+    await report()
+    assert await service.told_s(*requests) == 0.0
+    assert kept() == [[], []]
+
+
+async def test_a_refusal_names_the_model_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service(monkeypatch, **IN_TIME | {"helios.enabled": True})
+    await service.busy(SLOTS)
+    await service.scheduler.set_route(Route((FULL,)))
+    with pytest.raises(Overloaded, match="'quadriga-s' is busy"):
+        await service.scheduler.admit([asked("one", model=AUTO_MODEL)])
 
 
 async def test_those_that_end_with_their_first_token_ask_for_no_place(

@@ -35,8 +35,14 @@ def line() -> RetryReservations:
     return RetryReservations()
 
 
-def ask(line: RetryReservations, visitor: str, free: float, *, now_s: float) -> float | None:
-    return line.ask(visitor, free, 4.0, now_s=now_s, most_s=MOST_S)
+def ask(
+    line: RetryReservations, visitor: str, free: float, per_s: float = 4.0, **asked: Any
+) -> float | None:
+    """As a scheduler with one line asks, which tells nobody a time beyond its limit."""
+    wait_s = line.ask(visitor, free, per_s, **asked)
+    if wait_s is not None and wait_s <= MOST_S:
+        line.keep(visitor, asked["now_s"] + wait_s, asked.get("num_places", 1))
+    return wait_s and min(wait_s, MOST_S)
 
 
 def refused(line: RetryReservations, visitor: str, free: float, *, now_s: float) -> float:
@@ -112,7 +118,7 @@ class Service:
     def call(self, now_s: float, name: str, attempt: int, first_s: float, told_s: float) -> None:
         free = PLACES - self.num_heard - len(self.waiting)
         rate = PER_S * self.bias * self.rng.uniform(0.9, 1.1)  # it is an estimate
-        wait_s = self.line.ask(name, free, rate, now_s=now_s, most_s=MOST_S)
+        wait_s = ask(self.line, name, free, rate, now_s=now_s)
         if attempt == 1:
             self.held.append(wait_s is None)
         if wait_s is None:
@@ -245,7 +251,7 @@ def test_who_comes_when_told_may_wait_for_the_next_place(line: RetryReservations
 
 def test_where_nobody_can_wait_a_place_must_be_free(line: RetryReservations) -> None:
     told_s = refused(line, "first", 0.0, now_s=0.0)
-    again_s = line.ask("first", 0.0, 4.0, now_s=told_s, most_s=MOST_S, least_free=1.0)
+    again_s = ask(line, "first", 0.0, now_s=told_s, least_free=1.0)
     assert again_s is not None
     assert ask(line, "first", 1.0, now_s=told_s + again_s) is None
 
@@ -297,7 +303,7 @@ def test_nobody_is_told_more_than_the_limit_and_the_line_is_bounded(
         assert MIN_WAIT_S <= told_s <= MOST_S
     assert len(line) <= MOST_S * 4.0
     for i in range(MAX_RESERVATIONS + 10):
-        line.ask(f"w{i}", 0.0, 1e6, now_s=0.0, most_s=MOST_S)
+        ask(line, f"w{i}", 0.0, 1e6, now_s=0.0)
     assert len(line) == MAX_RESERVATIONS
     assert ask(line, "later", 1.0, now_s=MOST_S + REMEMBERED_S + 3.0) is None
     assert len(line) == 0
@@ -326,7 +332,7 @@ def test_the_line_and_its_index_agree(calls: list[tuple[str, float, float, float
     for visitor, free, per_s, pause_s in calls:
         now_s += pause_s
         places = 1 + len(line) % 3
-        told_s = line.ask(visitor, free, per_s, now_s=now_s, most_s=MOST_S, num_places=places)
+        told_s = ask(line, visitor, free, per_s, now_s=now_s, num_places=places)
         assert told_s is None or MIN_WAIT_S <= told_s <= MOST_S
         if told_s is None:
             assert free >= 0.0

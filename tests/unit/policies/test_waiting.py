@@ -65,9 +65,10 @@ def let_in(
     common: dict[str, Any] = {"scheduler": scheduler, "prefill": prefill}
     admitted = admit(asked, snapshots, checks_queue=False, now_unix_s=0.0, **common)
     times = {"now_s": now_s, "now_unix_s": now_unix_s}
-    common |= {"is_overloaded": is_overloaded} | times
-    room = find_room(asked, admitted, snapshots, book, LINE, **common)
-    check_room([asked], {LINE: [room]}, book, now_s=now_s, scheduler=scheduler)
+    room = find_room(
+        asked, admitted, snapshots, book, LINE, is_overloaded=is_overloaded, **common, **times
+    )
+    check_room([asked], {LINE: [room]}, book, model="m", now_s=now_s, scheduler=scheduler)
 
 
 def test_a_prefill_replica_whose_report_grows_old_meanwhile_is_found() -> None:
@@ -84,6 +85,19 @@ def test_room_is_looked_for_where_rows_are_long_enough(monkeypatch: pytest.Monke
     short = replace(long, info=replace(long.info, name="short", max_model_len=15))
     let_in(request(), [snapshot(Role.PREFILL), long, short], WaitEstimator(), scheduler=SCHEDULER)
     assert supply.call_args.args[1] == [long]
+
+
+@pytest.mark.parametrize(("priority", "is_let_in"), [(5, False), (4, True)])
+def test_less_important_prompts_are_not_before_a_request(priority: int, is_let_in: bool) -> None:
+    """Ten seconds of work wait at the prefill replica."""
+    book = WaitEstimator()
+    for i in range(10):
+        waits = request(str(i), priority=5, num_prompt_tokens=2560)
+        book.admitted(waits, LINE, now_s=0.0)
+    busy = snapshot(Role.PREFILL, num_waiting=10, waiting_tokens=25_600, step_time_s=0.1)
+    with nullcontext() if is_let_in else pytest.raises(Overloaded):
+        asked = request(priority=priority)
+        let_in(asked, [busy, snapshot(Role.DECODE)], book, scheduler=SCHEDULER)
 
 
 @dataclass
