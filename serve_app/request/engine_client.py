@@ -18,6 +18,7 @@ from quadriga.core.request import FinishReason, ResumableSequence
 from quadriga.errors import (
     Cancelled,
     IngressFull,
+    InvalidRequest,
     NotFound,
     Overloaded,
     QuadrigaError,
@@ -396,8 +397,9 @@ class EngineClient:
                 if sequence.is_auto:
                     self._reports.ended(sequence, request.arrived_s)
         charge, metrics = request.num_output_tokens, self.metrics.of(request.shown_model)
-        if not charge and isinstance(request.first_error, Overloaded | Unavailable):
-            charge = -request.num_prompt_tokens  # it was refused, not served
+        refusals = InvalidRequest | Overloaded | Unavailable
+        if not charge and isinstance(request.first_error, refusals):  # it was not served
+            charge = -request.num_prompt_tokens
         else:
             metrics.prompt_tokens.inc(request.num_prompt_tokens)
             metrics.e2e.observe(self.clock.now_s() - request.arrived_s)

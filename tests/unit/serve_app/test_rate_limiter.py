@@ -11,7 +11,7 @@ import pytest
 
 from quadriga.clock import ManualClock
 from quadriga.config.ingress import AuthConfig
-from quadriga.errors import KeyLimitReached, Overloaded, Unauthenticated
+from quadriga.errors import InvalidRequest, KeyLimitReached, Overloaded, Unauthenticated
 from quadriga.observability.metrics import parse_exposition
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.auth.keys import ApiKey, KeyLimits, digest
@@ -137,10 +137,10 @@ async def test_every_way_out_makes_room(make_stand: MakeStand) -> None:
 
 async def test_who_is_refused_pays_nothing(make_stand: MakeStand) -> None:
     stand = await make_stand(keys=keys_of(a=KeyLimits(tokens_per_min=60)))
-    stand.cluster.refuse_admission = Overloaded("full", retry_after_s=1.0)
-    for _ in range(3):
+    for error in (Overloaded("full", retry_after_s=1.0), *[InvalidRequest("too large")] * 2):
+        stand.cluster.refuse_admission = error
         refused = await stand.complete(headers=bearer("a"), prompt="hello " * 60)
-        assert refused.json()["error"]["code"] == "overloaded", refused.text
+        assert refused.json()["error"]["code"] == error.code, refused.text
     stand.cluster.refuse_admission = None
     assert (await stand.complete(headers=bearer("a"))).status_code == 200
     page = parse_exposition((await stand.engine.metrics_page()).decode())
