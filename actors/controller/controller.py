@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,7 @@ class Controller(DirectlyCalled):
         self._is_started = asyncio.Event()
         self._wanting = asyncio.Lock()
         self._resolving: dict[str, asyncio.Task[Desired]] = {}
+        self._restoring: asyncio.Task[None] | None = None
         self._num_asked = self._newest_wanted = 0
         self._leaving = LeavingNodes(self._wake.set)
         self._manager = ReplicaManager(
@@ -276,12 +278,12 @@ class Controller(DirectlyCalled):
         """Make the two states equal, as far as that can be, and look after the ingresses."""
         self._acted_s = self._clock.now_s()
         try:
-            if not self._is_started.is_set():
+            if not (self._is_started.is_set() or self._restoring):
                 await self._adopt()
             elif self._acted_s > self._adopted_s + ADOPT_EVERY_S:
                 await self._adopt_unknown()
-            if self._desired is None:
-                await self._restore_desired()
+            if self._desired is None or self._restoring is not None:
+                await self._go_on_restoring()
             try:
                 await self._reconcile()
             finally:  # the scheduler needs its route whatever fails here
@@ -345,6 +347,16 @@ class Controller(DirectlyCalled):
         except (QuadrigaError, *RAY_FAILED) as exc:
             logger.info("Ray does not list the replicas: %s", exc)
 
+    async def _go_on_restoring(self) -> None:
+        """Wait a turn for `_restore_desired`; the next turns do as well. Raises: ConfigError."""
+        task = self._restoring = self._restoring or background(self._restore_desired())
+        await asyncio.wait([task], timeout=TICK_S)
+        self._heard_s = self._clock.now_s()  # ingresses wait in `ensure`, for a model to be fetched
+        self._scheduler.excuse(math.inf)  # it was not called
+        if task.done():
+            self._restoring = None
+            task.result()
+
     async def _restore_desired(self) -> None:
         """Take the desired state of an earlier controller, or the one given at the start.
 
@@ -362,7 +374,6 @@ class Controller(DirectlyCalled):
                 desired = await asyncio.to_thread(resolve_here, config, float(gpus or 0))
                 await self._want(desired)
             finally:
-                self._excuse_silence()  # ingresses waited in `ensure`, for a model to be fetched
                 self._is_started.set()
 
     async def _make_helios(self, desired: Desired) -> HeliosController | None:

@@ -488,7 +488,13 @@ async def test_ingresses_that_wait_for_a_model_hold_one_thread_and_end_nothing(
         monkeypatch.setattr(made, "_end", ended)
         first = asyncio.create_task(made.ensure(CONFIG))
         await until(lambda: fetching == [CONFIG])
-        clock.advance(600.0)
+        looked = Failing([])
+        monkeypatch.setattr(made._ingresses, "hung", looked)
+        for _ in range(4):
+            clock.advance(600.0)
+            seen = looked.num_calls
+            await until(lambda: looked.num_calls > seen + 1)  # noqa: B023
+        assert fetching == [CONFIG] and made._scheduler.silence_s == 0.0
         is_fetched.set()
         await first
         await until(lambda: made._error is None and made._acted_s > 1000.0)
