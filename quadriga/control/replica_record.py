@@ -122,10 +122,15 @@ class ReplicaRecord:
         return self.phase is ReplicaPhase.READY and self.status is not None
 
     @property
+    def info(self) -> ReplicaInfo:
+        """Who it is; it must have answered once."""
+        assert self.status is not None
+        return self.status.info
+
+    @property
     def depth_class(self) -> DepthClass:
         """What it holds; it must have answered once."""
-        assert self.status is not None
-        return self.status.info.depth_class
+        return self.info.depth_class
 
     @property
     def load(self) -> ReplicaLoad:
@@ -135,11 +140,11 @@ class ReplicaRecord:
 
     def has_room(self, parked: ParkedSequence) -> bool:
         """Whether it could take a sequence; it must have answered once."""
-        assert self.status is not None
-        info, load = self.status.info, self.status.load
+        info, load = self.info, self.load
         grows = info.reservation == "used"  # it promises what is there, and pauses where it must
         tokens = parked.num_tokens if grows else parked.max_total_tokens
         fits = load.reserved_tokens + tokens <= info.kv_capacity_tokens
+        fits &= parked.max_total_tokens <= info.longest_sequence
         return load.num_held < info.num_slots and fits
 
     @property

@@ -41,6 +41,7 @@ def escalations(
                 if r.key[0].does(Role.DECODE)
                 and r.depth_class.model == here.model
                 and r.depth_class.depth > here.depth
+                and r.info.numerics == source.info.numerics
                 and r.has_room(parked)
             ]
             best = min(deeper, key=lambda r: (-r.depth_class.depth, r.load.num_held), default=None)

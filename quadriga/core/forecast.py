@@ -38,7 +38,7 @@ class LoadForecast(CompactPickleMixin):
     """What a decode replica expects of its sequences, packed; part of its snapshot.
 
     Little-endian float32 throughout. The columns of `rows` and the points are those of
-    `quadriga.policies.ares.forecast`; one row is 40 bytes, and there are never more rows than the
+    `quadriga.policies.ares.forecast`; one row is 44 bytes, and there are never more rows than the
     replica has slots plus sequences reserved or paused.
 
     Attributes:

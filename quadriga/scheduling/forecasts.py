@@ -31,6 +31,7 @@ class SequenceLengths:
         movable: Of FIXED, RUNS, PAUSED.
         share: Of the layers, that a token of each is expected to run.
         least_layers, most_layers: That a replica must have for each to go there; 0: no bound.
+        most_tokens: That each may become.
         is_known: Some remaining length is known or predicted, or nothing is held: by it the others
             are estimated.
     """
@@ -46,6 +47,7 @@ class SequenceLengths:
     share: list[float] = field(default_factory=list)
     least_layers: list[int] = field(default_factory=list)
     most_layers: list[int] = field(default_factory=list)
+    most_tokens: list[int] = field(default_factory=list)
     is_known: bool = True
 
 
@@ -90,6 +92,7 @@ def hold(
         held.mean.append(said.mean)
         held.lower.append(said.lower)
         held.upper.append(said.upper)
+        held.most_tokens.append(state.max_total_tokens)
         held.moves.append(float(state.num_moves))
         held.moved_unix_s.append(state.moved_unix_s)
         if state.sequence_id in leaving or index >= num_running + num_paused:
@@ -116,6 +119,7 @@ def hold(
         held.mean.append(min(said.mean, most))
         held.lower.append(min(said.lower, most))
         held.upper.append(min(said.upper, most))
+        held.most_tokens.append(each.max_total_tokens)
         held.moves.append(0.0)
         held.moved_unix_s.append(0.0)
         held.movable.append(FIXED)
@@ -221,6 +225,7 @@ def forecast(
         share=held.share,
         least_layers=held.least_layers,
         most_layers=held.most_layers,
+        most_tokens=held.most_tokens,
     )
     return pack(
         rows,

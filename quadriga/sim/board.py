@@ -236,6 +236,7 @@ class Board:
             tokens=np.ascontiguousarray(all_held),
             step_s=np.maximum(step_s[alive], 1e-9),
             capacity_tokens=np.full(n, capacity_tokens),
+            longest=np.full(n, capacity_tokens, dtype=np.int64),
             promised_tokens=self.reserved_tokens(new_steps)[alive],
             free_slots=np.where(
                 self.is_draining[alive], 0, self.profile.num_slots - self.num_held[alive]

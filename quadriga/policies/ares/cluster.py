@@ -51,6 +51,7 @@ class ClusterForecast:
         tokens: [n, 17], KV tokens held, at `grid_s`.
         step_s: [n], a step as lately measured.
         capacity_tokens: [n].
+        longest: [n], tokens that one sequence may become there.
         promised_tokens: [n], KV tokens promised to the sequences held.
         free_slots: [n], sequences that still fit; 0 for a replica that drains.
         num_paused: [n], sequences that stand in host memory.
@@ -72,6 +73,7 @@ class ClusterForecast:
     tokens: NDArray[np.float64]
     step_s: NDArray[np.float64]
     capacity_tokens: NDArray[np.float64]
+    longest: NDArray[np.int64]
     promised_tokens: NDArray[np.float64]
     free_slots: NDArray[np.int64]
     num_paused: NDArray[np.int64]
@@ -104,6 +106,7 @@ class ClusterForecast:
             tokens=self.tokens[replicas],
             step_s=self.step_s[replicas],
             capacity_tokens=self.capacity_tokens[replicas],
+            longest=self.longest[replicas],
             free_slots=self.free_slots[replicas],
             num_paused=self.num_paused[replicas],
             promised_tokens=self.promised_tokens[replicas],
@@ -166,6 +169,7 @@ def unpack(
         tokens=_stacked([f.tokens for f in forecasts], NUM_LOADS).astype(np.float64),
         step_s=np.array([max(s.step_time_s, 1e-9) for s in able]),
         capacity_tokens=np.array([s.info.kv_capacity_tokens for s in able], dtype=np.float64),
+        longest=np.array([s.info.longest_sequence for s in able], dtype=np.int64),
         promised_tokens=np.array([s.reserved_tokens for s in able], dtype=np.float64),
         free_slots=np.array(free, dtype=np.int64),
         num_paused=np.array([s.num_paused for s in able], dtype=np.int64),
@@ -275,6 +279,14 @@ def by_model(snapshots: Sequence[ReplicaSnapshot]) -> dict[str, list[ReplicaSnap
     for depth_class, members in by_class(snapshots).items():
         models.setdefault(depth_class.model, []).extend(members)
     return models
+
+
+def alike(snapshots: Sequence[ReplicaSnapshot]) -> list[list[ReplicaSnapshot]]:
+    """Snapshots by model and numerics, whatever their depth: sequences move inside these alone."""
+    groups: dict[tuple[str, str], list[ReplicaSnapshot]] = {}
+    for s in snapshots:
+        groups.setdefault((s.info.depth_class.model, s.info.numerics), []).append(s)
+    return [members for _, members in sorted(groups.items())]
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quadriga.policies.ares.cluster import ClusterForecast, RoleAssignment
-from quadriga.policies.ares.forecast import REMAINING, SHARE, TOKENS
+from quadriga.policies.ares.forecast import MOST_TOKENS, REMAINING, SHARE, TOKENS
 from quadriga.policies.ares.settings import AresSettings, num_memory_points
 
 PLAN_EVERY_S = 60.0
@@ -375,6 +375,7 @@ def crossings(
         room = settings.memory_limit * cluster.capacity_tokens - used
         able = takes & (is_shallow != is_shallow[source]) & (room >= cluster.rows[row, TOKENS])
         able &= over_split <= SPILL * over_split[source]
+        able &= cluster.longest >= cluster.rows[row, MOST_TOKENS]
         if not able.any():
             continue
         destination = int(np.argmin(np.where(able, work, np.inf)))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quadriga.core.migration import MigrationCause, MigrationOrder
 from quadriga.core.replica import ReplicaSnapshot
-from quadriga.policies.ares.cluster import ClusterForecast, RoleWeights, unpack, weights
+from quadriga.policies.ares.cluster import ClusterForecast, RoleWeights, alike, unpack, weights
 from quadriga.policies.ares.forecast import (
     MOVES,
     REMAINING,
@@ -48,7 +48,8 @@ def explain(tick: RecordedTick, order: MigrationOrder) -> dict[str, Any]:
         forecast to be full; None where it is not. `text`: the same in a sentence. Empty where the
         tick does not show the sequence.
     """
-    of_model = [s for s in tick.snapshots if s.info.depth_class.model == order.depth_class.model]
+    groups = alike(tick.snapshots)
+    of_model = next((g for g in groups if order.source in {s.info.name for s in g}), [])
     taker = next((s for s in of_model if s.info.name == order.destination), None)
     is_across = taker is not None and taker.info.depth_class != order.depth_class
     cluster = unpack([s for s in of_model if is_across or s.info.depth_class == order.depth_class])

@@ -47,14 +47,15 @@ NUM_LOADS = NUM_POINTS + 1
     SHARE,
     LEAST_LAYERS,
     MOST_LAYERS,
-) = range(10)
+    MOST_TOKENS,
+) = range(11)
 """Columns of a row. SINCE_MOVE_S is infinite for a sequence that never moved; MOVABLE is one of the
 next three; SHARE is the part of the replica's layers that a token is expected to run, in 0..1; a
 replica needs LEAST_LAYERS for the sequence to go there, and may have no more than MOST_LAYERS; 0 is
-no bound."""
+no bound; MOST_TOKENS is what the sequence may become, which a row there must hold."""
 FIXED, RUNS, PAUSED = 0.0, 1.0, 2.0
 """On its way, or promised: not to be moved; runs here; stands in host memory here."""
-NUM_COLUMNS = 10
+NUM_COLUMNS = 11
 ROW_BYTES = 4 * NUM_COLUMNS
 MAX_ROWS = 65_536
 """More sequences than that no replica holds; a forecast with more is refused."""
@@ -157,6 +158,7 @@ def forecast_rows(
     share: ArrayLike = 1.0,
     least_layers: ArrayLike = 0.0,
     most_layers: ArrayLike = 0.0,
+    most_tokens: ArrayLike = 0.0,
 ) -> NDArray[np.float32]:
     """Return the rows of a forecast: [num_rows, NUM_COLUMNS]. Arguments as in the columns."""
     columns = (
@@ -170,6 +172,7 @@ def forecast_rows(
         share,
         least_layers,
         most_layers,
+        most_tokens,
     )
     rows = np.empty((np.size(tokens), NUM_COLUMNS), dtype=np.float32)
     for index, column in enumerate(columns):

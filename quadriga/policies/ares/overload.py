@@ -41,6 +41,7 @@ from quadriga.core.forecast import LengthPrediction
 from quadriga.policies.ares.cluster import ClusterForecast, RoleAssignment
 from quadriga.policies.ares.forecast import (
     FIXED,
+    MOST_TOKENS,
     MOVABLE,
     MOVES,
     REMAINING,
@@ -276,6 +277,7 @@ def evictions(
             continue
         row = int(mine[np.argmax(totals[mine])])
         able = takes & (used + float(rows[row, TOKENS]) <= ROOM_SHARE * cluster.capacity_tokens)
+        able &= cluster.longest >= rows[row, MOST_TOKENS]
         if not able.any():
             continue
         destination = int(np.argmin(np.where(able, used, np.inf)))

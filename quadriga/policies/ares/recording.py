@@ -38,7 +38,7 @@ from quadriga.policies.ares.settings import AresSettings, TransferCosts
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3
+VERSION = 4
 PACKED = ("rows", "running", "context", "load_s", "tokens")
 """Fields of a forecast that are bytes."""
 PLANNED = ("overload", "depth_pools")

@@ -43,8 +43,8 @@ from quadriga.policies.ares.cluster import (
     RoleAssignment,
     Roles,
     RoleWeights,
+    alike,
     by_class,
-    by_model,
     classify,
     comparable,
     holds_any,
@@ -193,7 +193,7 @@ class Rescheduler:
             pools: What was decided of the depth pools of each class.
         """
         orders: list[MigrationOrder] = []
-        for _, of_model in sorted(by_model(snapshots).items()):
+        for of_model in alike(snapshots):
             classes = by_class(of_model)
             parts = [members for _, members in sorted(classes.items(), key=lambda i: str(i[0]))]
             # An overload is relieved by what its plan names, inside each class.

@@ -13,6 +13,7 @@ from quadriga.policies.ares.cluster import ClusterForecast, RoleAssignment, Role
 from quadriga.policies.ares.forecast import (
     LEAST_LAYERS,
     MOST_LAYERS,
+    MOST_TOKENS,
     REMAINING,
     REMAINING_LOWER,
     REMAINING_UPPER,
@@ -272,7 +273,8 @@ class Search:
         )
         held += cluster.tokens[destinations, :points]
         limit = self._settings.memory_limit * cluster.capacity_tokens[destinations]
-        return np.asarray(held.max(axis=1) <= limit)
+        is_long_enough = cluster.rows[rows, MOST_TOKENS] <= cluster.longest[destinations]
+        return np.asarray(is_long_enough & (held.max(axis=1) <= limit))
 
     def _pays(
         self, rows: NDArray[np.int64], x: Floats, sources: NDArray[np.int64], targets: Targets

@@ -437,10 +437,15 @@ async def test_parked_sequences_go_where_their_layers_are_loaded(make_stand: Mak
     info = deep.status.info
     load_of(deep).num_running, load_of(deep).reserved_tokens = 0, info.kv_capacity_tokens - 60
     load_of(scout).num_running = 1
-    for reservation, names in (("longest", ["decode:2"]), ("used", ["decode:1"])):
-        deep.status = replace(deep.status, info=replace(info, reservation=reservation))
+    for fields, name in (
+        ({"reservation": "longest"}, "decode:2"),
+        ({"reservation": "used"}, "decode:1"),
+        ({"reservation": "used", "numerics": "other"}, "decode:2"),
+        ({"reservation": "used", "max_model_len": 89}, "decode:2"),
+    ):
+        deep.status = replace(deep.status, info=replace(info, **fields))  # type: ignore[arg-type]
         orders = escalations(stand.fleet.replicas.values(), set())
-        assert [o.destination for o in orders] == names
+        assert [o.destination for o in orders] == [name]
 
 
 async def test_prefill_loads_what_strict_sequences_wait_for(make_stand: MakeStand) -> None:

@@ -42,6 +42,7 @@ class Held:
     share: float = 1.0
     least_layers: int = 0
     most_layers: int = 0
+    most_tokens: int = 0
 
 
 def snapshot(
@@ -73,6 +74,7 @@ def snapshot(
         share=[h.share for h in held],
         least_layers=[h.least_layers for h in held],
         most_layers=[h.most_layers for h in held],
+        most_tokens=[h.most_tokens for h in held],
     )
     tokens = int(sum(h.tokens for h in held))
     num_paused = sum(h.movable == PAUSED for h in held)

@@ -77,6 +77,18 @@ def test_replicas_of_an_order_take_part_in_no_other_until_they_reported_anew() -
     assert made.moves.outcomes == {"moved": 1}
 
 
+def test_sequences_move_only_between_replicas_that_compute_alike() -> None:
+    """A deterministic deployment whose nodes differ: the destination would refuse the KV."""
+    snapshots = uneven(3)
+    for one, numerics in zip(snapshots, "xyxx", strict=True):
+        one.info = replace(one.info, numerics=numerics)
+    made, _ = governor()
+    assert [o.destination for o in tick(made, snapshots, 0.0)] == ["idle1"]
+    shown = made.moves.recent[-1].explanation["destinations"]
+    assert [d["name"] for d in shown] == ["idle1", "idle2"]
+    assert not tick(governor()[0], snapshots[:2], 0.0)
+
+
 def test_a_silent_replica_holds_nobody_up_for_ever() -> None:
     made, _ = governor()
     snapshots = uneven(num_idle=1)

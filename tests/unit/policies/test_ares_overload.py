@@ -50,7 +50,10 @@ def promised(snapshots: list[ReplicaSnapshot], share: float) -> ClusterForecast:
 def three(lengths: tuple[int, ...] = (500, 2_000, 30_000)) -> list[ReplicaSnapshot]:
     """Three replicas of 100,000 tokens with one sequence of each remaining length."""
     return [
-        snapshot(name, [Held(f"{name}-{n}", 100.0, n, n / 2, 1.5 * n) for n in lengths])
+        snapshot(
+            name,
+            [Held(f"{name}-{n}", 100.0, n, n / 2, 1.5 * n, most_tokens=2 * n) for n in lengths],
+        )
         for name in ("d0", "d1", "d2")
     ]
 
@@ -431,5 +434,8 @@ def test_under_overload_the_rescheduler_sends_long_sequences_away_and_balances_n
     orders = Rescheduler().tick(snapshots, COSTS, overload=plan)
     assert usual and all(o.source == "d2" for o in usual)
     assert [(o.sequence_id, o.source, o.destination) for o in orders] == [("d0-30000", "d0", "d1")]
+    d1 = replace(snapshots[1], info=replace(snapshots[1].info, max_model_len=59_999))
+    (order,) = Rescheduler().tick([snapshots[0], d1, snapshots[2]], COSTS, overload=plan)
+    assert order.destination == "d2", "the other's rows are too short"
     roomy = replace(plan, spread_tokens={})
     assert not Rescheduler().tick(snapshots, COSTS, overload=roomy), "a quarter of it stays free"

@@ -166,7 +166,7 @@ def test_memory_sees_the_peak_between_two_points() -> None:
 def test_a_packed_forecast_is_small_and_adds_up() -> None:
     snap = snapshot("a", [held("x", 500.0, 3000.0), held("y", 900.0, 100.0)])
     assert snap.forecast is not None
-    assert len(snap.forecast.rows) == 2 * ROW_BYTES == 80
+    assert len(snap.forecast.rows) == 2 * ROW_BYTES == 88
     cluster = unpacked([snap, snapshot("b", [])])
     np.testing.assert_allclose(cluster.load_s[0], cluster.row_load_s.sum(axis=0), rtol=1e-5)
     assert cluster.rows.shape == (2, NUM_COLUMNS)

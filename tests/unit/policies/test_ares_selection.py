@@ -372,6 +372,16 @@ def test_draining_busy_and_full_replicas_take_nothing() -> None:
     assert not orders(busy=frozenset({"a"}))
 
 
+def test_a_sequence_goes_only_where_rows_are_as_long_as_it_may_become() -> None:
+    """Rows follow a node's memory; the replica would refuse it."""
+    held = [Held(f"a-{i}", 1000.0, 5000.0, 4000.0, 6000.0, most_tokens=8000) for i in range(6)]
+    for longest, destination in ((8000, "b"), (7999, "c")):
+        other = even("b", 0)
+        other.info = replace(other.info, max_model_len=longest)
+        (order,) = Rescheduler(USUAL).tick([snapshot("a", held), other, even("c", 1)], FAST)
+        assert order.destination == destination
+
+
 def test_classes_are_balanced_apart() -> None:
     other = even("c", 0)
     other.info = replace(other.info, depth_class=DepthClass("m", 4))

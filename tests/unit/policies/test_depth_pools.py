@@ -25,7 +25,7 @@ from quadriga.policies.ares.depth_pools import (
     is_due,
     plan_pools,
 )
-from quadriga.policies.ares.forecast import check_forecast
+from quadriga.policies.ares.forecast import MOST_TOKENS, check_forecast
 from quadriga.policies.ares.governor import Governor
 from quadriga.policies.ares.placement import best_replica
 from quadriga.policies.ares.recording import RecordedTick, parse_ticks, replay, write_tick
@@ -117,6 +117,15 @@ def test_mixed_replicas_are_split_sequences_cross_and_the_decision_can_be_replay
     (read,) = parse_ticks(stream.getvalue().splitlines(), "here")
     assert read.pools == ticks[-1].pools
     assert replay([read]) == []
+
+
+def test_a_sequence_crosses_only_to_rows_as_long_as_it_may_become() -> None:
+    cluster = cluster_of(*mixed())
+    every = np.arange(len(cluster.rows))
+    assert crossings(cluster, pools("a"), SETTINGS, every)
+    cluster.rows = cluster.rows.copy()
+    cluster.rows[:, MOST_TOKENS], cluster.longest[:] = 1000, 999
+    assert crossings(cluster, pools("a"), SETTINGS, every) == []
 
 
 def test_replicas_are_not_split_where_that_is_off_or_no_exit_is_in_use() -> None:

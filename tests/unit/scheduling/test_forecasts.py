@@ -17,6 +17,7 @@ from quadriga.policies.ares.cluster import unpack
 from quadriga.policies.ares.expected_depth import ExpectedDepth
 from quadriga.policies.ares.forecast import (
     FIXED,
+    MOST_TOKENS,
     MOVABLE,
     MOVES,
     NUM_COLUMNS,
@@ -106,6 +107,7 @@ def test_only_what_is_here_and_stays_may_be_moved() -> None:
     check_forecast(made)
     rows = rows_of(made)
     assert list(rows) == [*names, "comes"], "who has joined is there once"
+    assert rows["runs"][MOST_TOKENS] == states[0].max_total_tokens
     movable = [RUNS, FIXED, PAUSED, FIXED, FIXED, FIXED]
     assert [row[MOVABLE] for row in rows.values()] == movable
     assert [row[TOKENS] for row in rows.values()] == [7, 7, 7, 7, 7, 30]
