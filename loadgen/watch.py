@@ -197,7 +197,7 @@ def _requests_table(rows: Sequence[dict[str, Any]], *, is_wide: bool) -> Table:
         eta = row["eta"] or {}
         whole = [row["tokens"] + eta[name] for name in ("tokens", "lower", "upper") if eta]
         counts = ("migrations", "pauses", "rebuilds", "breaches")
-        happened = ", ".join(f"{row[name]} {name}" for name in counts if row[name])
+        happened = ", ".join(f"{name} {row[name]}" for name in counts if row[name])
         predicted = "{:.0f} ({:.0f}–{:.0f})".format(*whole) if whole else "–"
         table.add_row(
             Text(row["request_id"][-12:] + (f" #{row['choice']}" if row["choice"] else "")),

@@ -266,7 +266,7 @@ const View = (() => {
         tokens: count(r.tokens),
         predicted: eta ? `${whole(eta.tokens)} (${whole(eta.lower)} to ${whole(eta.upper)})` : "–",
         "to go": eta?.seconds === undefined ? "–" : `${seconds(eta.seconds)} (up to ${seconds(eta.upper_seconds)})`,
-        "so far": ["migrations", "pauses", "rebuilds", "breaches"].filter((k) => r[k]).map((k) => `${count(r[k])} ${k}`).join(", "),
+        "so far": ["migrations", "pauses", "rebuilds", "breaches"].filter((k) => r[k]).map((k) => `${k} ${count(r[k])}`).join(", "),
       };
     });
   }

@@ -106,7 +106,7 @@ def test_prefill_replicas_show_what_their_prompts_share() -> None:
 def test_running_requests_are_shown_and_fit_eighty_columns() -> None:
     lines = [" ".join(x.split()) for x in shown(view() | {"requests": REQUESTS}).splitlines()]
     runs = "456789abcdef decode 0 running 64 s 412 2 s 530 (472–612) quadriga-s"
-    assert runs in lines and any("2 pauses, 3 breaches" in line for line in lines)
+    assert runs in lines and any("pauses 2, breaches 3" in line for line in lines)
     narrow = shown({"at_unix_s": 1.0, "replicas": [], "requests": REQUESTS}, width=80)
     assert "…" not in narrow and max(map(len, narrow.splitlines())) <= 80
     named = shown(view() | {"requests": [REQUESTS[0] | {"request_id": "x[/bold]"}]})

@@ -245,8 +245,8 @@ def test_requests_that_run() -> None:
     shown = [runs[k] for k in ("name", "model", "replica", "status", "for", "tokens")]
     assert shown == ["456789abcdef", "quadriga-s", "decode 0", "running", "64 s", "412"]
     assert (runs["predicted"], runs["to go"]) == ("530 (472 to 612)", "1.9 s (up to 3.2 s)")
-    assert (paused["name"], paused["so far"]) == (f"{shown[0]} #1", "2 pauses, 3 breaches")
-    assert [lost[k] for k in ("replica", "predicted", "to go", "so far")] == [*"–––", "1 rebuilds"]
+    assert (paused["name"], paused["so far"]) == (f"{shown[0]} #1", "pauses 2, breaches 3")
+    assert [lost[k] for k in ("replica", "predicted", "to go", "so far")] == [*"–––", "rebuilds 1"]
     assert run("requests", IDLE) == []
 
 
