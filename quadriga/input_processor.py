@@ -99,6 +99,7 @@ class InputProcessor:
                 # An answer in a conversation is a text of its own; others go on with the prompt.
                 tokenizer.detokenizer(after=() if _is_chat(prompt) else state.prompt_ids),
                 tuple(stop),
+                state.sampling.min_tokens,
             )
             for prompt, state in zip(_each(prompts), states, strict=True)
         ]

@@ -213,7 +213,7 @@ def _admin_line(config: QuadrigaConfig) -> str:
 
 
 def _arguments(file: Path | None, settings: list[str]) -> dict[str, Any]:
-    """Settings from the file (plain, or a Serve YAML with one application) and the command line.
+    """Settings from the file and the command line.
 
     Raises: ConfigError when the file is unusable or a setting is no `key=value`.
     """
@@ -225,11 +225,12 @@ def _arguments(file: Path | None, settings: list[str]) -> dict[str, Any]:
             tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:
             raise ConfigError(f"--config: {file} cannot be read: {exc}", param="config") from exc
-        applications = tree.get("applications") if isinstance(tree, dict) else None
-        if isinstance(applications, list) and applications and isinstance(applications[0], dict):
-            tree = applications[0].get("args", {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"--config: {file} must hold a mapping", param="config")
+        if not isinstance(tree, dict) or "applications" in tree:
+            raise ConfigError(
+                f"--config: {file} must hold a mapping of settings; `serve run` takes files with "
+                "applications, of which args are settings",
+                param="config",
+            )
         arguments = tree
     for setting in settings:
         key, equals, value = setting.partition("=")

@@ -69,10 +69,8 @@ class Rescheduling:
         last, self._config = self._config, config
         if config.scheduler == last.scheduler and config.transport == last.transport:
             return
-        before = last.scheduler.ares
         self.governor.configure(config.scheduler)
-        if before.record_file != config.scheduler.ares.record_file:
-            self._open_recording()
+        self._open_recording()
 
     def reported(
         self, snapshot: ReplicaSnapshot, outcomes: Sequence[LengthOutcome]

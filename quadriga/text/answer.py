@@ -15,10 +15,12 @@ class AnswerText:
         is_stopped: A stop string was met; read nothing more.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stop: tuple[str, ...], min_tokens: int = 0
+    ) -> None:
         self.is_stopped = False
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(stop)
+        self._stops = StopMatcher(stop, min_tokens)
 
     def read(self, emission: EngineOutput) -> str:
         """Return the text that an emission makes visible: with its last one, all that is left.

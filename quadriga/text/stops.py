@@ -12,7 +12,7 @@ class _Pattern:
 
     Attributes:
         fallback: For each prefix length, the length of its longest proper border.
-        matched: Characters of `text` that the stream's end matches now.
+        matched: Characters of `text` that the stream's end matches now; fewer than it has.
     """
 
     text: str
@@ -26,8 +26,9 @@ class _Pattern:
             k = self.fallback[k - 1]
         if self.text[k] == char:
             k += 1
-        self.matched = k
-        return k == len(self.text)
+        is_met = k == len(self.text)
+        self.matched = self.fallback[k - 1] if is_met else k
+        return is_met
 
 
 @lru_cache(1024)
@@ -48,17 +49,23 @@ class StopMatcher:
 
     Text that could still become a stop string is held back, and released as soon as it cannot.
     Where several strings end at the same character the longest one counts.
+
+    Args:
+        min_pieces: A stop string that ends within so many first pieces is text like any other.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], min_pieces: int = 0) -> None:
         self._patterns = [_Pattern(stop, _borders(stop)) for stop in stops]
         self._held = ""
+        self._num_early = min_pieces
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take a piece; return (text that may be shown, whether a stop string was met).
 
         After a match the stop string and everything behind it is gone; push nothing more.
         """
+        is_early = self._num_early > 0
+        self._num_early -= 1
         if not self._patterns or not text:
             return text, False
         for i, char in enumerate(text):
@@ -66,7 +73,7 @@ class StopMatcher:
             for pattern in self._patterns:
                 if pattern.feed(char):
                     met = max(met, len(pattern.text))
-            if met:
+            if met and not is_early:
                 seen = self._held + text[: i + 1]
                 self._held = ""
                 return seen[:-met], True

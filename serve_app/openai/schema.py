@@ -182,7 +182,7 @@ class GenerationFields(RequestFields):
         None,
         ge=0,
         le=MAX_TOKENS_LIMIT,
-        description="No end and no stop token before this many; at most `max_tokens`.",
+        description="No end, stop token or stop string within this many; at most `max_tokens`.",
     )
     temperature: float | None = Field(None, ge=0, le=2, description=f"0 is greedy; {_DEFAULT}")
     top_p: float | None = Field(

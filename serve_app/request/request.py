@@ -166,7 +166,7 @@ class Request:
                     priority=self.priority,
                     cache_salt=self.cache_salt,
                 )
-                stops = StopMatcher(self.stop) if self.stop else None
+                stops = StopMatcher(self.stop, self.sampling.min_tokens) if self.stop else None
                 text = tokenizer.detokenizer(marks, prompt_ids if self.continues else ())
                 sequence = SequenceRequest(len(self.sequences), state, text, stops)
                 sequence.is_auto = self.is_auto

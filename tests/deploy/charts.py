@@ -26,6 +26,7 @@ Values = dict[str, Any]
 Document = dict[str, Any]
 
 EVERYTHING: Values = {
+    "enabled": True,  # as a parent chart's `condition` passes it
     "commonLabels": {"team": "serving", "app.kubernetes.io/part-of": "platform"},
     "commonAnnotations": {"example.com/owner": "serving"},
     "image": {"digest": f"sha256:{'0' * 64}", "pullPolicy": "Always"},

@@ -59,10 +59,10 @@ def test_the_schema_is_draft_07_and_closed() -> None:
 
 
 def test_every_value_is_in_the_schema_and_the_schema_in_the_values() -> None:
-    assert set(VALUES) == set(SCHEMA["properties"])
+    assert {*VALUES, "enabled"} == set(SCHEMA["properties"])
     for path, node in _maps(VALUES):
         schema = _schema_at(path)
-        if "properties" in schema and path not in {("config",), ("workerGroups",)}:
+        if "properties" in schema and path not in {(), ("config",), ("workerGroups",)}:
             missing = set(schema["properties"]) ^ set(node)
             if path[:1] not in {("config",), ("workerGroups",)} and "resources" not in path:
                 assert not missing, path

@@ -27,6 +27,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pools beside models": ({"config": {"pools": []}}, "pools"),
     "keys in clear": ({"config": {"auth": {"api_keys": ["k"]}}}, "api_keys"),
     "no model": ({"models": []}, "models"),
+    "switched off without a parent chart": ({"enabled": False}, "enabled"),
     "not a quantity": ({"head": {"shmSize": "1 gig"}}, "shmSize"),
     "wrong enum": ({"upgradeStrategy": {"type": "Rolling"}}, "type"),
     "a name that is no label": ({"nameOverride": "my app"}, "nameOverride"),

@@ -131,6 +131,9 @@ def test_a_stream_that_is_read_late_ends_at_its_stop_string(llm: LLM) -> None:
     news = [first, *late]
     assert "".join(n.text for n in news) == whole.text
     assert [t for n in news for t in n.token_ids] == whole.token_ids
+    least = replace(GREEDY, min_tokens=len(whole.token_ids))
+    (longer,) = llm.generate(prompt, least, stop=("7",))
+    assert longer.text.startswith(f"{whole.text}7"), "as with vLLM's min_tokens"
 
 
 def test_a_stream_says_what_generate_says(llm: LLM, prompts: list[str]) -> None:

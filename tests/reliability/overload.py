@@ -38,6 +38,7 @@ from loadgen.runner import Live, LoadOptions, Record, RunResult, now_s, run_load
 from loadgen.target import Target, find_target
 from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError
+from quadriga.files import write_atomically
 from tests.reliability.overload_report import (
     PHASES,
     PRIORITIES,
@@ -110,11 +111,8 @@ def run(args: argparse.Namespace) -> int:
             seconds = round(time.monotonic() - began_s, 1)
             facts = figures(found) | {"failures": failures, "seconds": seconds, "seed": args.seed}
             line = print_line("overload", **facts)
-            args.out.mkdir(parents=True, exist_ok=True)
             part = "" if len(found.phases) == len(PHASES) else ".partial"
-            (args.out / f"overload{part}.json").write_text(
-                json.dumps(line) + "\n", encoding="utf-8"
-            )
+            write_atomically(args.out / f"overload{part}.json", json.dumps(line).encode())
     return 1 if failures else 0
 
 

@@ -18,6 +18,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from loadgen.report.output import add_out_argument
 from loadgen.runner import now_s
 from loadgen.target import find_target
 from quadriga.errors import ConfigError
+from quadriga.files import write_atomically
 from tests.reliability import all_on
 from tests.reliability.cluster.baseline import ResourceBaseline, take, trouble_with
 from tests.reliability.cluster.control import REPLICAS, ClusterControl, cluster_control
@@ -64,6 +66,7 @@ SETTLING_SHARE = 0.5
 SETTLING_S = 300.0
 """And no less than this of those that were started on the way, which fill up from nothing."""
 MIB = 1 << 20
+RESULTS = "soak.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             settings = ["--config", str(pools), *all_on.SETTINGS, *args.set]
         else:
             settings = [f"model={model}", *SETTINGS, *args.set]
-        args.out.mkdir(parents=True, exist_ok=True)
+        plot = args.out / "memory.png"
         with started_service(settings, log=args.out / "service.log") as service:
             soak = Soak(args, service, console)
             try:
@@ -111,14 +114,12 @@ def run(args: argparse.Namespace) -> int:
                 soak.is_over = True
             finally:  # what was seen is told of a run that is killed, too
                 try:
-                    (args.out / "memory.json").write_text(json.dumps(soak.samples()))
-                    soak.plot(args.out / "memory.png")
+                    write_atomically(args.out / RESULTS, soak.results())
+                    soak.plot(plot)
                 finally:  # and where the disk is full
                     console.print(soak.table())
                     seconds = round(time.monotonic() - began_s, 1)
-                    print_line(
-                        "soak", **soak.summary(), plot=f"{args.out}/memory.png", seconds=seconds
-                    )
+                    print_line("soak", **soak.summary(), plot=str(plot), seconds=seconds)
     return 0 if not soak.failures() else 1
 
 
@@ -270,13 +271,15 @@ class Soak:
         await running
 
     async def _sample(self, control: ClusterControl) -> None:
-        """Note every process's memory, for ever."""
+        """Note every process's memory, for ever; a run that is killed leaves what it has."""
         pause_s = max(0.25, min(5.0, self._args.minutes / 4))
         while True:
             kinds = ("prefill", "decode", "ingress", "scheduler", "controller")
             for pid, kind in control.pids(*kinds).items():
                 if (held := process_resources(pid)) is not None:
                     self._series.setdefault(pid, Series(kind)).add(now_s(), held)
+            with suppress(OSError):  # a disk that is full is told of at the end
+                await asyncio.to_thread(write_atomically, self._args.out / RESULTS, self.results())
             await asyncio.sleep(pause_s)
 
     async def _compare(
@@ -343,15 +346,16 @@ class Soak:
         }
         return table_of(sorted(slopes, key=lambda pid: of[pid].kind), columns)
 
-    def samples(self) -> dict[str, list[list[float]]]:
-        """Own memory of every process: [seconds, MiB] each."""
-        return {
+    def results(self) -> bytes:
+        """The last line with the own memory of every process, [seconds, MiB] each, as JSON."""
+        memory = {
             f"{one.kind} {pid}": [
                 [round(t, 1), round(b / MIB, 2)]
                 for t, b in zip(one.times_s, one.own_bytes, strict=True)
             ]
             for pid, one in self._series.items()
         }
+        return json.dumps(self.summary() | {"memory": memory}).encode()
 
     def plot(self, path: Path) -> None:
         """Draw the memory of every process, with the harms as ticks."""

@@ -20,7 +20,6 @@ import asyncio
 import os
 import random
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,8 @@ from rich.console import Console
 from loadgen.bench.cluster.service import ServiceUnderLoad, started_service
 from loadgen.load.workload import RequestSpec
 from loadgen.options import add_setting_argument, check_service, number, whole
-from loadgen.report.experiment import REPORT_WIDTH, print_line, wide_console
+from loadgen.report.experiment import REPORT_WIDTH, drop_rows, keep_rows, print_line, wide_console
+from loadgen.report.output import add_out_argument
 from loadgen.runner import now_s
 from loadgen.target import find_target
 from tests.reliability.cluster.agent_client import AgentError
@@ -94,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget-s", type=number(0), help="begin no round after this long")
     parser.add_argument("--seed", type=whole(0), default=0, help="of everything random")
     add_setting_argument(parser)
+    add_out_argument(parser, "results/upgrade")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,12 +103,9 @@ def run(args: argparse.Namespace) -> int:
     console = wide_console(REPORT_WIDTH)
     began_s, found = time.monotonic(), Found()
     try:
-        with tempfile.TemporaryDirectory(prefix="quadriga-upgrade-") as folder:
-            settings = [f"model={args.model}", *SETTINGS, *args.set]
-            log = Path(folder) / "service.log"
-            with started_service([*settings, *State().settings()], log=log) as service:
-                upgrade = Upgrade(args, service, settings, console)
-                asyncio.run(upgrade.run(found, began_s))
+        settings, log = [f"model={args.model}", *SETTINGS, *args.set], args.out / "service.log"
+        with started_service([*settings, *State().settings()], log=log) as service:
+            asyncio.run(Upgrade(args, service, settings, console).run(found, began_s))
         if args.node_rounds:
             run_nodes(args, found, console, began_s)
     finally:  # the rounds that were over are told of a run that is killed, too
@@ -117,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
             seconds = round(time.monotonic() - began_s, 1)
             facts = figures(found) | {"failures": failures, "seconds": seconds, "seed": args.seed}
             print_line("upgrade", **facts)
+        drop_rows("upgrade", args.out)
     return 1 if failures else 0
 
 
@@ -164,7 +163,7 @@ class Upgrade:
                             break
                         await asyncio.sleep(SETTLE_S)
                         found.rounds.append(await self._round(control, kinds[index % len(kinds)]))
-                        tell(self._console, found.rounds[-1], load.tally)
+                        tell(args, self._console, found, load.tally)
                 finally:
                     load.stop()
                     await running
@@ -254,8 +253,10 @@ class Upgrade:
         found.exit_s = now_s() - began_s
 
 
-def tell(console: Console, done: Round, tally: Tally) -> None:
-    """A line for a round, and for all requests so far."""
+def tell(args: argparse.Namespace, console: Console, found: Found, tally: Tally) -> None:
+    """A line for the newest round, and for all requests so far; a run that is killed has both."""
+    done = found.rounds[-1]
+    keep_rows("upgrade", [figures(found)], args.out)
     pause_s = done.longest(tally.silences, is_first=False)
     wait_s = done.longest(tally.silences, is_first=True)
     console.print(
@@ -284,7 +285,7 @@ def run_nodes(args: argparse.Namespace, found: Found, console: Console, began_s:
 
     def done(round_began_s: float, took_s: float, trouble: str, tally: Tally) -> None:
         found.rounds.append(Round(NODE, took_s, trouble, round_began_s))
-        tell(console, found.rounds[-1], tally)
+        tell(args, console, found, tally)
 
     found.nodes = asyncio.run(
         remove_nodes(

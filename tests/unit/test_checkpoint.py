@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quadriga.checkpoint.folder import Checkpoint, SamplingDefaults, on_this_node, read_checkpoint
+from quadriga.config.loader import load_config
 from quadriga.errors import ConfigError
 
 CONFIG = {
@@ -181,3 +182,24 @@ def test_a_download_that_breaks_off_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("huggingface_hub.snapshot_download", lose)
     with pytest.raises(ConfigError, match="the connection was lost"):
         read_checkpoint("org/name")
+
+
+def test_a_hub_id_means_one_commit_from_the_start_of_the_service_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads it later, an ingress that is started anew say, has what the replicas have."""
+    first, second = "a" * 40, "b" * 40
+    hub = tmp_path / "models--org--tiny"
+    for commit in (first, second):
+        (hub / "snapshots" / commit).mkdir(parents=True)
+        read(hub / "snapshots" / commit, {"do_sample": commit == first})
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text(first)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = load_config({"model": "org/tiny"})
+    (hub / "refs" / "main").write_text(second)
+    found = read_checkpoint(load_config(config.model_dump()).pools[0].model)
+    assert (found.id, found.path.name, found.source) == ("tiny", first, f"org/tiny@{first}")
+    assert read_checkpoint("org/tiny").source == f"org/tiny@{second}"
+    assert load_config({"model": "org/tiny@main"}).pools[0].model == f"org/tiny@{second}"

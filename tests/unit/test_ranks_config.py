@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from quadriga.config.kv_memory import NodeMemory
 from quadriga.config.loader import load_config
 from quadriga.config.resolve import Hardware, resolve
 from quadriga.errors import ConfigError
+from tests.gguf_files import write_model
 from tests.unit.test_config import checkpoint
 
 __all__ = ["checkpoint"]
@@ -80,3 +83,21 @@ def test_what_does_not_divide_is_named(checkpoint: Path, change: dict[str, int],
     config = load_config({"model": str(checkpoint), "engine.tensor_parallel": 2})
     with pytest.raises(ConfigError, match=what):
         resolve(config, CPU)
+
+
+def test_quantised_rows_that_do_not_divide_in_blocks_are_named(tmp_path: Path) -> None:
+    """32 weights of a row have one scale; 96 columns are three such blocks."""
+    sizes = LlamaConfig(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    model = LlamaForCausalLM(sizes)
+    file = write_model(tmp_path / "odd.gguf", model, kind=GGMLQuantizationType.Q8_0)
+    given = {"model": str(file), "engine.cache_dir": str(tmp_path / "cache")}
+    with pytest.raises(ConfigError, match=r"3 blocks of 32 columns of the MLP .* one of 1$"):
+        resolve(load_config(given | {"engine.tensor_parallel": 2}), CPU)
+    assert resolve(load_config(given | {"engine.tensor_parallel": 1}), CPU).replicas

@@ -120,6 +120,20 @@ async def test_decisions_are_recorded_up_to_a_size_and_decided_again(
     assert size < grown == file.stat().st_size
 
 
+async def test_a_new_size_of_the_recording_counts_at_once(tmp_path: Path) -> None:
+    async def send(order: MigrationOrder) -> MigrationReport:
+        return MigrationReport(order.sequence_id, "finished")
+
+    ares: dict[str, Any] = {"mode": "ares", "record_file": str(tmp_path / "ticks.jsonl")}
+    made = make(send, **ares, record_max_bytes=1)
+    for most, num_ticks in ((None, 1), (None, 1), (100_000_000, 2)):
+        if most is not None:
+            made.configure(load_config({"scheduler": {"ares": ares | {"record_max_bytes": most}}}))
+        made.tick()
+        await asyncio.sleep(0)
+        assert len(list(read_ticks(tmp_path / "ticks.jsonl"))) == num_ticks
+
+
 async def test_a_recording_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 

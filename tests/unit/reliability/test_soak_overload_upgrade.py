@@ -53,6 +53,7 @@ from tests.reliability.load.streams import StreamAnswer, make_streams
 from tests.reliability.overload import Overload
 from tests.reliability.overload_report import Found, Phase, Returns, recovered_after_s
 from tests.reliability.rescheduling_turns import ratios_of
+from tests.reliability.upgrade import tell
 from tests.unit.loadgen.conftest import make_spec
 
 MIB = 1 << 20
@@ -512,8 +513,30 @@ def test_a_run_that_is_killed_tells_what_it_had(
         "upgrade": "18 rounds were not run",
     }
     assert line["experiment"] == name and told[name] in line["failures"]
-    written = {"soak": "memory.json", "overload": "overload.partial.json"}
+    written = {"soak": "soak.json", "overload": "overload.partial.json"}
     assert name not in written or (tmp_path / "results" / name / written[name]).is_file()
+
+
+async def test_what_a_run_has_is_on_the_disk_while_it_runs(tmp_path: Path) -> None:
+    """SIGKILL ends it without a word."""
+    args = argparse.Namespace(all_on=False, minutes=0.01, seed=0, out=tmp_path)
+    run = soak.Soak(args, None, Console())  # type: ignore[arg-type]
+    file, is_written = tmp_path / soak.RESULTS, asyncio.Event()
+
+    def pids(*_: str) -> dict[int, str]:
+        if file.exists():
+            is_written.set()
+        return {os.getpid(): "decode"}
+
+    sampling = asyncio.create_task(run._sample(Mock(pids=pids)))
+    await asyncio.wait_for(is_written.wait(), 60.0)
+    sampling.cancel()
+    kept = json.loads(file.read_text())
+    assert kept["memory"].keys() == {f"decode {os.getpid()}"}
+    assert "the run was broken off" in kept["failures"]
+    tell(args, Console(quiet=True), upgraded(), Tally())
+    (row,) = json.loads((tmp_path / "upgrade.partial.json").read_text())["rows"]
+    assert sum(row["rounds"].values()) == len(upgraded().rounds)
 
 
 def test_a_soak_is_told_though_the_disk_is_full(

@@ -174,8 +174,9 @@ def test_settings_win_over_the_file(tmp_path: Path) -> None:
         "decode_replicas": 3,
         "engine.compile": "off",
     }
-    file.write_text("applications:\n- name: q\n  args: {model: quadriga-l}\n")
-    assert _arguments(file, []) == {"model": "quadriga-l"}
+    file.write_text("http_options: {port: 80}\napplications:\n- args: {model: quadriga-l}\n")
+    with pytest.raises(ConfigError, match="`serve run` takes files with applications"):
+        _arguments(file, [])
 
 
 @pytest.mark.parametrize(

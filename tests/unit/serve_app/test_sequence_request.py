@@ -167,6 +167,17 @@ def test_a_stop_string_ends_before_the_replica_does(model: ServedModel) -> None:
     assert num_new == len(sequence.state.output_ids) < len(ids)
 
 
+def test_a_stop_string_within_min_tokens_is_text(model: ServedModel) -> None:
+    ids = model.tokenizer.encode("hello world")
+    for least, shown in ((0, "hel"), (len(ids), "hello world")):
+        sampling = SamplingParams(99, min_tokens=least)
+        request = Request("r", "m", [[5]], ["x"], 1, sampling, ("lo w",), False, 0, 0.0, 1e12)
+        request.make_sequences(model.tokenizer, "i", "m")
+        (sequence,) = request.sequences
+        sequence.accept("p", tokens(0, *ids, finish=FinishReason.LENGTH))
+        assert "".join(sequence.pieces) + sequence.tail == shown
+
+
 def test_held_back_text_comes_with_the_end(model: ServedModel) -> None:
     sequence = make_choice(model, "never")
     ids = model.tokenizer.encode("one nev")

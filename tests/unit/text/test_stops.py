@@ -10,8 +10,8 @@ from quadriga.text import AnswerText, StopMatcher, load_tokenizer
 SMALL = st.text(alphabet="abc", min_size=1, max_size=6)
 
 
-def run(stops: tuple[str, ...], pieces: list[str]) -> tuple[str, bool]:
-    matcher = StopMatcher(stops)
+def run(stops: tuple[str, ...], pieces: list[str], min_pieces: int = 0) -> tuple[str, bool]:
+    matcher = StopMatcher(stops, min_pieces)
     shown = ""
     for piece in pieces:
         text, met = matcher.push(piece)
@@ -44,14 +44,28 @@ def test_a_stop_that_repeats_itself() -> None:
     assert tables[0] is tables[1], "made once for all choices"
 
 
-@given(st.lists(SMALL, min_size=1, max_size=3), st.lists(st.text(alphabet="abc", max_size=5)))
-def test_equals_a_search_in_the_whole_text(stops: list[str], pieces: list[str]) -> None:
-    """The stop that ends first cuts, wherever the text was cut into pieces."""
-    whole = "".join(pieces)
-    ends = [(whole.find(s) + len(s), -len(s)) for s in stops if s in whole]
+@given(
+    st.lists(SMALL, min_size=1, max_size=3),
+    st.lists(st.text(alphabet="abc", max_size=5)),
+    st.integers(0, 3),
+)
+def test_equals_a_search_in_the_whole_text(
+    stops: list[str], pieces: list[str], min_pieces: int
+) -> None:
+    """The stop that ends first cuts, wherever the text was cut into pieces.
+
+    One that ends within the first pieces does not, as with vLLM's `min_tokens`.
+    """
+    whole, first = "".join(pieces), len("".join(pieces[:min_pieces])) + 1
+    ends = [
+        (end, -len(s))
+        for s in stops
+        for end in range(first, len(whole) + 1)
+        if whole.endswith(s, 0, end)
+    ]
     end, minus = min(ends, default=(0, 0))
     expected = (whole[: end + minus], True) if ends else (whole, False)
-    assert run(tuple(stops), pieces) == expected
+    assert run(tuple(stops), pieces, min_pieces) == expected
 
 
 def test_tokens_behind_a_stop_string_are_taken_out_however_many_came_at_once() -> None:
@@ -63,3 +77,6 @@ def test_tokens_behind_a_stop_string_are_taken_out_however_many_came_at_once() -
     assert answer.read(said) == "1 2 3 " and answer.is_stopped
     assert text.decode(said.token_ids) == "1 2 3 4"
     assert len(said.exit_layers) == len(said.token_ids)
+    early = EngineOutput("s", 0, token_ids=list(ids), exit_layers=[4] * len(ids))
+    answer = AnswerText(text.detokenizer(), ("4",), min_tokens=len(ids))
+    assert answer.read(early).startswith("1 2 3 4 5") and not answer.is_stopped
