@@ -57,6 +57,7 @@ def is_in(grammar: Grammar, text: str) -> bool:
         (PERSON, '{"name":"Ä\\n","age":-1}', '{"age": 7, "name": "Ann"}'),
         (Grammar.json_object(), '{"a": [1, {"b": null}]}', "[1]"),
         (Grammar.regex(r"[0-9]{3}-[a-z]+"), "123-abc", "123-abc!"),
+        (Grammar.regex(r"\d\\d[\d]"), "3\\d٣", "٣\\d3"),
         (Grammar.choice(["yes", 'a "b"\n', "ü\x7f"]), 'a "b"\n', "ye"),
         (Grammar.ebnf('start: "a" b*\nb: "b" | "c"'), "abcb", "aba"),
         (Grammar.ebnf('root ::= "x" [0-9]+'), "x12", "x"),
