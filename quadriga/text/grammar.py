@@ -37,8 +37,8 @@ UNKNOWN = {
 }
 """What the library says of schemas that ask for what it does not know, and what clients read."""
 
-_DIGIT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?", re.DOTALL)
-"""A letter with its backslash, or a bracketed class, in which nothing is changed."""
+_PART = re.compile(r"\[\^(?:\\.|[^\]\\])*+|\\.", re.DOTALL)
+"""Of an expression: a class of what is not to be, or a letter with its backslash."""
 
 LARGE_VOCABULARY = 8192
 """Masks over fewer tokens are found by one thread, sooner than others are woken."""
@@ -273,7 +273,7 @@ def grammar_source(grammar: Grammar) -> str:
             defaults = {"whitespace_pattern": WHITESPACE}
             return str(matcher.grammar_from_json_schema(text, defaults=defaults))
         if grammar.kind == "regex":
-            return str(matcher.grammar_from_regex(_DIGIT.sub(_ascii_digit, text)))
+            return str(matcher.grammar_from_regex(_PART.sub(_ascii_digit, text)))
         if grammar.kind == "lark":
             return str(matcher.grammar_from_lark(text))
         return str(_llguidance().grammar_from("grammar", text))

@@ -28,8 +28,8 @@ from loadgen.report.metrics import Distribution, LoadSummary
 from quadriga.config.loader import load_config
 from quadriga.core.migration import MigrationReport
 from quadriga.errors import ConfigError
-from tests.unit.loadgen.conftest import Service
 from quadriga.policies.ares.replica_view import replica_view
+from tests.unit.loadgen.conftest import Service
 from tests.unit.policies.test_ares_governor import uneven
 from tests.unit.serve_app.dashboard_views import REQUESTS
 
