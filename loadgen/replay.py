@@ -85,7 +85,7 @@ def _ticks(args: argparse.Namespace) -> list[RecordedTick]:
         try:
             return list(read_ticks(args.file))
         except OSError as exc:
-            raise ConfigError(f"{args.file}: cannot be read: {exc}") from exc
+            raise ConfigError(f"{args.file}: cannot be read: {exc.strerror}") from exc
     text = fetch_text(admin_client(args), args.url, "/cluster/ticks")
     if args.save is not None:
         write_atomically(args.save, text.encode())

@@ -64,11 +64,11 @@ def main(argv: list[str] | None = None) -> int:
                 f"{KEY_VARIABLE} or auth.api_keys_file",
                 param="host",
             )
-        hint = f"key: yours ({KEY_VARIABLE} or auth)"
+        hint = f"# KEY: yours ({KEY_VARIABLE} or auth)"
         if not keys.digests and not options.no_grpc:
             key, path = _own_key()
             keys = ApiKeys.of([key], is_http_open=True)
-            hint = f"key: in {path}"
+            hint = f'KEY = open("{path}").read().strip()'
         return _serve(config, keys, addresses, hint, note)
     except QuadrigaError as exc:
         print(f"quadriga: {exc.message}", file=sys.stderr)

@@ -37,7 +37,8 @@ def fetch(client: HttpClient, url: str, path: str) -> dict[str, Any]:
         raise _silent(url, exc) from exc
     if status != 200 or not isinstance(document, dict):
         error = document.get("error", {}) if isinstance(document, dict) else {}
-        raise ConfigError(f"--url: {url} answered {status}: {error.get('message', '')}")
+        said = f"--url: {url} answered {status}: {error.get('message', '')}"
+        raise ConfigError(said + "; is that the admin port?" * (status == 404))
     return document
 
 
@@ -48,7 +49,8 @@ def fetch_text(client: HttpClient, url: str, path: str) -> str:
     except ConnectionError as exc:
         raise _silent(url, exc) from exc
     if status != 200:
-        raise ConfigError(f"--url: {url} answered {status}: {text[:500]}")
+        where = "; is that the admin port?" * (status == 404)
+        raise ConfigError(f"--url: {url} answered {status}: {text[:500]}{where}")
     return text
 
 

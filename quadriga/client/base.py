@@ -114,6 +114,8 @@ class BaseClient:
             client_certificate=client_certificate,
             client_key=client_key,
         )
+        if target.startswith(("http://", "https://")):
+            raise ValueError(f"target: {target!r} must be host:port, without http:// or https://")
         make = self._library.insecure_channel if secure is None else self._library.secure_channel
         at: tuple[Any, ...] = (target,) if secure is None else (target, secure)
         self._make_channel = partial(make, *at, options=CHANNEL_OPTIONS)

@@ -13,6 +13,7 @@ from quadriga.errors import (
     Forbidden,
     InvalidRequest,
     InvariantViolation,
+    MethodNotAllowed,
     NotFound,
     Overloaded,
     QuadrigaError,
@@ -30,8 +31,8 @@ _BY_STATUS: dict[str, type[QuadrigaError]] = {
     "DEADLINE_EXCEEDED": DeadlineExceeded,
     "CANCELLED": Cancelled,
     "UNAVAILABLE": Unavailable,
+    "UNIMPLEMENTED": MethodNotAllowed,
 }
-
 
 _BROKEN = ("INTERNAL", "UNKNOWN")
 
@@ -65,8 +66,13 @@ def from_rpc(exc: grpc.RpcError) -> QuadrigaError:
     wait_ms = metadata.get("retry-after-ms", "")
     if wait_ms.isdigit():
         retry_after_s = int(wait_ms) / 1000
+    details = call.details() or f"the call ended with {status}"
+    if details == "Deadline Exceeded":  # by gRPC here, a moment before the service said so
+        details = "the request was not done within its timeout"
+    elif status == "UNIMPLEMENTED" and details.startswith("Received http2 header"):
+        details += ": this port speaks HTTP, not gRPC; name the port of gRPC, 9000 by default"
     return cls(
-        call.details() or f"the call ended with {status}",
+        details,
         param=metadata.get("quadriga-error-param"),
         code=code,
         retry_after_s=retry_after_s,

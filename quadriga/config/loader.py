@@ -107,12 +107,15 @@ def load_config(data: dict[str, Any]) -> QuadrigaConfig:
             place = [str(part) for part in error["loc"]]
             kinds = ("literal[", "constrained-", "tuple[")
             place = [part for part in place if not part.startswith(kinds)]
+            if "pools" not in data and place[:2] == ["pools", "0"]:
+                del place[:2]  # of the one pool, as it was written
             field = ".".join(place) or "(top level)"
             if error["type"] == "extra_forbidden":
                 lines.append(f"{field}: there is no such setting{_similar(error['loc'])}")
                 continue
             messages = said.setdefault(f"{field}: {{}} (got {error['input']!r:.80})", [])
-            messages.append(error["msg"].replace("valid tuple", "list (YAML)"))
+            text = error["msg"].removeprefix("Value error, ")
+            messages.append(text.replace("valid tuple", "list (YAML)"))
         lines += [text.replace("{}", ", or: ".join(found), 1) for text, found in said.items()]
         raise ConfigError("; ".join(lines), param=lines[0].split(":", 1)[0]) from exc
     pools = tuple(_with_model(pool, config.helios) for pool in config.pools)

@@ -37,6 +37,9 @@ UNKNOWN = {
 }
 """What the library says of schemas that ask for what it does not know, and what clients read."""
 
+_PART = re.compile(r"\[\^(?:\\.|[^\]\\])*+|\\.", re.DOTALL)
+"""Of an expression: a class of what is not to be, or a letter with its backslash."""
+
 LARGE_VOCABULARY = 8192
 """Masks over fewer tokens are found by one thread, sooner than others are woken."""
 
@@ -270,13 +273,18 @@ def grammar_source(grammar: Grammar) -> str:
             defaults = {"whitespace_pattern": WHITESPACE}
             return str(matcher.grammar_from_json_schema(text, defaults=defaults))
         if grammar.kind == "regex":
-            return str(matcher.grammar_from_regex(text))
+            return str(matcher.grammar_from_regex(_PART.sub(_ascii_digit, text)))
         if grammar.kind == "lark":
             return str(matcher.grammar_from_lark(text))
         return str(_llguidance().grammar_from("grammar", text))
     except ValueError as exc:
         what = "schema" if grammar.kind == "json_schema" else "grammar"
         raise InvalidRequest(f"the {what} cannot be read: {exc}", code="invalid_grammar") from exc
+
+
+def _ascii_digit(found: re.Match[str]) -> str:
+    r"""What stands for `\d`: 0 to 9, as in a schema's patterns, not any script's digits."""
+    return "[0-9]" if found[0] == r"\d" else found[0]
 
 
 def grammars_of(checkpoint: Checkpoint) -> TokenGrammars:

@@ -54,7 +54,7 @@ def describe(
     Args:
         status: What the controller's `status` returned.
         needs_key: HTTP asks for the API key.
-        key_hint: How to use the API key, where gRPC is on.
+        key_hint: Where the API key is, as a line of Python or a comment, where gRPC is on.
     """
     models = status.get("models") or ["quadriga-auto"]
     samples = sample_requests(models[0])
@@ -83,10 +83,11 @@ def describe(
         tls = ", tls=True" if http_url.startswith("https:") else ""
         lines += [
             "",
-            f"  gRPC  {grpc_address}   {key_hint}",
+            f"  gRPC  {grpc_address}",
             f"""    from quadriga.client import Client
+    {key_hint}
     with Client("{grpc_address}", api_key=KEY{tls}) as client:
         for piece in client.stream({json.dumps(samples.grpc.prompt)}):
-            print(piece.text, end="")""",
+            print(piece.text, end="", flush=True)""",
         ]
     return "\n".join([*lines, ""])

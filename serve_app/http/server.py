@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI
@@ -196,7 +197,10 @@ async def routing_error(request: Request, exc: Exception) -> Response:
     error: QuadrigaError
     route = f"{request.method} {request.url.path}"[:200]
     if status == 404:
-        error = NotFound(f"there is no route {route}")
+        paths = [known.path for known in request.app.routes]
+        close = get_close_matches(request.url.path[:64], paths, n=1)
+        close += [page for page in ("/docs", "/dashboard") if page in paths]
+        error = NotFound(f"there is no route {route}; try {close[0]}")
     elif status == 405:
         error = MethodNotAllowed(
             f"the route {request.url.path[:200]} does not take {request.method}"

@@ -103,6 +103,8 @@ def json_size(value: object, field: str) -> int:
 
 def shown(value: object) -> str:
     """A value as an error message may quote it: short, printable ASCII."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     text = ascii(value) if not isinstance(value, (list, dict)) else _shown_container(value)
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
 
@@ -128,7 +130,8 @@ def parse_body(model: type[BodyModel], data: object) -> BodyModel:
         lines = []
         for error in errors[:SHOWN_ERRORS]:
             got = "" if error["type"] == "missing" else f" (got {shown(error['input'])})"
-            said = "Input should be an object" if error["type"] == "model_type" else error["msg"]
+            is_object = error["type"] in ("model_type", "dict_type")
+            said = "Input should be an object" if is_object else error["msg"]
             lines.append(f"{_field_name(error['loc'])}: {said}{got}")
         more = f"; and {len(errors) - SHOWN_ERRORS} more" if len(errors) > SHOWN_ERRORS else ""
         raise InvalidRequest("; ".join(lines) + more, param=_field_name(errors[0]["loc"])) from exc

@@ -134,7 +134,7 @@ async def chat_request(
     _check_vocabulary(token_ids, model, "messages")
     field, wanted = _asked_length(body)
     if wanted == 0:
-        raise InvalidRequest(f"{field}: must be at least 1", param=field)
+        raise InvalidRequest(f"{field}: must be at least 1, not 0", param=field)
     if wanted is None:
         most = model.max_model_len - len(token_ids)
         if num_logprobs is not None:

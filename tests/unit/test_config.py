@@ -54,8 +54,10 @@ def test_command_line_strings_and_dotted_keys() -> None:
 def test_every_fault_is_named_with_its_value() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"modl": "x", "engine": {"threads": 0}, "decode_replicas": -1})
-    for text in ("modl", "engine.threads", "got 0", "pools.0.decode_replicas", "got -1"):
+    for text in ("modl", "engine.threads", "got 0", "; decode_replicas: ", "got -1"):
         assert text in caught.value.message
+    with pytest.raises(ConfigError, match=r"pools\.1\.decode_replicas: "):
+        load_config({"pools": [{"model": "a"}, {"model": "b", "decode_replicas": -1}]})
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_every_fault_is_named_with_its_value() -> None:
         ("decode.max_slotz", "did you mean max_slots?"),
         ("threads", "threads: there is no such setting; did you mean engine.threads?"),
         ("scheduler.ares.moed", "did you mean mode?"),
-        ("exits.treshold", "pools.0.exits.treshold: .* did you mean threshold?"),
+        ("exits.treshold", "exits.treshold: .* did you mean threshold?"),
     ],
 )
 def test_what_an_unknown_setting_was_meant_to_be(setting: str, meant: str) -> None:

@@ -262,6 +262,11 @@ def test_timeouts(servicer: Servicer, client: Client) -> None:
     assert time.monotonic() - begun_s < 8.0, "no wait that cannot help"
 
 
+def test_an_url_is_no_target() -> None:
+    with pytest.raises(ValueError, match="must be host:port"):
+        Client("http://127.0.0.1:9000")
+
+
 def test_nobody_there() -> None:
     policy = RetryPolicy(max_attempts=2, first_pause_s=0.001)
     with Client("127.0.0.1:1", retry=policy, timeout_s=5) as client, pytest.raises(Unavailable):

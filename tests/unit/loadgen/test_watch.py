@@ -29,6 +29,7 @@ from quadriga.config.loader import load_config
 from quadriga.core.migration import MigrationReport
 from quadriga.errors import ConfigError
 from quadriga.policies.ares.replica_view import replica_view
+from tests.unit.loadgen.conftest import Service
 from tests.unit.policies.test_ares_governor import uneven
 from tests.unit.serve_app.dashboard_views import REQUESTS
 
@@ -236,6 +237,13 @@ def test_without_an_admin_port_it_says_what_to_do() -> None:
     watch.add_arguments(parser)
     with pytest.raises(ConfigError, match=r"admin\.port"):
         watch.run(parser.parse_args(["--once", "--url", "http://127.0.0.1:9"]))
+
+
+def test_another_port_of_the_service_is_told(service: Service) -> None:
+    parser = argparse.ArgumentParser()
+    watch.add_arguments(parser)
+    with pytest.raises(ConfigError, match=r"answered 404: .*; is that the admin port\?"):
+        watch.run(parser.parse_args(["--once", "--url", service()[0]]))
 
 
 def run(policy: str, tpots_ms: list[float], *, texts: dict[int, str], moved: int = 0) -> PolicyRun:

@@ -71,7 +71,8 @@ async def test_elsewhere_every_route_asks_for_an_admins_key(make_stand: MakeStan
                 headers = {"authorization": f"Bearer {key}"} if key else {}
                 reply = await http.get(path, headers=headers)
                 assert reply.status_code == status, (path, key)
-        assert (await http.get("/nothing")).json()["error"]["code"] == "not_found"
+        error = (await http.get("/nothing")).json()["error"]
+        assert error["code"] == "not_found" and error["message"].endswith("; try /dashboard")
 
 
 async def test_on_the_clients_port_metrics_are_an_admins(make_stand: MakeStand) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import hmac
@@ -10,6 +11,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import textwrap
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -223,9 +225,11 @@ def test_the_banner_names_what_runs_and_how_to_try_it() -> None:
             {"role": "prefill", "depth_class": "quadriga-s@8", "name": "p0", "node_id": "abcdef"}
         ],
     }
-    text = describe(status, http_url="http://h:1", grpc_address="h:2", key_hint="key: in f")
-    for part in ("prefill", "quadriga-s@8", "curl -sN http://h:1/v1/chat/", "h:2", "key: in f"):
+    text = describe(status, http_url="http://h:1", grpc_address="h:2", key_hint='KEY = "k"')
+    for part in ("prefill", "quadriga-s@8", "curl -sN http://h:1/v1/chat/"):
         assert part in text
+    program = ast.parse(textwrap.dedent(text.split("  gRPC  h:2\n")[1]))
+    assert isinstance(program.body[1], ast.Assign), "what is pasted knows its key"
     assert 'Client("h:2", api_key=KEY) as' in text
     text = describe(status, http_url="https://h:1", grpc_address="h:2")
     assert 'Client("h:2", api_key=KEY, tls=True) as' in text

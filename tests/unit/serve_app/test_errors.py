@@ -105,6 +105,25 @@ def test_a_call_that_a_proxy_cut_is_worth_another_try(
     assert type(from_rpc(context.as_call())) is kind
 
 
+@pytest.mark.parametrize(
+    ("code", "details", "said"),
+    [
+        (grpc.StatusCode.UNIMPLEMENTED, "Received http2 header with status: 404", "port of gRPC"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "not done within its timeout"),
+    ],
+)
+def test_what_grpc_says_itself_is_said_with_a_remedy(
+    code: grpc.StatusCode, details: str, said: str
+) -> None:
+    context = Context()
+    context.set_code(code)
+    context.set_details(details)
+    error = from_rpc(context.as_call())
+    assert said in error.message
+    assert error.grpc_code == code.name
+    assert not error.retryable
+
+
 def test_foreign_statuses_become_our_errors() -> None:
     for code in grpc.StatusCode:
         if code is grpc.StatusCode.OK:

@@ -136,6 +136,12 @@ async def test_a_slash_too_many_redirects_nobody(path: str, stand: Stand) -> Non
     reply = await stand.http.request("POST" if "v1" in path else "GET", path)
     assert (reply.status_code, "location" in reply.headers) == (404, False)
     assert path in reply.json()["error"]["message"]
+    assert reply.json()["error"]["message"].endswith(f"try {path[:-1]}")
+
+
+async def test_a_route_that_is_not_there_is_told_one_that_is(stand: Stand) -> None:
+    for path, instead in (("/", "/docs"), ("/v1/v1/chat/completions", "/v1/chat/completions")):
+        assert (await stand.http.get(path)).json()["error"]["message"].endswith(f"; try {instead}")
 
 
 async def test_who_names_no_model_gets_the_default(stand: Stand) -> None:

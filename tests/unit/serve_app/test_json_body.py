@@ -212,3 +212,13 @@ async def test_a_mark_before_the_body_and_whole_numbers_with_a_point(stand: Stan
     for number, said in ((2.5, "a valid integer"), (1e300, "less than or equal")):
         refused = await stand.complete(max_tokens=number)
         assert refused.status_code == 400 and said in refused.json()["error"]["message"]
+
+
+def test_values_are_quoted_as_json_has_them() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_body(ChatBody, {"messages": None, "n": True, "logit_bias": "x"})
+    assert caught.value.message == (
+        "logit_bias: Input should be an object (got 'x'); "
+        "n: Input should be a valid integer (got true); "
+        "messages: Input should be a valid list (got null)"
+    )
