@@ -18,6 +18,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from loadgen.runner import now_s
 from loadgen.target import find_target
 from quadriga.errors import ConfigError
 from tests.reliability import all_on
+from tests.reliability.cluster.agent_client import AgentError
 from tests.reliability.cluster.baseline import ResourceBaseline, take, trouble_with
 from tests.reliability.cluster.control import REPLICAS, ClusterControl, cluster_control
 from tests.reliability.cluster.process_resources import Series, Slope, process_resources
@@ -285,6 +287,8 @@ class Soak:
         """Wait until everything is as it was, and fit the lines."""
         give_up_s = now_s() + READY_TIMEOUT_S
         while True:
+            with suppress(AgentError):  # one that has just come has no channels yet
+                await control.agent.call("rest_channels")
             await asyncio.sleep(CALM_S)
             after = await take(control, http)  # type: ignore[arg-type]
             troubles = trouble_with(before, after)

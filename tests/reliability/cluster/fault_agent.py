@@ -158,6 +158,11 @@ class FaultAgent:
         counts = [await call(n, "__ray_call__", _num_open, timeout_s=CALL_TIMEOUT_S) for n in names]
         return sum(counts)
 
+    async def rest_channels(self) -> None:
+        """Have all ready replicas give up channels of KV as soon as they are not used."""
+        for name in ready_replicas(await self.status(), "prefill", "decode"):
+            await self.do(name, "rest_channels")
+
     async def num_actors(self) -> int:
         """Actors that live in the cluster, whosever they are."""
         import ray._private.state as state
