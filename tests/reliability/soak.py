@@ -18,7 +18,6 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from loadgen.runner import now_s
 from loadgen.target import find_target
 from quadriga.errors import ConfigError
 from tests.reliability import all_on
-from tests.reliability.cluster.agent_client import AgentError
 from tests.reliability.cluster.baseline import ResourceBaseline, take, trouble_with
 from tests.reliability.cluster.control import REPLICAS, ClusterControl, cluster_control
 from tests.reliability.cluster.process_resources import Series, Slope, process_resources
@@ -194,7 +192,7 @@ class Soak:
                 self._load,
                 random.Random(args.seed),
                 every_s=args.every_s,
-                note=self._note,
+                note=lambda what: self._harms.append((now_s(), what)),
                 weights=all_on.WEIGHTS if args.all_on else WEIGHTS,
             )
             sampling = asyncio.create_task(self._sample(control))
@@ -287,8 +285,7 @@ class Soak:
         """Wait until everything is as it was, and fit the lines."""
         give_up_s = now_s() + READY_TIMEOUT_S
         while True:
-            with suppress(AgentError):  # one that has just come has no channels yet
-                await control.agent.call("rest_channels")
+            await asyncio.gather(control.agent.call("rest_channels"), return_exceptions=True)
             await asyncio.sleep(CALM_S)
             after = await take(control, http)  # type: ignore[arg-type]
             troubles = trouble_with(before, after)
@@ -406,9 +403,6 @@ class Soak:
             "minutes": self._args.minutes,
             "seed": self._args.seed,
         }
-
-    def _note(self, what: str) -> None:
-        self._harms.append((now_s(), what))
 
     def _say(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False)
