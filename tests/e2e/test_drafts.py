@@ -16,6 +16,7 @@ from tests.e2e.observe import series, total
 from tests.e2e.roles import DECODE
 from tests.e2e.test_replica_death import replicas
 from tests.random_drafter import draft_as_it_pays, draft_at_random
+from tests.ray.apps import wait_until
 
 pytestmark = pytest.mark.skipif(
     "QUADRIGA_E2E_HTTP" in os.environ, reason="reaches into replicas of the service it started"
@@ -129,12 +130,7 @@ async def test_beside_answers_that_may_be_others(
         await asyncio.gather(*(one(kind, policy) for kind, policy in alone))
     for kind in plain:
         assert alone[kind, "lossless"] == alone[kind, "off"]
-    for _ in range(100):
-        if total(series(http), "quadriga_accepted_drafts_total") > before:
-            break
-        await asyncio.sleep(0.2)
-    else:
-        raise AssertionError("nothing that was drafted has agreed")
+    wait_until(lambda: total(series(http), "quadriga_accepted_drafts_total") > before, 20.0)
 
 
 def test_the_running_usage_counts_what_was_passed_on(http: httpx.Client, drafting: None) -> None:

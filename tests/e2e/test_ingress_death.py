@@ -25,6 +25,7 @@ from tests.e2e.conftest import MODEL, Service
 from tests.e2e.observe import wait_until_free
 from tests.e2e.roles import IS_MIXED
 from tests.e2e.serve_command import serve_command
+from tests.ray.apps import wait_until
 from tests.ray.choosing import spans, write_history
 from tests.ray.test_helios_orders import KNOWN, S4
 
@@ -48,14 +49,6 @@ CHOOSING = (
 def ingresses(pid: int) -> list[int]:
     """Processes of the ingress replicas below a process, the oldest first."""
     return sorted(service_processes(pid).get("ingress", ()))
-
-
-async def both_ingresses(pid: int) -> None:
-    """Wait until the one that died is there again."""
-    until_s = time.monotonic() + RESTART_S
-    while len(ingresses(pid)) != 2:
-        assert time.monotonic() < until_s, "no second ingress"
-        await asyncio.sleep(0.2)
 
 
 async def read_http(
@@ -167,7 +160,7 @@ async def go_on_elsewhere(
 
     resumed_http, resumed_logprobs = 0, [0]
     for death in range(MAX_DEATHS):  # Serve may have put all streams of a door at the survivor
-        await both_ingresses(pid)
+        await asyncio.to_thread(wait_until, lambda: len(ingresses(pid)) == 2, RESTART_S)
         resumed_http += await one_death(death)
         if resumed and resumed_http and resumed_logprobs[0]:
             break

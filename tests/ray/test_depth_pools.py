@@ -52,7 +52,7 @@ async def sides(app: App) -> list[list[str]]:
         {"exit_policy": "off"},
     ]
     async with OwnIngress(app) as ingress:
-        complete = partial(ingress.complete, model=CLASS.model, max_tokens=20)
+        complete = partial(ingress.complete, model=CLASS.model, max_tokens=8)
         answers = await asyncio.gather(*(complete(**fields) for fields in asked))
     return [answer["usage"]["quadriga"]["depth_pools"] for answer in answers]
 

@@ -196,7 +196,9 @@ async def test_seeded_answers_under_load_and_after_a_death_are_those_of_a_reques
         for i, policy in enumerate(("strict", "lossless", "off") * 3)
     ]
     async with OwnIngress(two_depths) as ingress:
+        paced(two_depths, None)
         alone = [await complete(ingress, policy, **one) for policy, one in fields]
+        paced(two_depths, PACE)
         assert any(len(exits(a)) > 2 for a in alone[::3]), "tokens leave early"
         for dies in (False, True):
             tasks = [

@@ -193,7 +193,7 @@ class Soak:
                 self._load,
                 random.Random(args.seed),
                 every_s=args.every_s,
-                note=self._note,
+                note=lambda what: self._harms.append((now_s(), what)),
                 weights=all_on.WEIGHTS if args.all_on else WEIGHTS,
             )
             sampling = asyncio.create_task(self._sample(control))
@@ -288,6 +288,7 @@ class Soak:
         """Wait until everything is as it was, and fit the lines."""
         give_up_s = now_s() + READY_TIMEOUT_S
         while True:
+            await asyncio.gather(control.agent.call("rest_channels"), return_exceptions=True)
             await asyncio.sleep(CALM_S)
             after = await take(control, http)  # type: ignore[arg-type]
             troubles = trouble_with(before, after)
@@ -406,9 +407,6 @@ class Soak:
             "minutes": self._args.minutes,
             "seed": self._args.seed,
         }
-
-    def _note(self, what: str) -> None:
-        self._harms.append((now_s(), what))
 
     def _say(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False)

@@ -162,7 +162,7 @@ async def until_it_may_wake(under_test: ServiceUnderTest, injected: InjectedFaul
         return
     while now_s() - injected.injected_s < WAKE_AFTER_S:
         with suppress(AgentError):
-            if not await under_test.agent.call("lives", injected.victim.pid):
+            if not await under_test.agent.call("signal", injected.victim.pid, 0):
                 return
         await asyncio.sleep(LOOK_EVERY_S)
 

@@ -62,12 +62,11 @@ class FaultAgent:
         return found
 
     async def signal(self, pid: int, number: int) -> bool:
-        """Send a signal to a process; False when it is gone."""
-        try:
+        """Send a signal to a process, 0 to see whether it is there; False when it is gone."""
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            return False
-        return True
+            return True
+        return False
 
     async def is_member(self, address: str) -> bool:
         """Whether Ray counts the node of an address as alive."""
@@ -75,10 +74,6 @@ class FaultAgent:
 
         nodes = await asyncio.to_thread(ray.nodes)
         return any(n["Alive"] and n["NodeManagerAddress"] == address for n in nodes)
-
-    async def lives(self, pid: int) -> bool:
-        """Whether a process is there."""
-        return await self.signal(pid, 0)
 
     async def do(self, actor: str, what: str, *args: Any) -> Any:
         """Call a function of `inside` in an actor's process."""
@@ -157,6 +152,11 @@ class FaultAgent:
         names = ready_replicas(await self.status(), "decode")
         counts = [await call(n, "__ray_call__", _num_open, timeout_s=CALL_TIMEOUT_S) for n in names]
         return sum(counts)
+
+    async def rest_channels(self) -> None:
+        """Have all ready replicas give up channels of KV as soon as they are not used."""
+        for name in ready_replicas(await self.status(), "prefill", "decode"):
+            await self.do(name, "rest_channels")
 
     async def num_actors(self) -> int:
         """Actors that live in the cluster, whosever they are."""

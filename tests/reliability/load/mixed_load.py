@@ -7,6 +7,7 @@ import random
 import socket
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -218,11 +219,9 @@ class MixedLoad:
                 await self._one()
             finally:
                 self.num_under_way -= 1
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self._rng.uniform(0.0, MAX_PAUSE_S)):
                     await self._is_over.wait()
-            except TimeoutError:
-                pass
 
     async def _one(self) -> None:
         rng, tally = self._rng, self.tally

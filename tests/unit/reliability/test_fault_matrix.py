@@ -7,6 +7,7 @@ import io
 import random
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,7 +129,11 @@ async def test_one_part_in_twenty_loses_a_bit() -> None:
     assert checksum(replica.sent[-1]) == checksum(kv)
 
 
-async def test_a_stalled_part_is_late_and_later_ones_are_not() -> None:
+async def test_a_stalled_part_is_late_and_later_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(monotonic=iter((0.0, 0.0, 0.1)).__next__)
+    monkeypatch.setattr(actor_patches, "time", clock)
     replica, kv = Replica(), torch.zeros(2)
     actor_patches.harm_sending(replica, "stall", 0, 0.15)
     with pytest.raises(KVTransportError) as caught:
