@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PYTEST = $(BIN)/python -m pytest -m "not slow" --durations 25 -o cache_dir=.pytest_cache/$@
 NICE = nice -n 19
 SUITES = test-ray test-fast test-e2e test-gpu test-deploy
-TWO_AT_A_TIME = $(MAKE) --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory
+TOGETHER = --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory
 # What fails on a real cluster is run once more in a cluster of its own, and named: failing twice fails.
 define LIVE_TESTS
 $(PYTEST) $(1) || { test $$? -eq 1 && \
@@ -24,7 +24,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup audit serve demo test ci test-fast test-gpu test-ray test-e2e test-clients test-deploy test-slow chart check format bench bench-engine bench-serve bench-migration bench-scheduler bench-rescheduling bench-simulator paper-helios chaos soak overload upgrade simulate-faults fuzz docs protos evaluate clean
+.PHONY: help setup audit serve demo test test-fast test-gpu test-ray test-e2e test-clients test-deploy test-slow chart check format bench bench-engine bench-serve bench-migration bench-scheduler bench-rescheduling bench-simulator paper-helios chaos soak overload upgrade simulate-faults fuzz docs protos evaluate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -48,10 +48,7 @@ demo: setup ## Start the service, ask it a few things over HTTP and gRPC, stop i
 	$(BIN)/python -m serve_app.cli.demo
 
 test: setup ## Run the tests, but the slow ones and those of other clients
-	$(TWO_AT_A_TIME) $(SUITES)
-
-ci: setup ## Run what must pass before a merge: check, test and the quick chaos run
-	$(TWO_AT_A_TIME) check $(SUITES) chaos QUICK=1
+	$(MAKE) $(TOGETHER) $(SUITES)
 
 test-fast: setup ## Unit, property, equivalence, architecture: no Ray
 	@# One thread a worker, as both use the cores; longest files first, so that none is waited for.

@@ -119,8 +119,14 @@ class LLM:
         self._clock = SystemClock()
 
     def close(self) -> None:
-        """Give back what the engine holds beside Python's memory; it generates no more."""
+        """Give back what the engine holds beside Python's memory, as the end of `with` does."""
         self.runner.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def generate(
         self,

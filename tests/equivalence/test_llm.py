@@ -41,12 +41,11 @@ DRAWN = replace(GREEDY, temperature=0.9, top_p=0.95)
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     """Tokens leave early where a call asks for nothing else."""
-    bounded = {"mode": "bounded"}
-    made = LLM(S, exits=bounded, engine=ENGINE, decode={"max_slots": SLOTS}, deterministic=True)
-    yield made
-    made.loop.check()
-    assert not made.loop.has_work and made.loop.decode.slots.num_held == 0
-    made.close()
+    settings = {"exits": {"mode": "bounded"}, "engine": ENGINE, "decode": {"max_slots": SLOTS}}
+    with LLM(S, deterministic=True, **settings) as made:
+        yield made
+        made.loop.check()
+        assert not made.loop.has_work and made.loop.decode.slots.num_held == 0
 
 
 @pytest.fixture(scope="module")
