@@ -201,6 +201,11 @@ class FakeCluster:
     async def ticks(self) -> str:
         return ""
 
+    async def kv_events(self, replica: str, after: int) -> dict[str, Any] | None:
+        if after > 9:
+            raise ReplicaDied(f"{replica} is gone")
+        return {"seq": after, "events": []} if after < 9 else None
+
     async def operators_view(self) -> dict[str, Any]:
         return {"at_unix_s": time.time(), "replicas": []}
 

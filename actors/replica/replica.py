@@ -60,6 +60,7 @@ from quadriga.text.grammar import grammars_of
 if TYPE_CHECKING:
     from quadriga.engine.tensor_parallel.loading import RankStarter
     from quadriga.kv_transport.channel import ChannelOffer
+    from quadriga.scheduling.prefixes.cache import PrefixCache
 
 Result = TypeVar("Result")
 
@@ -279,6 +280,14 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         """What operators see of those of these sequences that are here. Raises: Unavailable."""
         found = await self.engine.call(lambda core: [core.loop.find(s) for s in sequence_ids])
         return {s.state.sequence_id: s.shown for s in found if s is not None}
+
+    async def kv_events(self, after: int) -> dict[str, Any] | None:
+        """See `PrefixCache.events`; None: no blocks are kept here. Raises: Unavailable."""
+        prefixes: PrefixCache | None = self.engine.require_core().loop.prefixes
+        if prefixes is None:
+            return None
+        found = await self.engine.call(lambda _: prefixes.events(after))
+        return {"model": self.info_record.depth_class.model} | found
 
     # RPC: the cluster's side.
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -20,9 +21,10 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from quadriga.config.ingress import AdminConfig
-from quadriga.errors import ConfigError, InvalidRequest, NotFound
+from quadriga.control.replica_names import parse_replica_name
+from quadriga.errors import ConfigError, InvalidRequest, NotFound, ReplicaError, is_known_death
 from serve_app.auth.api_keys import ApiKeys
-from serve_app.http.call import Call, Endpoint, Handler
+from serve_app.http.call import Call, Endpoint, Handler, json_in_parts
 from serve_app.http.pages import dashboard_pages
 from serve_app.http.protocol import LimitedHttpProtocol
 from serve_app.http.server import answer_metrics, routing_error
@@ -68,6 +70,7 @@ class AdminServer:
             ("/cluster", self.cluster),
             ("/cluster/moves", self.moves),
             ("/cluster/ticks", self.ticks),
+            ("/cluster/kv_events", self.kv_events),
             ("/admin/history", self.history),
         ]
 
@@ -109,6 +112,26 @@ class AdminServer:
         """The newest rescheduling decisions with all they saw; for `loadgen replay`."""
         lines = await self._engine_client.cluster.ticks()
         await call.answer(lines.encode(), content_type=b"application/jsonl")
+
+    async def kv_events(self, call: Call) -> None:
+        """Which blocks a replica's prefix cache has kept and let go, for routers elsewhere."""
+        client, name = self._engine_client, call.query.get("replica", "")
+        if parse_replica_name(client.config.name, name) is None:
+            raise InvalidRequest(
+                f"replica: {name[:80]!r} is none; /cluster has their names", param="replica"
+            )
+        after = call.query.get("after", "0")
+        if not re.fullmatch("[0-9]{1,18}", after):
+            raise InvalidRequest("after: give `seq` of the last answer", param="after")
+        try:
+            found = await client.cluster.kv_events(name, int(after))
+        except ReplicaError as exc:
+            if not is_known_death(exc):
+                raise
+            raise NotFound(f"{name} is gone: forget its blocks", param="replica") from exc
+        if found is None:
+            raise NotFound(f"{name} keeps no blocks of prompts", param="replica")
+        await call.answer(await asyncio.to_thread(json_in_parts, found))
 
     async def history(self, call: Call) -> None:
         """HELIOS: the performance history, the machine's state, and its last decisions."""

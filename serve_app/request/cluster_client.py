@@ -208,6 +208,11 @@ class ClusterClient:
         lines: str = await self._call(self._scheduler, "ticks", deadline_s=SCHEDULER_TIMEOUT_S)
         return lines
 
+    async def kv_events(self, replica: str, after: int) -> dict[str, Any] | None:
+        """What a replica's prefix cache has kept and let go; None where it has none."""
+        found: dict[str, Any] | None = await self._call(replica, "kv_events", after)
+        return found
+
     async def metrics(self) -> bytes:
         page: bytes = await self._call(self._controller, "metrics")
         return page

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any
 
 import httpx
 
 from quadriga.client import Client
+from tests.e2e.conftest import Service
 from tests.e2e.observe import series, total
+from tests.e2e.roles import PREFILL
 from tests.ray.apps import wait_until
 
 SETTLE_S = 60.0
@@ -37,6 +41,29 @@ def test_a_prompt_is_computed_once_for_each_salt(http: httpx.Client) -> None:
     assert [cached(body) for body in (first, again, other, longer)] == [0, 192, 0, 192]
     tokens = [body["choices"][0]["token_ids"] for body in (first, again, other)]
     assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_a_router_finds_what_replicas_keep(http: httpx.Client, own: Service) -> None:
+    """By the hashes that it makes itself, as docs/observability.md says."""
+    with httpx.Client(base_url=own.admin_url, timeout=60) as admin:
+        replicas = admin.get("/cluster").json()["replicas"]
+        names = [r["name"] for r in replicas if r["role"] == PREFILL]
+
+        def ask() -> list[dict[str, Any]]:
+            asked = [{"replica": name} for name in names]
+            return [admin.get("/cluster/kv_events", params=one).json() for one in asked]
+
+        answer = ask()[0]
+        root = f"{answer['fingerprint']}\0{answer['num_layers']}\0\0key:anonymous:found"
+        digests, size = [blake2b(root.encode(), digest_size=32).digest()], answer["block_size"]
+        for i in (0, size, 2 * size):
+            ids = array("q", PROMPT[i : i + size]).tobytes()
+            digests.append(blake2b(digests[-1] + ids, digest_size=32).digest())
+        wanted = [digest.hex() for digest in digests[1:]]
+        assert cached(complete(http, cache_salt="found")) == 0
+        kept = [event.get("block_hashes", []) for one in ask() for event in one["events"]]
+        assert any(hashes[:3] == wanted for hashes in kept)
+        assert cached(complete(http, cache_salt="found")) == 192
 
 
 def test_choices_share_their_prompt(http: httpx.Client) -> None:

@@ -101,6 +101,20 @@ def loop_over(runner: NativeRunner, capacity: int, *, caching: bool) -> Colocate
     )
 
 
+def follow(cache: PrefixCache, after: int, held: set[str]) -> int:
+    """Apply what changed to what a reader knows; returns what to ask with next."""
+    answer = cache.events(after)
+    for event in answer["events"]:
+        if event["type"] == "AllBlocksCleared":
+            held.clear()
+        elif event["type"] == "BlockRemoved":
+            held.difference_update(event["block_hashes"])
+        else:
+            assert event["parent_block_hash"] in (None, *held)
+            held.update(event["block_hashes"])
+    return int(answer["seq"])
+
+
 TREES = st.lists(
     st.tuples(st.integers(0, 9), st.integers(0, 330), st.integers(1, 150)), min_size=1, max_size=9
 )
@@ -136,21 +150,24 @@ def test_answers_are_those_of_whole_prompts(
     again = [replace(s, output_ids=[], exit_layers=[]) for s in states]
     wanted = answers(loop_over(runner, ROWS * LENGTH, caching=False), again)
     loop = loop_over(runner, capacity, caching=True)
-    found: dict[str, Said] = {}
+    cache, after, held, found = loop.prefill.prefixes, 0, set[str](), dict[str, Said]()
+    assert cache is not None
     for first in range(0, len(states), at_once):
         found |= answers(loop, states[first : first + at_once])
+        after = follow(cache, after, held)
+        assert held == {key.hex() for key in cache._blocks}
     assert {n: s.tokens for n, s in found.items()} == {n: s.tokens for n, s in wanted.items()}
     if kind == "compiled rows":  # torch's own products differ in their last bits with the batch
         assert found == wanted
     for name, one in wanted.items():
         assert found[name].logprobs == pytest.approx(one.logprobs, abs=1e-3)
-    cache = loop.prefill.prefixes
-    assert cache is not None and not loop.decode.slots.num_held
+    assert not loop.decode.slots.num_held
     assert cache.held_tokens <= capacity
     if kind == "pages":
         cache_of(runner).pages.check()
     cache.clear()
-    assert cache.held_tokens == 0
+    follow(cache, after, held)
+    assert cache.held_tokens == 0 and not held
     if kind == "pages":
         assert_no_page_is_held(runner)
 

@@ -57,6 +57,21 @@ def assert_whole(streams: list[Stream]) -> None:
     assert {s.finish for s in streams} == {FinishReason.LENGTH}
 
 
+def test_blocks_that_go_for_others_are_told(crowded: App) -> None:
+    """A prompt that comes twice is stored once; its blocks go where the next one needs memory."""
+    ingress, (prefill,), told = crowded.ingress(), crowded.replicas("prefill"), []
+    after = call(prefill, "kv_events", 0)["seq"]
+    for first in (5, 5, 99):
+        ingress.finish(ingress.submit([first + i % 90 for i in range(200)], 2))
+        answer = call(prefill, "kv_events", after)
+        after = answer["seq"]
+        told.append({event["type"]: event["block_hashes"] for event in answer["events"]})
+    assert len(told[0]["BlockStored"]) == 3 and told[1] == {}
+    assert {*told[0]["BlockStored"]} & {*told[2]["BlockRemoved"]}
+    assert call(prefill, "kv_events", 0)["events"][0] == {"type": "AllBlocksCleared"}
+    crowded.until_idle()
+
+
 @pytest.mark.timeout(300)
 def test_paused_sequences_say_what_they_say_alone(crowded: App) -> None:
     """The crowd comes first, while answers are taken to be shorter than these are."""

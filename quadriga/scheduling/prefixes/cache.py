@@ -23,12 +23,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
+from typing import Any
 
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SequenceState
 from quadriga.interfaces import ModelRunner, SharingRunner
 from quadriga.scheduling.meters import PrefixTotals
 from quadriga.scheduling.prefixes.affinity import block_keys
+from quadriga.scheduling.prefixes.events import KVEvents
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.rebuild import num_prefill_tokens
@@ -55,6 +57,7 @@ class PrefixCache:
         self._model = model
         self._blocks: OrderedDict[bytes, object] = OrderedDict()
         self._blank: list[object] = []
+        self._events = KVEvents()
         slots.on_promise = self._make_room
 
     @property
@@ -86,6 +89,11 @@ class PrefixCache:
     def count(self) -> PrefixTotals:
         """The totals as they are now, apart from what comes."""
         return replace(self.totals, kept=self.held_tokens)
+
+    def events(self, after: int) -> dict[str, Any]:
+        """What was kept and let go since event `after`, and what its hashes were made with."""
+        root = {"fingerprint": self._model, "num_layers": self._runner.num_layers}
+        return root | {"block_size": self.block_tokens} | self._events.since(after)
 
     def load(self, sequence: RunningSequence) -> int:
         """Let a sequence's row go on with the blocks that are there; returns their tokens.
@@ -177,8 +185,9 @@ class PrefixCache:
         has_room = self.held_tokens + self.block_tokens <= self._room
         if has_room:
             over, start = (free or self._blank or [None]).pop(), index * self.block_tokens
-            kept = self._runner.keep(sequence.row, start, over)
-            self._blocks[sequence.block_keys[index]] = kept
+            kept, keys = self._runner.keep(sequence.row, start, over), sequence.block_keys
+            self._blocks[keys[index]] = kept
+            self._events.stored(keys[index], keys[index - 1] if index else None)
         for block in free:
             self._runner.forget(block)
         return has_room
@@ -199,7 +208,8 @@ class PrefixCache:
 
     def _evict(self) -> object:
         """Take the block that was used longest ago out; its memory is the caller's."""
-        _, block = self._blocks.popitem(last=False)
+        key, block = self._blocks.popitem(last=False)
+        self._events.removed(key)
         self.totals.evicted += self.block_tokens
         return block
 

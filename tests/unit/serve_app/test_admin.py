@@ -20,6 +20,8 @@ KEYS = ApiKeys(
     (ApiKey("ops", digest("boss"), is_admin=True), ApiKey("app", digest("app"))), is_http_open=False
 )
 
+REPLICA = "quadriga:prefill:0:ab"
+
 
 def client(stand: Stand, host: str) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(AdminServer(stand.engine).application())
@@ -27,7 +29,7 @@ def client(stand: Stand, host: str) -> httpx.AsyncClient:
 
 
 def paths(stand: Stand) -> list[str]:
-    needed = {"/cluster/moves": "?request=r"}
+    needed = {"/cluster/moves": "?request=r", "/cluster/kv_events": f"?replica={REPLICA}"}
     return [path + needed.get(path, "") for path, _ in AdminServer(stand.engine).routes()]
 
 
@@ -53,6 +55,19 @@ async def test_a_query_of_too_many_fields_is_refused(stand: Stand) -> None:
     async with client(stand, "127.0.0.1:8001") as http:
         reply = await http.get("/cluster/moves?" + "&".join(f"a{i}=1" for i in range(33)))
     assert reply.status_code == 400 and "more than 32 fields" in reply.json()["error"]["message"]
+
+
+async def test_what_has_no_events_says_why(stand: Stand) -> None:
+    async with client(stand, "127.0.0.1:8001") as http:
+        for query, status, param in (
+            ("", 400, "replica"),
+            ("?replica=quadriga:scheduler", 400, "replica"),
+            (f"?replica={REPLICA}&after=-1", 400, "after"),
+            (f"?replica={REPLICA}&after=9", 404, "replica"),  # the fake one keeps no blocks
+            (f"?replica={REPLICA}&after=10", 404, "replica"),  # it is gone
+        ):
+            reply = await http.get(f"/cluster/kv_events{query}")
+            assert (reply.status_code, reply.json()["error"]["param"]) == (status, param)
 
 
 async def test_a_web_page_cannot_reach_it_under_its_own_name(stand: Stand) -> None:

@@ -1,0 +1,42 @@
+"""Events of a prefix cache: numbered, and enough for a reader whatever it has missed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quadriga.scheduling.prefixes import events
+from quadriga.scheduling.prefixes.events import KVEvents
+
+A, B, C, D = (bytes([i]) for i in range(4))
+CLEARED = {"type": "AllBlocksCleared"}
+
+
+def stored(parent: str | None, *keys: str) -> dict[str, Any]:
+    return {"type": "BlockStored", "block_hashes": [*keys], "parent_block_hash": parent}
+
+
+def removed(*keys: str) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": [*keys]}
+
+
+def test_readers_are_told_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_REMOVED", 2)
+    told = KVEvents()
+    assert told.since(0) == {"seq": 1, "events": [CLEARED]} and not told.since(1)["events"]
+    for key, parent in ((A, None), (B, A), (D, None), (C, B)):
+        told.stored(key, parent)
+    kept = [CLEARED, stored(None, "00", "01"), stored(None, "03"), stored("01", "02")]
+    assert told.since(0) == {"seq": 5, "events": kept}
+    told.removed(C)
+    told.removed(B)
+    told.stored(C, A)
+    assert told.since(5)["events"] == [removed("02", "01"), stored("00", "02")]
+    assert told.since(6)["events"] == [removed("01"), stored("00", "02")]
+    assert told.since(8) == {"seq": 8, "events": []}
+    told.removed(D)
+    assert told.since(6)["events"] == [removed("01", "03"), stored("00", "02")]
+    lost = [CLEARED, stored(None, "00", "02")]
+    assert told.since(5)["events"] == lost, "more was let go than is remembered"
+    assert told.since(10)["events"] == lost, "a number of another replica's"
