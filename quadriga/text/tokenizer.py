@@ -128,7 +128,7 @@ class TextTokenizer:
             if is_bytes:
                 parts.append(bytes(map(self._byte_of.__getitem__, ids)).decode("utf-8", "replace"))
             else:
-                parts += [self._tokens[i] or "" for i in ids]
+                parts += filter(None, map(self._core.id_to_token, ids))  # added ones normalised
         return str(self._core.decoder.decode(parts))
 
     def token_text(self, token_id: int) -> str:
