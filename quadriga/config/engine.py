@@ -156,7 +156,7 @@ class EngineConfig(Section):
         description="Where compiled kernels and converted GGUF files are kept; null: "
         "$XDG_CACHE_HOME/quadriga, which without that variable is ~/.cache/quadriga.",
     )
-    max_model_len: Auto | Annotated[int, Field(ge=1, le=1 << 30)] = Field(
+    max_model_len: Auto | Annotated[int, Field(ge=2, le=1 << 30)] = Field(
         "auto",
         description="Most tokens of one sequence; auto: what the checkpoint allows, but at most "
         "half of what the KV memory holds (an eighth in the relay batch), or 2,048.",

@@ -339,7 +339,9 @@ class ReceivingChannel:
 def send_verdict(channel: Channel, error: QuadrigaError | None, timeout_s: float) -> None:
     frame: dict[str, Any] = {"ok": error is None}
     if error is not None:
-        frame |= {"message": error.message[:500], "code": error.code}
+        # JSON makes six bytes of a character beyond ASCII; a frame of gloo has a thousand.
+        message = error.message.encode("ascii", "replace").decode()[:400]
+        frame |= {"message": message, "code": error.code}
     channel.send_frame(frame, timeout_s)
 
 

@@ -56,10 +56,8 @@ class TextTokenizer:
                 f"{MAX_VOCAB - 1} at most; its tokenizer is damaged, fetch it again",
                 param="model",
             )
-        tokens: list[str | None] = [None] * self.vocab_size
-        for token, token_id in vocab.items():
-            tokens[token_id] = token
-        self._tokens = tokens
+        tokens: list[str | None] = [self._core.id_to_token(i) for i in range(self.vocab_size)]
+        self._tokens = tokens  # as they are decoded: added ones may be normalised
         added = self._core.get_added_tokens_decoder()
         self._hidden = frozenset(token_id for token_id, token in added.items() if token.special)
         self._table = byte_level_table(tokens, self._hidden) if self._is_byte_level() else None
@@ -128,7 +126,7 @@ class TextTokenizer:
             if is_bytes:
                 parts.append(bytes(map(self._byte_of.__getitem__, ids)).decode("utf-8", "replace"))
             else:
-                parts += [self._tokens[i] or "" for i in ids]
+                parts += filter(None, map(self._tokens.__getitem__, ids))
         return str(self._core.decoder.decode(parts))
 
     def token_text(self, token_id: int) -> str:

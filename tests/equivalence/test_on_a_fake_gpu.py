@@ -23,6 +23,10 @@ from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.grammar import Grammar
 from quadriga.core.request import SampledToken, SequenceState
+from quadriga.engine.baton.model import CausalModel
+from quadriga.engine.baton.probe import inspect_cache
+from quadriga.engine.baton.prompts import PASS_TOKENS
+from quadriga.engine.baton.runner import BatonRunner
 from quadriga.engine.cuda.attention import FlashAttention
 from quadriga.engine.cuda.decoder import PagedDecoder
 from quadriga.engine.cuda.graphs import GraphRecorder
@@ -37,6 +41,7 @@ from tests.equivalence import test_pause as pausing
 from tests.equivalence.models import build, make_spec, make_state, save, start_row, whole_prompt
 from tests.equivalence.paged import assert_no_page_is_held, cache_of, graphs_of, load_on_pages
 from tests.equivalence.recording import TapeRecorder
+from tests.equivalence.relay_models import FAMILIES, build_relay
 from tests.equivalence.test_early_exits import MODES, Bench, Family, assert_equal, family, states
 from tests.fake_gpu import FakeGpu, FakeTensor
 from tests.unit.engine.cuda.test_attention import FlashStandIn
@@ -104,6 +109,30 @@ def test_drafts_and_every_sampling_parameter_mix_nothing_of_the_host_in(
     full = lossless.make_loop(NativeRunner.load(spec))
     wanted = lossless.run(full, lossless.states(lambda i: lossless.FULL, 5))
     assert lossless.tokens_of(got) == lossless.tokens_of(wanted)
+
+
+def test_the_relay_batch_says_what_it_says_on_the_host(
+    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PASS_TOKENS, gpu.device.type, PASS_TOKENS["cuda"])
+    loaded = build_relay(FAMILIES["gpt-neox"]())
+    spec, model = make_spec(save(loaded, tmp_path), runner="baton"), CausalModel(loaded)
+
+    def answers() -> list[list[int]]:
+        runner = BatonRunner(spec, model, geometry)
+        made = [make_state([5, 6, 7], **kind) for kind in (PLAIN, DRAWN, TRUNCATED, PENALISED)]
+        for row, state in enumerate(made):
+            start_row(runner, row, state)
+        for _ in range(5):
+            for state, token in zip(made, runner.decode([0, 1, 2, 3]), strict=True):
+                state.output_ids.append(token.token_id)
+        return [state.output_ids for state in made]
+
+    with _disable_current_modes():  # type: ignore[no-untyped-call]
+        geometry = inspect_cache(model, spec.checkpoint.id)
+        wanted = answers()
+    model.to(gpu.device)
+    assert answers() == wanted
 
 
 def test_paused_sequences_come_back_to_the_device(

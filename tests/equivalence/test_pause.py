@@ -23,11 +23,13 @@ from quadriga.engine.early_exit.exit_logits import ExitLogits
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.engine.sampler import RowSampler
 from quadriga.errors import DeviceMemoryExhausted
+from quadriga.interfaces import PrefillChunk
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling import preemption
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from tests.equivalence.models import begin, build, make_spec, make_state, save, start_row
+from tests.equivalence.paged import PAGE_TOKENS, assert_no_page_is_held, load_on_pages
 from tests.equivalence.test_lossless import make_loop as colocated
 
 NUM_SEQUENCES = 6
@@ -271,6 +273,30 @@ def test_a_pass_that_lacks_memory_leaves_no_kv_to_send(checkpoint: Path, has_exi
         with scarce, pytest.raises(DeviceMemoryExhausted):
             run_it()
         assert runner.extents(0) == before
+
+
+def test_a_prompt_whose_pass_lacked_memory_begins_with_what_came_meanwhile(
+    checkpoint: Path,
+) -> None:
+    runner = load_on_pages(make_spec(checkpoint))
+    prompt = [3 + 7 * k % 120 for k in range(40)]
+    runner.attach(0, make_state(prompt))
+    runner.attach(1, make_state(prompt))
+    lacks = lacking(runner.model.decoder.run_layers, lambda _, __, first, ___: first == 1)
+    scarce = patch.object(runner.model.decoder, "run_layers", lacks)
+    with scarce, pytest.raises(DeviceMemoryExhausted):
+        runner.prefill([PrefillChunk(1, prompt, 0, True)])
+    [wanted] = runner.prefill([PrefillChunk(0, prompt, 0, True)])
+    blocks = [runner.keep(0, start) for start in (0, PAGE_TOKENS)]
+    for index, kept in enumerate(blocks):
+        runner.share(1, index * PAGE_TOKENS, kept)
+    rest = prompt[2 * PAGE_TOKENS :]
+    [token] = runner.prefill([PrefillChunk(1, rest, 2 * PAGE_TOKENS, True)])
+    assert token == wanted
+    for row, kept in enumerate(blocks):
+        runner.detach(row)
+        runner.forget(kept)
+    assert_no_page_is_held(runner)
 
 
 def test_the_important_keep_running(checkpoint: Path) -> None:

@@ -198,6 +198,7 @@ def test_mixed_replicas_exclude_others_of_their_pool_and_helios(checkpoint: Path
     [
         ({"depth": 5}, "5 is beyond the 4 layers"),
         ({"engine.device": "cuda"}, "the cluster has no GPU"),
+        ({"engine.max_model_len": 1}, "engine.max_model_len: .*or equal to 2"),
         ({"engine.max_model_len": 129}, "129 is beyond the 128 positions"),
         ({"engine.kv_memory_bytes": 1024}, "less than one sequence of 128"),
         ({"engine.weights": "int8", "engine.dtype": "bfloat16"}, "'int8' is a form of the native"),

@@ -116,8 +116,9 @@ class PagedKVCache:
             self.pages.ensure(rows, num_tokens, self.pages.segments(first, stop))
             if not self.pages.has_changes:
                 return
-            indices, entries = self.pages.take_changes()
-        self.table.view(-1)[to_device(indices, self.device)] = to_device(entries, self.device)
+            indices, entries = self.pages.changes()
+            self.table.view(-1)[to_device(indices, self.device)] = to_device(entries, self.device)
+            self.pages.drop_changes()  # none is lost where the device lacks the memory to copy
 
     def slots(
         self, first: int, stop: int, rows: torch.Tensor, positions: torch.Tensor

@@ -51,7 +51,7 @@ class PagedStates:
     def put(self, rows: Ints, slots: Ints, states: torch.Tensor) -> None:
         """See `RowStates.put`. Raises: KVCacheExhausted: See `PageTable.ensure`."""
         self.pages.ensure(rows, slots + 1, range(1))
-        self.pages.take_changes()  # the table is read on the host alone
+        self.pages.drop_changes()  # the table is read on the host alone
         self._states.index_copy_(0, self._places(rows, slots), states)
 
     def take(self, rows: Ints, slots: Ints) -> torch.Tensor:

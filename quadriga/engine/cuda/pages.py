@@ -120,15 +120,19 @@ class PageTable:
 
     def release(self, row: int) -> None:
         """Take back all pages of a row that nobody else has; it may be released again."""
+        self._cut(row, 0)
+
+    def _cut(self, row: int, block: int) -> None:
+        """`release` for the blocks of a row from one on."""
         for segment, held in enumerate(self._blocks[row].tolist()):
-            if not held:
+            if held <= block:
                 continue
-            entries = self.table[self._begins[segment] : self._ends[segment], row, :held]
+            entries = self.table[self._begins[segment] : self._ends[segment], row, block:held]
             pages = entries.T.ravel()[::-1]
             self._uses[pages] -= 1
             self._free_unused(pages)
             entries[:] = 0
-            self._blocks[row, segment] = 0
+            self._blocks[row, segment] = block
 
     def keep(self, row: int, block: int) -> Pages:
         """Hold on to the pages of a row's block in all layers; `forget` lets them go.
@@ -142,14 +146,15 @@ class PageTable:
         return pages
 
     def share(self, row: int, block: int, pages: Pages) -> None:
-        """Let kept pages be the next block of a row.
+        """Let kept pages be a row's block, and its last: pages of a pass that failed go back.
 
-        Raises: InvariantViolation: The row has not just the blocks before it.
+        Raises: InvariantViolation: The row lacks some of the blocks before it.
         """
-        if not (self._blocks[row] == block).all():
+        if not (self._blocks[row] >= block).all():
             raise InvariantViolation(
                 f"row {row} has {self._blocks[row].tolist()} blocks; {block} cannot be shared next"
             )
+        self._cut(row, block)
         self.table[:, row, block] = pages
         self._uses[pages] += 1
         self._blocks[row] = block + 1
@@ -165,8 +170,8 @@ class PageTable:
         self._free[self._num_free : self._num_free + unused.size] = unused
         self._num_free += unused.size
 
-    def take_changes(self) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """What was handed out since the last call, for a copy of the table elsewhere.
+    def changes(self) -> tuple[Ints, npt.NDArray[np.int32]]:
+        """What was handed out since `drop_changes`, for a copy of the table elsewhere.
 
         Entries that went back to page 0 are left out: no pass reads them before they are handed out
         again.
@@ -182,9 +187,12 @@ class PageTable:
             ).ravel()
             for a, b, row, c, d in self._changes
         ]
-        self._changes.clear()
         indices = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
         return indices, self.table.ravel()[indices]
+
+    def drop_changes(self) -> None:
+        """The copy has them."""
+        self._changes.clear()
 
     @property
     def has_changes(self) -> bool:

@@ -32,9 +32,13 @@ class SamplingTensors:
 
     def attach(self, row: int, p: SamplingParams) -> tuple[torch.Tensor, int]:
         """Note what the sequence in a row asks; returns the place, for its sampler."""
-        asked = [max(p.temperature, LEAST_DIVISOR), p.min_p, p.top_k or math.inf, p.top_p]
-        self._of_rows[row] = to_device(np.array(asked), self._of_rows.device)
+        self._of_rows[row] = to_device(np.array(_asked(p)), self._of_rows.device)
         return self._of_rows, row
+
+
+def _asked(p: SamplingParams) -> list[float]:
+    """What a row of `SamplingTensors` says of a sequence."""
+    return [max(p.temperature, LEAST_DIVISOR), p.min_p, p.top_k or math.inf, p.top_p]
 
 
 def draw_into(
@@ -47,15 +51,21 @@ def draw_into(
     Args:
         best: int64 [n], on the device.
         logits: float32 [n, vocab]; kept.
-        rows: Their samplers (`sampler.Sampler`), whose places are known.
+        rows: Their samplers (`sampler.Sampler`), all with a place or none: then what they ask is
+            copied with every call.
     """
     num_ranked, tokens = FIRST_RANKED, best
     while drawn:
         some = [rows[i] for i in drawn]
         u = uniforms(*zip(*((r.params.seed, r.choice, r.position) for r in some), strict=True))
-        here = to_device(np.array([drawn, [r.place[1] for r in some], u]), logits.device)
-        at, places = here[:2].long()
-        asked = some[0].place[0].index_select(0, places)
+        of_rows, _ = some[0].place or (None, 0)
+        places = drawn if of_rows is None else [r.place[1] for r in some]
+        here = to_device(np.array([drawn, places, u]), logits.device)
+        at, place = here[:2].long()
+        if of_rows is None:
+            asked = to_device(np.array([_asked(r.params) for r in some]), logits.device)
+        else:
+            asked = of_rows.index_select(0, place)
         own = logits if len(drawn) == len(rows) else logits.index_select(0, at)
         # The maximum goes first, so that a tiny temperature gives -inf, not inf - inf.
         scaled = (own - own.max(dim=-1, keepdim=True).values) / asked[:, :1].float()

@@ -95,7 +95,7 @@ def read_ee_llm(root: Path, checkpoint: Checkpoint) -> MegatronExits:
         )
     has_mlp = bool(getattr(said, "use_exit_mlp", False))
     stages = 1 + max(stage for _, stage in ranks)
-    per_stage = num_layers // stages
+    per_stage = max(1, num_layers // stages)
     if num_layers != checkpoint.num_layers:
         raise ConfigError(
             f"--import: {root} has {num_layers} layers, {checkpoint.id} {checkpoint.num_layers}",
@@ -115,6 +115,8 @@ def read_ee_llm(root: Path, checkpoint: Checkpoint) -> MegatronExits:
         parts = [ranks[place] for place in sorted(ranks) if place[1] == stage]
         of_stage = [n for n in numbers if (n - 1) // per_stage == stage]
         try:
+            if not parts:
+                raise KeyError(f"the file of pipeline stage {stage}")
             head = _head(parts, of_stage.index(number), said, ranks)
             tensors[f"exits.{depth}.head.weight"] = _fitted(head, checkpoint, root)
             if has_norm:
@@ -127,9 +129,10 @@ def read_ee_llm(root: Path, checkpoint: Checkpoint) -> MegatronExits:
                 encoders = [p["model"]["language_model"]["encoder"] for p in parts]
                 for name, tensor in _branch(encoders, layer).items():
                     tensors[f"exits.{depth}.mlp.{name}"] = tensor
-        except (KeyError, TypeError, AttributeError) as exc:
+        except DAMAGED as exc:
             raise ConfigError(
-                f"--import: {root} lacks {exc} of the exit at layer {number}", param="import"
+                f"--import: {root} lacks {reason(exc)} of the exit at layer {number}",
+                param="import",
             ) from exc
     if odd := [name for name, t in tensors.items() if not isinstance(t, torch.Tensor)]:
         raise ConfigError(f"--import: {odd[0]} of {root} is no tensor", param="import")

@@ -123,6 +123,14 @@ def test_parts_that_fail_are_freed_without_the_cyclic_collector(rig: Rig, is_lat
     assert sum(part() is not None for part in parts) <= 1, "the thread may have the last one"
 
 
+def test_a_long_reason_ends_no_channel(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_once(monkeypatch, type(rig.sink), "store", ValueError("ä" * 600))
+    with pytest.raises(KVTransportError, match="could not be stored: ValueError"):
+        rig.send(rig.make(10)).result(WAIT_S)
+    rig.deliver()
+    assert rig.generation() == 1
+
+
 def test_an_invitation_that_is_refused_leaves_no_store(rig: Rig) -> None:
     rig.refuse_invitations = True
     refused(rig, 10)

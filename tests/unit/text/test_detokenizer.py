@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quadriga.checkpoint.folder import ASSETS
@@ -76,10 +76,12 @@ LLAMA = decoders.Sequence(
 
 
 def sentence_piece(decoder: decoders.Decoder = LLAMA) -> TextTokenizer:
-    """A tokenizer with the special tokens 7 and 8."""
+    """A tokenizer with the special tokens 7 and 8, and 9, which is added and normalised."""
     vocab = {"▁hello": 0, "▁world": 1, "s": 2, "<0xF0>": 3, "<0x9F>": 4, "<0x98>": 5, "<0x80>": 6}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.normalizer = normalizers.Prepend("▁")
     core.add_special_tokens(["<s>", "<call>"])
+    core.add_tokens(["odd"])
     core.decoder = decoder
     return TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=core), "m")
 
@@ -106,7 +108,8 @@ def test_text_behind_special_tokens_keeps_the_space_that_a_whole_decode_gives_it
         assert text.detokenizer(after=before).push(1) == " world"
 
 
-@given(st.lists(st.integers(0, 8), max_size=MAX_PENDING_TOKENS))
+@given(st.lists(st.integers(0, 9), max_size=MAX_PENDING_TOKENS))
+@example([9, 3, 4, 5, 6])
 def test_any_tokens_of_a_sentencepiece_vocabulary_stream_as_they_decode(ids: list[int]) -> None:
     assert "".join(streamed(SENTENCE_PIECE, ids)) == SENTENCE_PIECE.decode(ids)
 

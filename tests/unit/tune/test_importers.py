@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import sys
 import types
 from collections.abc import Callable
@@ -349,6 +350,13 @@ def test_damaged_files_are_refused(content: bytes, checkpoint: Checkpoint, tmp_p
     (tmp_path / "heads.pt").write_bytes(content)
     with pytest.raises(ConfigError, match="cannot be read"):
         import_exits("linear", tmp_path / "heads.pt", checkpoint)
+
+
+def test_a_stage_whose_file_is_not_there(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    megatron(tmp_path, ranks=1, stages=2)
+    shutil.rmtree(tmp_path / "iter_0000007" / "mp_rank_00_000")
+    with pytest.raises(ConfigError, match="lacks 'the file of pipeline stage 0' of the exit at"):
+        import_exits("ee-llm", tmp_path, checkpoint)
 
 
 def test_args_that_say_nothing_of_the_exits_are_refused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -40,6 +41,19 @@ def test_passes_find_the_slots_that_threads_wrote() -> None:
     assert (cache.read(0, 2, 1, 17, 18)[0, 1] == 2).all()
     padding = torch.full((1,), cache.padding_row)
     assert int(cache.slots(0, 1, padding, torch.zeros(1, dtype=torch.int64))) == 0
+
+
+def test_what_was_not_copied_to_the_device_is_copied_with_the_next_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, row = make(), np.array([1])
+    lacks = torch.OutOfMemoryError("CUDA out of memory")
+    with monkeypatch.context() as scarce:
+        scarce.setattr(paged_cache, "to_device", Mock(side_effect=lacks))
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.prepare(row, np.array([20]), 0, 3)
+    cache.prepare(row, np.array([20]), 0, 3)
+    assert cache.table[:, 1, :2].all() and np.array_equal(cache.table.numpy(), cache.pages.table)
 
 
 def test_layers_are_copied_where_they_are_missing() -> None:

@@ -69,7 +69,8 @@ def test_the_changes_make_a_copy() -> None:
             table.release(row)
         else:
             ensure(table, row, int(rng.integers(1, CAPACITY)), range(int(rng.integers(1, 4))))
-        indices, pages = table.take_changes()
+        indices, pages = table.changes()
+        table.drop_changes()
         mirror.ravel()[indices] = pages
         used = table.table > 0
         assert (mirror[used] == table.table[used]).all()

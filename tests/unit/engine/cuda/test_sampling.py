@@ -44,9 +44,10 @@ def test_a_device_keeps_what_a_host_keeps_and_says_where_it_ranked_too_few(seed:
     assert num_reached[3] < num_reached[5] == 4
 
 
+@pytest.mark.parametrize("is_attached", [True, False])
 @pytest.mark.parametrize("first_ranked", [1, 1024])
 def test_a_device_draws_what_a_host_draws(
-    first_ranked: int, monkeypatch: pytest.MonkeyPatch
+    first_ranked: int, is_attached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often it ranks; greedy rows between, and rows of the engine that others have."""
     monkeypatch.setattr(sampling, "FIRST_RANKED", first_ranked)
@@ -56,7 +57,8 @@ def test_a_device_draws_what_a_host_draws(
         logits = logits_for(len(rows), seed=seed)
         wanted = choose(logits.clone(), rows, 1)
         with FakeGpu() as gpu:
-            attached(rows, gpu)
+            if is_attached:
+                attached(rows, gpu)
             here = to_device(logits.numpy(), gpu.device)
             gpu.waits.clear()
             assert choose(here, rows, 1) == wanted
