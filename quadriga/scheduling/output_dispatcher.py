@@ -13,7 +13,7 @@ from quadriga.core.output import POLL_SLACK_S, EngineOutput, PollReply
 MAX_POLL_S = 30.0
 ABSENCE_MARGIN_S = 1.0
 """After a poll of an ingress that has lost a reply must have come again."""
-MAX_SPACING_S = 0.016
+MAX_SPACING_S = 0.032
 """Between two replies to one ingress; steps that take longer are never held back."""
 
 
