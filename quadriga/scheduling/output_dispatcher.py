@@ -13,7 +13,7 @@ from quadriga.core.output import POLL_SLACK_S, EngineOutput, PollReply
 MAX_POLL_S = 30.0
 ABSENCE_MARGIN_S = 1.0
 """After a poll of an ingress that has lost a reply must have come again."""
-MAX_SPACING_S = 0.016
+MAX_SPACING_S = 0.032
 """Between two replies to one ingress; steps that take longer are never held back."""
 
 
@@ -24,12 +24,12 @@ class _OutputLog:
     Attributes:
         heard_s: When its last sign of life came, or one was first expected; None: never.
         fetched_s: When outputs were last collected, or the first was put; None: neither.
-        entries: Unacknowledged outputs; the last has number `last_seq`.
-        sent_seq: Highest number that was ever in a reply; such an output is never changed.
-        unsent: The newest output of each sequence that was in no reply yet.
+        entries: Outputs that were in a reply and are not acknowledged; the last has number
+            `last_seq`. They are never changed.
+        unsent: By sequence, its outputs that were in no reply yet.
         news: Set when a waiting poll is to look.
         opens_s: Until then tokens that merely continue a sequence are gathered.
-        is_urgent: An output is pending that is sent at once.
+        urgent: Sequences whose outputs are sent at once.
         timer: Sets `news` at `opens_s`.
     """
 
@@ -37,11 +37,10 @@ class _OutputLog:
     fetched_s: float | None = None
     entries: deque[EngineOutput] = field(default_factory=deque)
     last_seq: int = 0
-    sent_seq: int = 0
-    unsent: dict[str, EngineOutput] = field(default_factory=dict)
+    unsent: dict[str, list[EngineOutput]] = field(default_factory=dict)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     opens_s: float = 0.0
-    is_urgent: bool = False
+    urgent: set[str] = field(default_factory=set)
     timer: asyncio.TimerHandle | None = None
 
 
@@ -54,8 +53,8 @@ class OutputDispatcher:
 
     A reply costs both sides a fixed price, and the ingress a write for every sequence in it. So a
     reply with n sequences is followed by a pause of n times `spacing_s`, in which tokens that
-    merely continue are gathered; first tokens, ends and errors go out at once. One sequence alone
-    is never held back by more than `spacing_s`.
+    merely continue are gathered; first tokens, ends and errors go out at once, without those of
+    other sequences. One sequence alone is never held back by more than `spacing_s`.
 
     Not thread-safe: the replica's event loop calls everything.
 
@@ -93,12 +92,13 @@ class OutputDispatcher:
             now_s = self._clock.now_s()
             is_over = now_s >= give_up_s or self.is_closed
             if is_over or not self._is_held(log, now_s):
+                is_early = now_s < log.opens_s and not is_over
                 # What a lost reply held is in here again: the acknowledgement did not cover it.
-                reply = self.collect(ingress_id, ack)
-                if reply.emissions or is_over:
-                    log.is_urgent = False
+                reply = self.collect(ingress_id, ack, only_urgent=is_early)
+                if not is_early:
                     pause_s = len(reply.emissions) * self._spacing_s
                     log.opens_s = now_s + min(pause_s, MAX_SPACING_S)
+                if reply.emissions or is_over:
                     return reply
             try:
                 async with asyncio.timeout(give_up_s - now_s):
@@ -114,41 +114,47 @@ class OutputDispatcher:
             wakes: Whether the news is worth a reply of its own; else it goes with the next.
         """
         now_s = self._clock.now_s()
-        touched: dict[str, bool] = {}
+        touched: dict[str, _OutputLog] = {}
         for ingress_id, emission in emissions:
             log = self._log_of(ingress_id)
             if log.fetched_s is None:
                 log.fetched_s = now_s
-            touched[ingress_id] = touched.get(ingress_id, False) or _is_urgent(emission)
-            earlier = log.unsent.get(emission.sequence_id)
-            if earlier is None or not _extend(earlier, emission):
-                log.entries.append(emission)
-                log.last_seq += 1
-                log.unsent[emission.sequence_id] = emission
+            touched[ingress_id] = log
+            if wakes and _is_urgent(emission):
+                log.urgent.add(emission.sequence_id)
+            unsent = log.unsent.setdefault(emission.sequence_id, [])
+            if not unsent or not _extend(unsent[-1], emission):
+                unsent.append(emission)
         if not wakes:
             return
-        for ingress_id, is_urgent in touched.items():
-            log = self._logs[ingress_id]
-            log.is_urgent = log.is_urgent or is_urgent
+        for log in touched.values():
             if not self._is_held(log, now_s):
                 log.news.set()
 
-    def collect(self, ingress_id: str, ack: int) -> PollReply:
-        """Drop what `ack` acknowledges and return all the rest, without waiting."""
+    def collect(self, ingress_id: str, ack: int, *, only_urgent: bool = False) -> PollReply:
+        """Drop what `ack` acknowledges and return all the rest, without waiting.
+
+        Args:
+            only_urgent: Of what was in no reply yet, the sequences that are sent at once.
+        """
         log = self._log_of(ingress_id)
         log.fetched_s = self._clock.now_s()
         first_seq = log.last_seq - len(log.entries) + 1
-        for _ in range(min(ack, log.sent_seq) - first_seq + 1):
+        for _ in range(min(ack, log.last_seq) - first_seq + 1):
             log.entries.popleft()
-        log.sent_seq = log.last_seq
-        log.unsent.clear()
+        for sequence_id in [i for i in log.unsent if not only_urgent or i in log.urgent]:
+            news = log.unsent.pop(sequence_id)
+            log.entries += news
+            log.last_seq += len(news)
+        log.urgent.clear()
         return PollReply(self._incarnation, log.last_seq, list(log.entries))
 
     def unacknowledged(self, ingress_id: str, sequence_id: str) -> list[EngineOutput]:
         """Outputs with tokens of one sequence that its ingress may not have, oldest first."""
         log = self._logs.get(ingress_id)
-        entries = log.entries if log is not None else ()
-        return [e for e in entries if e.sequence_id == sequence_id and e.token_ids]
+        sent = [e for e in log.entries if e.sequence_id == sequence_id] if log is not None else []
+        unsent = log.unsent.get(sequence_id, []) if log is not None else []
+        return [e for e in [*sent, *unsent] if e.token_ids]
 
     def _log_of(self, ingress_id: str) -> _OutputLog:
         log = self._logs.get(ingress_id)
@@ -158,7 +164,7 @@ class OutputDispatcher:
 
     def _is_held(self, log: _OutputLog, now_s: float) -> bool:
         """Whether what is pending waits until `opens_s`; if so, a timer is running."""
-        if log.is_urgent or now_s >= log.opens_s or not log.unsent:
+        if log.urgent or now_s >= log.opens_s or not log.unsent:
             return False
         if log.timer is None:
             loop = asyncio.get_running_loop()
@@ -210,7 +216,8 @@ class OutputDispatcher:
     @property
     def num_pending(self) -> int:
         """Unacknowledged outputs over all ingresses."""
-        return sum(len(log.entries) for log in self._logs.values())
+        logs = self._logs.values()
+        return sum(len(log.entries) + sum(map(len, log.unsent.values())) for log in logs)
 
     def drop_absent(self) -> None:
         """Drop the outputs of ingresses that fetch nothing: a drain does not wait for them.

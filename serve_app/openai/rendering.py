@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 
+from pydantic_core import to_json
+
 from quadriga.core.request import TokenLogprob
 from quadriga.errors import QuadrigaError
 from quadriga.text import TextTokenizer
@@ -90,9 +92,10 @@ class ChoicesFormat(StreamFormat):
     ) -> bytes:
         """Everything new as one write: an event per sequence."""
         request = stream.request
-        head, tail = self._head(request), "}\n\n"
+        head = stream.head = stream.head or self._head(request)
+        tail = "}\n\n"
         if request.usage_in_chunks:
-            counts = json.dumps(usage(request, num_read=stream.num_read), separators=(",", ":"))
+            counts = to_json(usage(request, num_read=stream.num_read)).decode()
             tail = f',"usage":{counts}}}\n\n'
         elif request.usage_chunk:
             tail = ',"usage":null}\n\n'

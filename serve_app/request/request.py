@@ -200,7 +200,7 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once however many sequences it has."""
-        return sum(len(prompt_ids) for prompt_ids in self.prompts)
+        return sum(map(len, self.prompts))
 
     @property
     def expected_layers(self) -> float | None:
@@ -358,6 +358,7 @@ class OutputStream:
     Attributes:
         text_offsets: Characters shown so far of each sequence, which completions name in their
             log-probabilities.
+        head: What all its chunks begin with, once there was one.
         tool_parsers: By sequence, where calls are read out of the answer.
         finished: Whether the end of each sequence was read.
     """
@@ -369,6 +370,7 @@ class OutputStream:
         "_pacers",
         "_started",
         "finished",
+        "head",
         "news",
         "request",
         "text_offsets",
@@ -380,6 +382,7 @@ class OutputStream:
     ) -> None:
         self.request = request
         self.news = asyncio.Event()
+        self.head = ""
         self.text_offsets = [0] * len(cursors)
         self.tool_parsers: dict[int, ToolParser] = {}
         self._cursors = list(cursors)
@@ -417,11 +420,11 @@ class OutputStream:
             if all(self.finished):
                 return []
             self.news.clear()
-            await self._wait()
+            await (self._wait() if self._pacers else self.news.wait())
 
     async def _wait(self) -> None:
-        """Wait until there may be something to read."""
-        pacers = zip(self._pacers, self.request.sequences, strict=False)  # none without gaps
+        """Wait until there may be something to read, of tokens held back too."""
+        pacers = zip(self._pacers, self.request.sequences, strict=True)
         due_s = min((p.due_s for p, s in pacers if p.num_held and not s.done), default=None)
         if due_s is None:
             await self.news.wait()

@@ -144,7 +144,9 @@ class SequenceRequest:
     def owners(self) -> set[str]:
         """Replicas that may own it, now or soon."""
         owners = set() if self.replica is None else {self.replica}
-        return owners | self.next_owners.keys() | self.handing_over
+        if self.next_owners or self.handing_over:  # most are asked for with each token
+            owners.update(self.next_owners, self.handing_over)
+        return owners
 
     @property
     def status(self) -> str:

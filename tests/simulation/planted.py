@@ -60,8 +60,8 @@ async def _aborts_without_freeing(
 _collect = OutputDispatcher.collect
 
 
-def _collects_once(self: OutputDispatcher, ingress_id: str, ack: int) -> Any:
-    reply = _collect(self, ingress_id, ack)
+def _collects_once(self: OutputDispatcher, ingress_id: str, ack: int, **only: bool) -> Any:
+    reply = _collect(self, ingress_id, ack, **only)
     log = self._log_of(ingress_id)
     log.entries.clear()
     return reply
@@ -139,8 +139,8 @@ async def _goes_on_beside(self: Migration, state: Any, transfer: Any) -> None:
     self._conclude("moved", "")
 
 
-def _collects_all(self: OutputDispatcher, ingress_id: str, ack: int) -> Any:
-    return _collect(self, ingress_id, 0)
+def _collects_all(self: OutputDispatcher, ingress_id: str, ack: int, **only: bool) -> Any:
+    return _collect(self, ingress_id, 0, **only)
 
 
 _ask = RetryReservations.ask

@@ -97,7 +97,8 @@ async def test_a_reply_that_comes_late_enough_is_not_held_back(
     ids=["first token", "finish", "error", "move"],
 )
 async def test_what_somebody_waits_for_goes_out_at_once(urgent: EngineOutput) -> None:
-    outputs = OutputDispatcher("x", ManualClock(), 2.0, spacing_s=0.005)
+    clock = ManualClock()
+    outputs = OutputDispatcher("x", clock, 2.0, spacing_s=0.005)
     waiting = asyncio.create_task(outputs.poll("i", await two_sent(outputs), 10.0))
     await settled()
     outputs.put([("i", token(2, "b"))])
@@ -106,7 +107,16 @@ async def test_what_somebody_waits_for_goes_out_at_once(urgent: EngineOutput) ->
     outputs.put([("i", urgent)])
     await settled()
     assert waiting.done()
-    assert len((await waiting).emissions) == 2
+    reply = await waiting
+    assert [e.sequence_id for e in reply.emissions] == [urgent.sequence_id], "the others wait"
+    assert outputs.num_pending == 2
+    waiting = asyncio.create_task(outputs.poll("i", reply.last_seq, 10.0))
+    await settled()
+    assert not waiting.done()
+    clock.advance(0.010)
+    async with asyncio.timeout(20):  # the timer of the event loop lets it go
+        reply = await waiting
+    assert [(e.sequence_id, e.token_ids) for e in reply.emissions] == [("b", [2])]
 
 
 async def test_news_that_does_not_wake_goes_with_the_next() -> None:

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from quadriga.errors import InvalidRequest
 from serve_app.openai.bodies import parse_body, parse_json
+from serve_app.openai.rendering import CompletionFormat
 from serve_app.openai.schema import ChatBody, CompletionBody
 from serve_app.openai.unsupported import CHAT, COMPLETIONS
+from serve_app.request.request import Request
 from tests.unit.serve_app.conftest import ANSWER, END_ID, MODEL, Stand
 from tests.unit.serve_app.test_engine_client import until
 
@@ -78,6 +80,27 @@ async def test_events_are_framed_to_the_letter(stand: Stand) -> None:
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == len(stand.cluster.script)
     assert all(c["usage"] is None for c in chunks[:-1])
+
+
+async def test_chunks_are_compact_and_their_head_is_made_once(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    make = CompletionFormat._head
+
+    def counted(self: CompletionFormat, request: Request) -> str:
+        made.append(make(self, request))
+        return made[-1]
+
+    monkeypatch.setattr(CompletionFormat, "_head", counted)
+    asked = {"include_usage": True, "continuous_usage_stats": True}
+    reply = await stand.complete(stream=True, stream_options=asked)
+    chunks = [f.removeprefix("data: ") for f in reply.text.split("\n\n")[:-2]]
+    assert len(chunks) > 3
+    assert all(json.loads(chunk)["usage"]["prompt_tokens"] for chunk in chunks)
+    assert [json.dumps(json.loads(c), separators=(",", ":")) for c in chunks] == chunks
+    assert len(made) == 2, "for the chunks of tokens, and for the last"
+    assert all(f"data: {chunk}".startswith(made[0]) for chunk in chunks)
 
 
 async def test_token_ids_come_with_every_choice_that_asks(stand: Stand) -> None:
