@@ -227,8 +227,8 @@ def _arguments(file: Path | None, settings: list[str]) -> dict[str, Any]:
             raise ConfigError(f"--config: {file} cannot be read: {exc}", param="config") from exc
         if not isinstance(tree, dict) or "applications" in tree:
             raise ConfigError(
-                f"--config: {file} must hold a mapping of settings; `serve run` takes files with "
-                "applications, of which args are settings",
+                f"--config: {file} must hold a mapping of settings; a file of Ray Serve's goes to "
+                "`serve run`, and its settings are what stands under args",
                 param="config",
             )
         arguments = tree

@@ -351,7 +351,8 @@ class Controller(DirectlyCalled):
         """Wait a turn for `_restore_desired`; the next turns do as well. Raises: ConfigError."""
         task = self._restoring = self._restoring or background(self._restore_desired())
         await asyncio.wait([task], timeout=TICK_S)
-        self._heard_s = self._clock.now_s()  # ingresses wait in `ensure`, for a model to be fetched
+        if not self._is_started.is_set():  # ingresses wait in `ensure`, for a model to be fetched
+            self._heard_s = self._clock.now_s()
         self._scheduler.excuse(math.inf)  # it was not called
         if task.done():
             self._restoring = None

@@ -89,19 +89,16 @@ class Scheduler(BatchedCalls):
             Unavailable: Its replicas are starting, draining or gone.
             Overloaded: The queues are full; says when to come back.
             ContextTooLong: One fits no decode replica.
-            InvalidRequest: Their prompts are more than all queues hold.
         """
         self._heard_s = self._clock.now_s()
         names = [request.sequence_id for request in requests]
         await self.finished([], names)  # where they are asked for again
         found = FoundRoom(list)
-        loads = self._adjusted() if len(requests) > 1 else ()
-        is_idle = bool(loads) and not any(s.num_waiting + s.waiting_tokens for s in loads)
         prefixes = PrefixAffinity()  # of those before; what is refused says nothing of a replica
         choose = self._admit if self._auto.route is None else self._admit_auto
         try:
             admissions = [choose(request, found, prefixes) for request in requests]
-            self._check_room(requests, found, admissions[0].depth_class.model, is_idle)
+            self._check_room(requests, found, admissions[0].depth_class.model)
         except QuadrigaError:
             await self.finished([], names)
             self._auto.refused(names)
@@ -110,18 +107,9 @@ class Scheduler(BatchedCalls):
             self._prefixes.sent(request.prefix_marks, admission.prefill_replica)
         return admissions
 
-    def _check_room(
-        self, requests: Sequence[AdmitRequest], found: FoundRoom, model: str, is_idle: bool = False
-    ) -> None:
-        check_room(
-            requests,
-            found,
-            self._waiting,
-            model=model,
-            now_s=self._clock.now_s(),
-            scheduler=self._config.scheduler,
-            idle_queues=self._config.prefill if is_idle else None,
-        )
+    def _check_room(self, requests: Sequence[AdmitRequest], found: FoundRoom, model: str) -> None:
+        now_s, scheduler = self._clock.now_s(), self._config.scheduler
+        check_room(requests, found, self._waiting, model=model, now_s=now_s, scheduler=scheduler)
 
     def _admit_auto(
         self, request: AdmitRequest, found: FoundRoom, prefixes: PrefixAffinity

@@ -22,7 +22,8 @@ def parse_replica_name(app: str, name: str) -> tuple[Role, int] | None:
     parts = name.split(":")
     if len(parts) != 4 or parts[0] != app or parts[1] not in tuple(Role):
         return None
-    return (Role(parts[1]), int(parts[2])) if parts[2].isdigit() else None
+    is_ordinal = parts[2].isdecimal() and len(parts[2]) < 10
+    return (Role(parts[1]), int(parts[2])) if is_ordinal else None
 
 
 def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:

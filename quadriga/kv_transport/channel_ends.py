@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -339,8 +340,8 @@ class ReceivingChannel:
 def send_verdict(channel: Channel, error: QuadrigaError | None, timeout_s: float) -> None:
     frame: dict[str, Any] = {"ok": error is None}
     if error is not None:
-        # JSON makes six bytes of a character beyond ASCII; a frame of gloo has a thousand.
-        message = error.message.encode("ascii", "replace").decode()[:400]
+        # JSON makes up to six bytes of any other character, and a frame of gloo has a thousand.
+        message = re.sub(r"[^ -~\n]", "?", error.message)[:400]
         frame |= {"message": message, "code": error.code}
     channel.send_frame(frame, timeout_s)
 

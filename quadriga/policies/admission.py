@@ -10,7 +10,7 @@ from quadriga.config.engine import PrefillConfig
 from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import Admission, AdmitRequest
-from quadriga.errors import ContextTooLong, InvalidRequest, Overloaded, Unavailable
+from quadriga.errors import ContextTooLong, Overloaded, Unavailable
 from quadriga.policies.ares.overload import may_hold_more
 from quadriga.policies.least_work import expected_answer_tokens, expected_work
 from quadriga.policies.load import candidates
@@ -164,15 +164,13 @@ def find_room(
     first = next(s for s in snapshots if s.info.name == admission.prefill_replica)
     num_held = sum(s.num_unplaced for s in prefills) if is_overloaded else 0
     num_computed = sum(s.num_running + s.num_waiting - s.ending[0] for s in prefills)
-    num_pending, count = estimator.num_pending(line), max(1, len(prefills))
-    num_before = estimator.num_pending(line, request.priority)
-    share = num_before / num_pending if num_pending else 1.0
-    slower = turns = prefill_supply(request, first, num_replicas=count, share=share)
+    num_asking = max(0, min(estimator.num_pending(line), num_computed) - num_held)
+    slower = turns = prefill_supply(request, first, num_replicas=max(1, len(prefills)))
     places = decode_supply(
         request,
         decodes,
         estimator,
-        num_pending=min(max(0, min(num_pending, num_computed) - num_held), num_before),
+        num_pending=min(num_asking, estimator.num_pending(line, request.priority)),
         line=line,
         now_s=now_s,
     )
@@ -202,7 +200,6 @@ def check_room(
     model: str,
     now_s: float,
     scheduler: SchedulerConfig,
-    idle_queues: PrefillConfig | None = None,
 ) -> None:
     """Refuse a request where one of its sequences has no room, or would wait for too long.
 
@@ -213,10 +210,8 @@ def check_room(
         found: By line, what each finds behind those before it; see `find_room`. What is rebuilt
             was let in before, and is not in it.
         model: That was chosen for it.
-        idle_queues: How long they may be, where no prompts wait but its own.
 
     Raises:
-        InvalidRequest: It has more prompts than all queues hold.
         Overloaded: With a time to come back, at which all its places are kept for such a caller.
     """
     asked = [(0.0, False, "", "", 0)]
@@ -226,14 +221,6 @@ def check_room(
         most = max(1.0, max(supply.most for supply in supplies))
         counted = [s for i, s in enumerate(supplies, 1) if s.is_queue or i <= most]
         short = min(counted, key=lambda supply: (supply.free, supply.per_s))
-        if idle_queues is not None and short.is_queue and short.free < 1.0:
-            tokens = sum(request.num_prompt_tokens for request in requests)
-            raise InvalidRequest(
-                f"{len(requests)} sequences (prompts × n) of {tokens} prompt tokens are more than "
-                f"the prefill queues of {model!r} hold though nothing else waits: each takes "
-                f"{idle_queues.max_queued_sequences} of {idle_queues.max_queued_tokens} tokens "
-                "(prefill.max_queued_sequences, prefill.max_queued_tokens); send them apart"
-            )
         may_return = requests[0].visitor and not (short.is_queue and len(supplies) > most)
         visitor = f"{requests[0].visitor}:{len(requests)}" if may_return else ""
         wait_s = estimator.reservations(line).ask(

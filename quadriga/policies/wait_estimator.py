@@ -237,16 +237,13 @@ def decode_supply(
     return Supply((num_free or sum(rooms)) - num_pending, max(per_s, MIN_RATE), most=most)
 
 
-def prefill_supply(
-    request: AdmitRequest, first: ReplicaSnapshot, *, num_replicas: int, share: float = 1.0
-) -> Supply:
+def prefill_supply(request: AdmitRequest, first: ReplicaSnapshot, *, num_replicas: int) -> Supply:
     """Turns at prefill replicas for prompts like the request's.
 
     Args:
         first: The replica with the least work ahead.
-        share: Of that work, what comes before the request.
     """
-    ahead_s = share * _prefill_s(first, first.waiting_tokens)
+    ahead_s = _prefill_s(first, first.waiting_tokens)
     prompt_s = _prefill_s(first, request.num_prompt_tokens)
     per_s = num_replicas / max(prompt_s, 1.0 / MAX_RATE)
     return Supply(1.0 - ahead_s * per_s, per_s)

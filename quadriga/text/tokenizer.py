@@ -59,7 +59,8 @@ class TextTokenizer:
         tokens: list[str | None] = [self._core.id_to_token(i) for i in range(self.vocab_size)]
         self._tokens = tokens  # as they are decoded: added ones may be normalised
         added = self._core.get_added_tokens_decoder()
-        self._hidden = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special = {token.content: i for i, token in added.items() if token.special}
+        self._hidden = frozenset(self._special.values())
         self._table = byte_level_table(tokens, self._hidden) if self._is_byte_level() else None
         self._bytes = self._table
         if SPACE in repr(self._core.decoder):
@@ -171,7 +172,7 @@ class TextTokenizer:
 
     def special_ids(self, texts: Sequence[str]) -> dict[str, int]:
         """Those of some texts that are special tokens, with their ids."""
-        return {self._tokens[i]: i for i in self._hidden if self._tokens[i] in texts}
+        return {text: i for text, i in self._special.items() if text in texts}
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:

@@ -116,7 +116,11 @@ def read_ee_llm(root: Path, checkpoint: Checkpoint) -> MegatronExits:
         of_stage = [n for n in numbers if (n - 1) // per_stage == stage]
         try:
             if not parts:
-                raise KeyError(f"the file of pipeline stage {stage}")
+                raise ConfigError(
+                    f"--import: {root} lacks the file of pipeline stage {stage}, which has the "
+                    f"exit at layer {number}",
+                    param="import",
+                )
             head = _head(parts, of_stage.index(number), said, ranks)
             tensors[f"exits.{depth}.head.weight"] = _fitted(head, checkpoint, root)
             if has_norm:

@@ -17,7 +17,7 @@ from quadriga.control.model_routing import Route
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import AdmitRequest
-from quadriga.errors import InvalidRequest, Overloaded
+from quadriga.errors import Overloaded
 from tests.unit.actors.test_scheduler import FULL, SMALL, plain
 
 SLOTS = 16
@@ -213,31 +213,6 @@ async def test_a_request_that_is_sent_again_under_its_names_does_not_wait_for_it
     await service.busy(0)
     requests = [asked(str(i)) for i in range(SLOTS)]
     assert [await service.told_s(*requests) for _ in range(2)] == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("model", ["quadriga-s", AUTO_MODEL])
-@pytest.mark.parametrize(
-    ("sizes", "is_possible"),
-    [((10,) * 8, True), ((10,) * 9, False), ((500,), True), ((60,) * 5, True), ((61,) * 5, False)],
-)
-async def test_a_request_that_no_queues_could_hold_is_told_so_instead_of_when_to_come_back(
-    sizes: tuple[int, ...], is_possible: bool, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In vain it would come again and again. Of prompts of 60 tokens all but the first are kept."""
-    queues = {"prefill.max_queued_sequences": 8, "prefill.max_queued_tokens": 200}
-    service = Service(monkeypatch, **IN_TIME | queues | {"helios.enabled": True})
-    await service.scheduler.set_route(Route((FULL,)))
-    other = {"model": model, "prefix_marks": ((60, b"a"),) * (sizes[0] == 60)}
-    requests = [asked(str(i), size, **other) for i, size in enumerate(sizes)]
-    for load in ({"num_waiting": 8, "waiting_tokens": 200}, {}):
-        await service.report(Role.PREFILL, **load)
-        await service.report(Role.DECODE)
-        if load or is_possible:
-            assert (await service.told_s(*requests) > 0.0) is bool(load)
-            continue
-        said = rf"{len(sizes)} sequences .* {sum(sizes)} prompt tokens .* 8 .* 200 tokens .*; send"
-        with pytest.raises(InvalidRequest, match=said):
-            await service.told_s(*requests)
 
 
 async def test_the_places_of_a_refused_request_are_kept_in_all_its_lines_for_one_time(

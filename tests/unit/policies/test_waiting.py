@@ -87,19 +87,6 @@ def test_room_is_looked_for_where_rows_are_long_enough(monkeypatch: pytest.Monke
     assert supply.call_args.args[1] == [long]
 
 
-@pytest.mark.parametrize(("priority", "is_let_in"), [(5, False), (4, True)])
-def test_less_important_prompts_are_not_before_a_request(priority: int, is_let_in: bool) -> None:
-    """Ten seconds of work wait at the prefill replica."""
-    book = WaitEstimator()
-    for i in range(10):
-        waits = request(str(i), priority=5, num_prompt_tokens=2560)
-        book.admitted(waits, LINE, now_s=0.0)
-    busy = snapshot(Role.PREFILL, num_waiting=10, waiting_tokens=25_600, step_time_s=0.1)
-    with nullcontext() if is_let_in else pytest.raises(Overloaded):
-        asked = request(priority=priority)
-        let_in(asked, [busy, snapshot(Role.DECODE)], book, scheduler=SCHEDULER)
-
-
 @dataclass
 class Cluster:
     """`SLOTS` places; whoever has one keeps it for a random time.

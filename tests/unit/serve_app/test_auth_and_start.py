@@ -177,7 +177,7 @@ def test_settings_win_over_the_file(tmp_path: Path) -> None:
         "engine.compile": "off",
     }
     file.write_text("http_options: {port: 80}\napplications:\n- args: {model: quadriga-l}\n")
-    with pytest.raises(ConfigError, match="`serve run` takes files with applications"):
+    with pytest.raises(ConfigError, match="a file of Ray Serve's goes to `serve run`"):
         _arguments(file, [])
 
 

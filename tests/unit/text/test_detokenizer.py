@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quadriga.checkpoint.folder import ASSETS
@@ -75,12 +75,14 @@ LLAMA = decoders.Sequence(
 )
 
 
-def sentence_piece(decoder: decoders.Decoder = LLAMA) -> TextTokenizer:
+def sentence_piece(
+    decoder: decoders.Decoder = LLAMA, call: AddedToken | str = "<call>"
+) -> TextTokenizer:
     """A tokenizer with the special tokens 7 and 8, and 9, which is added and normalised."""
     vocab = {"▁hello": 0, "▁world": 1, "s": 2, "<0xF0>": 3, "<0x9F>": 4, "<0x98>": 5, "<0x80>": 6}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.normalizer = normalizers.Prepend("▁")
-    core.add_special_tokens(["<s>", "<call>"])
+    core.add_special_tokens(["<s>", call])
     core.add_tokens(["odd"])
     core.decoder = decoder
     return TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=core), "m")
@@ -90,6 +92,8 @@ SENTENCE_PIECE = sentence_piece()
 
 
 def test_window_keeps_the_spaces_of_a_sentencepiece_vocabulary() -> None:
+    normalised = sentence_piece(call=AddedToken("<call>", normalized=True))
+    assert normalised.special_ids(["<call>", "odd"]) == {"<call>": 8}
     pieces = streamed(sentence_piece(), [0, 1, 2, 3, 4, 5, 6])
     assert pieces == ["hello", " world", "s", "", "", "", "😀", ""]
 

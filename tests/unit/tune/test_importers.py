@@ -355,7 +355,7 @@ def test_damaged_files_are_refused(content: bytes, checkpoint: Checkpoint, tmp_p
 def test_a_stage_whose_file_is_not_there(checkpoint: Checkpoint, tmp_path: Path) -> None:
     megatron(tmp_path, ranks=1, stages=2)
     shutil.rmtree(tmp_path / "iter_0000007" / "mp_rank_00_000")
-    with pytest.raises(ConfigError, match="lacks 'the file of pipeline stage 0' of the exit at"):
+    with pytest.raises(ConfigError, match="lacks the file of pipeline stage 0, which has"):
         import_exits("ee-llm", tmp_path, checkpoint)
 
 
