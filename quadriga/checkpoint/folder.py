@@ -129,12 +129,22 @@ def placed(model: str) -> Path:
 def pinned(model: str) -> str:
     """Return a hub id with the commit it means now, and every other name as it is.
 
+    Where the hub cannot be asked, that is the only commit that is on this node.
+
     Raises:
         ConfigError: The hub is asked, and knows no such model or revision.
     """
     if COMMIT.search(model) or not _is_hub_id(model) or os.path.exists(placed(model)):
         return model
-    return _with_commit(model, _fetched(model, placed(model), ["config.json"]))
+    try:
+        return _with_commit(model, _fetched(model, placed(model), ["config.json"]))
+    except ConfigError:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        here = Path(HF_HUB_CACHE, f"models--{model.replace('/', '--')}").glob("snapshots/*")
+        if len(found := [*here]) != 1:
+            raise
+        return _with_commit(model, found[0])
 
 
 def _with_commit(model: str, path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,8 @@ def test_a_hub_id_means_one_commit_from_the_start_of_the_service_on(
     assert (found.id, found.path.name, found.source) == ("tiny", first, f"org/tiny@{first}")
     assert read_checkpoint("org/tiny").source == f"org/tiny@{second}"
     assert load_config({"model": "org/tiny@main"}).pools[0].model == f"org/tiny@{second}"
+    (hub / "refs" / "main").unlink()  # as on a node that only ever fetched by commit
+    with pytest.raises(ConfigError, match="could not be fetched"):
+        load_config({"model": "org/tiny"})
+    shutil.rmtree(hub / "snapshots" / first)
+    assert load_config({"model": "org/tiny"}).pools[0].model == f"org/tiny@{second}"

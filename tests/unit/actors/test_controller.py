@@ -18,6 +18,7 @@ from actors.controller import controller as module
 from actors.controller.controller import Controller
 from actors.controller.replica_manager import ReplicaHandle
 from quadriga.clock import ManualClock
+from quadriga.config.ingress import LifecycleConfig
 from quadriga.config.loader import load_config
 from quadriga.config.resolve import Deployment, Hardware, ReplicaSpec
 from quadriga.control.desired import Desired, resolve_on
@@ -511,6 +512,16 @@ async def test_ingresses_that_wait_for_a_model_hold_one_thread_and_end_nothing(
         is_fetched.set()
         await asyncio.gather(*again, last)
         assert vars(made)["_desired"].config == CONFIG
+
+
+async def test_an_application_without_ingresses_ends_though_its_model_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    away, ended = ConfigError("the hub does not answer"), AsyncMock()
+    async with controller(monkeypatch, resolve_here=Failing(None, *[away] * 10_000)) as made:
+        monkeypatch.setattr(made, "_end", ended)
+        made._manager.lifecycle = LifecycleConfig(orphan_timeout_s=1.0)
+        await until(lambda: ended.await_count > 0)
 
 
 POOLS = [{"model": "quadriga-s"}, {"model": "quadriga-l"}]
