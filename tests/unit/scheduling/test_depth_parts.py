@@ -30,18 +30,14 @@ from quadriga.scheduling.sequence import RunningSequence, SequenceStatus
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_depth_runner import FakeDepthRunner
 from tests.fake_runner import FakeRunner
+from tests.sequences import make_sequence
 
 
 def make_state(name: str, *, prompt: int = 8, outputs: int = 0) -> SequenceState:
-    return SequenceState(
+    return make_sequence(
         name,
-        name,
-        "m",
         [5] * prompt,
         SamplingParams(max_tokens=4),
-        "i",
-        0.0,
-        1e9,
         exits=ExitParams(0.5, "bounded"),
         output_ids=[7] * outputs,
         exit_layers=[8] * outputs,
