@@ -8,6 +8,8 @@ from quadriga.clock import Clock
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.interfaces import ModelRunner
 from quadriga.scheduling.decode_loop import DecodeLoop
+from quadriga.scheduling.prefill_loop import PrefillLoop
+from quadriga.scheduling.prefill_queue import PrefillQueue
 from quadriga.scheduling.slots import SlotTable
 
 
@@ -37,3 +39,14 @@ def make_decode_loop(
 ) -> DecodeLoop:
     """A loop that no token ends, unless `eos_token_ids` are named."""
     return DecodeLoop(runner=runner, slots=slots, clock=clock, **{"eos_token_ids": ()} | more)
+
+
+def make_prefill_loop(
+    runner: ModelRunner, slots: SlotTable, clock: Clock, chunk_tokens: int, **more: Any
+) -> PrefillLoop:
+    """A loop that no token ends, and whose queue is never full, unless others are named."""
+    queue = PrefillQueue(max_sequences=1000, max_tokens=10**6, max_age_s=1.0)
+    usual = {"queue": queue, "eos_token_ids": (), "layer_groups": 2}
+    return PrefillLoop(
+        runner=runner, slots=slots, clock=clock, chunk_tokens=chunk_tokens, **usual | more
+    )

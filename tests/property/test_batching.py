@@ -10,11 +10,9 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import KVCacheExhausted
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
-from quadriga.scheduling.prefill_loop import PrefillLoop
-from quadriga.scheduling.prefill_queue import PrefillQueue
 from quadriga.scheduling.sequence import RunningSequence
 from tests.fake_runner import EOS, FakeRunner, expected_output
-from tests.sequences import make_decode_loop, make_sequence, make_slots
+from tests.sequences import make_decode_loop, make_prefill_loop, make_sequence, make_slots
 
 ROW_TOKENS = 64
 
@@ -27,14 +25,12 @@ class Pipeline:
         self.outputs = OutputDispatcher("r", self.clock, 2.0)
         self.ready: list[SequenceState] = []
         self.prefill_runner = FakeRunner(prefill_rows, ROW_TOKENS)
-        self.prefill = PrefillLoop(
-            runner=self.prefill_runner,
-            slots=make_slots(prefill_rows, ROW_TOKENS, prefill_rows * ROW_TOKENS),
-            queue=PrefillQueue(max_sequences=1000, max_tokens=10**6, max_age_s=1.0),
+        self.prefill = make_prefill_loop(
+            self.prefill_runner,
+            make_slots(prefill_rows, ROW_TOKENS, prefill_rows * ROW_TOKENS),
+            self.clock,
+            chunk,
             eos_token_ids=(EOS,),
-            chunk_tokens=chunk,
-            layer_groups=2,
-            clock=self.clock,
         )
         self.decode_runner = FakeRunner(decode_rows, ROW_TOKENS)
         self.decode = make_decode_loop(
