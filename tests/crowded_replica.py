@@ -6,9 +6,8 @@ from quadriga.clock import ManualClock
 from quadriga.core.replica import Reservation
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.policies.slot_reservation import WINDOW
-from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import FakeRunner, next_token
+from tests.sequences import make_decode_loop, make_sequence, make_slots
 
 ROW = 160
 CAPACITY = 320  # newcomers are let in up to 288
@@ -41,16 +40,8 @@ class Replica:
         self.runner = FakeRunner(rows)
         self.clock = ManualClock()
         self._step_s = step_s
-        self.loop = DecodeLoop(
-            runner=self.runner,
-            slots=SlotTable(
-                num_rows=rows,
-                row_capacity_tokens=ROW,
-                kv_capacity_tokens=CAPACITY,
-                reservation=reservation,
-            ),
-            eos_token_ids=(),
-            clock=self.clock,
+        self.loop = make_decode_loop(
+            self.runner, make_slots(rows, ROW, CAPACITY, reservation=reservation), self.clock
         )
         for _ in range(WINDOW):
             self.loop.answers.ended(answer_tokens)
@@ -60,15 +51,11 @@ class Replica:
         self, name: str, *, prompt: int = 15, max_tokens: int = 100, priority: int = 0
     ) -> SequenceState:
         """Reserve, fill and join, as a hand-off does."""
-        state = SequenceState(
-            sequence_id=name,
-            request_id=name,
-            model="fake",
-            prompt_ids=[3 + len(self.states) + i for i in range(prompt)],
-            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
-            ingress_id="i",
+        state = make_sequence(
+            name,
+            [3 + len(self.states) + i for i in range(prompt)],
+            SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
             arrival_unix_s=float(len(self.states)),
-            deadline_unix_s=1e18,
             priority=priority,
         )
         slot = self.loop.reserve(name, state.max_total_tokens, prompt, priority)

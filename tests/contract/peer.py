@@ -24,6 +24,7 @@ from quadriga.kv_transport.channel import ChannelOffer
 from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.scheduling.transfer.handoff import LeaseState
 from tests.fake_nccl import FakeNccl
+from tests.sequences import make_sequence
 
 NUM_LAYERS = 4
 NUM_HEADS = 2
@@ -35,15 +36,10 @@ DEPTH_CLASS = DepthClass("test", NUM_LAYERS)
 
 def make_state(sequence_id: str, num_tokens: int, *, epoch: int = 0) -> SequenceState:
     """A sequence whose prompt has `num_tokens` and that has emitted its first token."""
-    return SequenceState(
-        sequence_id=sequence_id,
-        request_id=sequence_id,
-        model="test",
-        prompt_ids=[1] * num_tokens,
-        sampling=SamplingParams(max_tokens=16),
-        ingress_id="ingress",
-        arrival_unix_s=0.0,
-        deadline_unix_s=1e12,
+    return make_sequence(
+        sequence_id,
+        [1] * num_tokens,
+        SamplingParams(max_tokens=16),
         epoch=epoch,
         output_ids=[7],
         exit_layers=[NUM_LAYERS],

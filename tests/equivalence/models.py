@@ -23,6 +23,7 @@ from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.interfaces import PrefillChunk
 from quadriga.scheduling.decode_loop import DecodeLoop
+from tests.sequences import make_sequence
 
 VOCAB = 130
 SIZES: dict[str, Any] = {
@@ -130,16 +131,7 @@ def make_spec(path: Path, **overrides: Any) -> EngineSpec:
 def make_state(prompt_ids: list[int], **sampling: Any) -> SequenceState:
     """A sequence with greedy defaults."""
     params = SamplingParams(**({"max_tokens": 32, "temperature": 0.0} | sampling))
-    return SequenceState(
-        sequence_id="s",
-        request_id="r",
-        model="m",
-        prompt_ids=list(prompt_ids),
-        sampling=params,
-        ingress_id="i",
-        arrival_unix_s=0.0,
-        deadline_unix_s=1e12,
-    )
+    return make_sequence("s", list(prompt_ids), params)
 
 
 def whole_prompt(row: int, state: SequenceState) -> PrefillChunk:

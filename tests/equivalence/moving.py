@@ -16,10 +16,10 @@ from quadriga.engine.baton.runner import BatonRunner
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.handoff import LeaseTable
 from quadriga.scheduling.transfer.sequence_export import PreCopy, SequenceReading, SequenceRemainder
 from tests.equivalence.models import begin
+from tests.sequences import make_decode_loop, make_slots
 
 AnyRunner = NativeRunner | BatonRunner
 _names = itertools.count()
@@ -45,16 +45,15 @@ class Member:
         self.runner = runner or NativeRunner.load(spec)
         counters = ExitCounters()
         costs = SegmentCosts(len(self.runner.segment_ends), spec.num_rows)
-        self.loop = DecodeLoop(
-            runner=self.runner,
-            slots=SlotTable(
-                num_rows=spec.num_rows,
-                row_capacity_tokens=spec.row_capacity_tokens,
-                kv_capacity_tokens=spec.kv_capacity_tokens,
+        self.loop = make_decode_loop(
+            self.runner,
+            make_slots(
+                spec.num_rows,
+                spec.row_capacity_tokens,
+                spec.kv_capacity_tokens,
                 reservation="used" if is_crowded else "longest",
             ),
-            eos_token_ids=(),
-            clock=SystemClock(),
+            SystemClock(),
             rebatcher=DrexRebatcher(costs, counters=counters, deterministic=True)
             if rebatches
             else None,

@@ -12,12 +12,11 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.replica import Reservation
 from quadriga.core.request import FinishReason, SequenceState
 from quadriga.engine.model_runner import NativeRunner
-from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.prefill_loop import PrefillLoop, PrefillOutput
-from quadriga.scheduling.prefill_queue import PrefillQueue
+from quadriga.scheduling.prefill_loop import PrefillOutput
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import SlotTable
 from tests.equivalence.models import build, make_spec, make_state, save
+from tests.sequences import make_decode_loop, make_prefill_loop, make_slots
 
 CONTEXT = 96
 CHUNK = 32
@@ -34,24 +33,14 @@ def runner(model: Any, tmp_path_factory: pytest.TempPathFactory) -> NativeRunner
 
 
 def slots(runner: NativeRunner, reservation: Reservation = "longest") -> SlotTable:
-    return SlotTable(
-        num_rows=2, row_capacity_tokens=CONTEXT, kv_capacity_tokens=CONTEXT, reservation=reservation
-    )
+    return make_slots(2, CONTEXT, CONTEXT, reservation=reservation)
 
 
 def prefilled(
     runner: NativeRunner, state: SequenceState
 ) -> tuple[EngineOutput, torch.Tensor | None]:
     """Compute a prompt in chunks; returns its output, and the KV if the sequence goes on."""
-    loop = PrefillLoop(
-        runner=runner,
-        slots=slots(runner),
-        queue=PrefillQueue(max_sequences=4, max_tokens=1000, max_age_s=1.0),
-        eos_token_ids=(),
-        chunk_tokens=CHUNK,
-        layer_groups=2,
-        clock=SystemClock(),
-    )
+    loop = make_prefill_loop(runner, slots(runner), SystemClock(), CHUNK)
     loop.submit(RunningSequence(state))
     outputs: list[PrefillOutput] = []
     while not outputs:
@@ -92,9 +81,7 @@ def test_an_answer_that_fills_the_context(
         assert kv is None
     else:
         assert kv is not None
-        loop = DecodeLoop(
-            runner=runner, slots=slots(runner, reservation), eos_token_ids=(), clock=SystemClock()
-        )
+        loop = make_decode_loop(runner, slots(runner, reservation), SystemClock())
         slot = loop.reserve("s", state.max_total_tokens, state.num_tokens)
         runner.write_kv(slot.row, 0, 0, kv)
         loop.join(state)

@@ -23,9 +23,7 @@ from quadriga.core.request import SequenceState
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import ConfigError, DeadlineExceeded, KVCacheExhausted
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
-from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.depth import REPAY_TOKENS
-from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.handoff import LeaseTable
 from quadriga.scheduling.transfer.rebuild import chunk_of, num_prefill_tokens, replays_of
 from tests.equivalence.early_exit_reference import (
@@ -39,6 +37,7 @@ from tests.equivalence.early_exit_reference import (
 from tests.equivalence.models import make_spec, make_state, whole_prompt
 from tests.equivalence.moving import move
 from tests.equivalence.paged import load_on_pages
+from tests.sequences import make_decode_loop, make_slots
 
 NUM_ROWS = 6
 EXITS = ExitSpec((1, 3), "norm", "top")
@@ -99,13 +98,10 @@ class Bench:
         self.prefiller = NativeRunner.load(replace(whole, exits=plan, exit_plan=plan))
         self.clock, self.counters = ManualClock(), ExitCounters()
         costs = SegmentCosts(len(self.runner.segment_ends), NUM_ROWS)
-        self.loop = DecodeLoop(
-            runner=self.runner,
-            slots=SlotTable(
-                num_rows=NUM_ROWS, row_capacity_tokens=96, kv_capacity_tokens=NUM_ROWS * 96
-            ),
-            eos_token_ids=(),
-            clock=self.clock,
+        self.loop = make_decode_loop(
+            self.runner,
+            make_slots(NUM_ROWS, 96, NUM_ROWS * 96),
+            self.clock,
             rebatcher=DrexRebatcher(costs, counters=self.counters, deterministic=True),
             counters=self.counters,
             criterion=plan.criterion,

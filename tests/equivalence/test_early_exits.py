@@ -28,8 +28,6 @@ from quadriga.errors import InvariantViolation
 from quadriga.policies.baselines.exits import EagerExits, LazyExits, MajorityExits
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.policies.rebatching import Rebatcher
-from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.slots import SlotTable
 from tests.equivalence.early_exit_reference import (
     CONFIGS,
     LAYERS,
@@ -40,6 +38,7 @@ from tests.equivalence.early_exit_reference import (
 )
 from tests.equivalence.models import begin, make_spec, make_state, start_row, whole_prompt
 from tests.equivalence.relay_models import generate
+from tests.sequences import make_decode_loop, make_slots
 
 MODES: tuple[SkippedKV, ...] = ("linear", "project", "copy", "alias", "replay")
 PROMPT_LENGTHS = (1, 20, 7, 3, 12, 33, 5)
@@ -147,14 +146,11 @@ class Bench:
         self.counters = ExitCounters()
         costs = SegmentCosts(len(self.runner.segment_ends), NUM_ROWS)
         make = policy or deterministic
-        self.slots = SlotTable(
-            num_rows=NUM_ROWS, row_capacity_tokens=96, kv_capacity_tokens=NUM_ROWS * 96
-        )
-        self.loop = DecodeLoop(
-            runner=self.runner,
-            slots=self.slots,
-            eos_token_ids=(),
-            clock=self.clock,
+        self.slots = make_slots(NUM_ROWS, 96, NUM_ROWS * 96)
+        self.loop = make_decode_loop(
+            self.runner,
+            self.slots,
+            self.clock,
             rebatcher=make(costs, self.counters),
             counters=self.counters,
             criterion=exits.criterion,

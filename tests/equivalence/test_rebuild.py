@@ -17,7 +17,6 @@ from quadriga.engine.model_runner import NativeRunner
 from quadriga.errors import InvariantViolation
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.rebuild import (
     Replays,
     chunk_of,
@@ -28,6 +27,7 @@ from quadriga.scheduling.transfer.rebuild import (
 from quadriga.text import load_tokenizer
 from tests.equivalence.models import begin, make_spec, make_state, whole_prompt
 from tests.equivalence.paged import load_on_pages
+from tests.sequences import make_decode_loop, make_slots
 
 MODES: tuple[SkippedKV, ...] = ("linear", "project", "copy", "alias", "replay")
 MODELS = ("quadriga-s", "quadriga-l")
@@ -67,15 +67,10 @@ def states(model: str, threshold: float) -> list[SequenceState]:
 def make_loop(of: NativeRunner) -> DecodeLoop:
     counters = ExitCounters()
     costs = SegmentCosts(len(of.segment_ends), of.num_rows)
-    return DecodeLoop(
-        runner=of,
-        slots=SlotTable(
-            num_rows=of.num_rows,
-            row_capacity_tokens=CAPACITY,
-            kv_capacity_tokens=of.num_rows * CAPACITY,
-        ),
-        eos_token_ids=(),
-        clock=SystemClock(),
+    return make_decode_loop(
+        of,
+        make_slots(of.num_rows, CAPACITY, of.num_rows * CAPACITY),
+        SystemClock(),
         rebatcher=DrexRebatcher(costs, counters=counters, deterministic=True),
         counters=counters,
         criterion=of.spec.exits.criterion,

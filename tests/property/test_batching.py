@@ -9,13 +9,10 @@ from quadriga.clock import ManualClock
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import KVCacheExhausted
-from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
-from quadriga.scheduling.prefill_loop import PrefillLoop
-from quadriga.scheduling.prefill_queue import PrefillQueue
 from quadriga.scheduling.sequence import RunningSequence
-from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import EOS, FakeRunner, expected_output
+from tests.sequences import make_decode_loop, make_prefill_loop, make_sequence, make_slots
 
 ROW_TOKENS = 64
 
@@ -28,29 +25,19 @@ class Pipeline:
         self.outputs = OutputDispatcher("r", self.clock, 2.0)
         self.ready: list[SequenceState] = []
         self.prefill_runner = FakeRunner(prefill_rows, ROW_TOKENS)
-        self.prefill = PrefillLoop(
-            runner=self.prefill_runner,
-            slots=SlotTable(
-                num_rows=prefill_rows,
-                row_capacity_tokens=ROW_TOKENS,
-                kv_capacity_tokens=prefill_rows * ROW_TOKENS,
-            ),
-            queue=PrefillQueue(max_sequences=1000, max_tokens=10**6, max_age_s=1.0),
+        self.prefill = make_prefill_loop(
+            self.prefill_runner,
+            make_slots(prefill_rows, ROW_TOKENS, prefill_rows * ROW_TOKENS),
+            self.clock,
+            chunk,
             eos_token_ids=(EOS,),
-            chunk_tokens=chunk,
-            layer_groups=2,
-            clock=self.clock,
         )
         self.decode_runner = FakeRunner(decode_rows, ROW_TOKENS)
-        self.decode = DecodeLoop(
-            runner=self.decode_runner,
-            slots=SlotTable(
-                num_rows=decode_rows,
-                row_capacity_tokens=ROW_TOKENS,
-                kv_capacity_tokens=decode_tokens,
-            ),
+        self.decode = make_decode_loop(
+            self.decode_runner,
+            make_slots(decode_rows, ROW_TOKENS, decode_tokens),
+            self.clock,
             eos_token_ids=(EOS,),
-            clock=self.clock,
         )
 
     def emit(self, ingress_id: str, emission: EngineOutput) -> None:
@@ -118,15 +105,8 @@ def test_random_lives(
         for number, (prompt, max_tokens, arrival, cancel, _) in enumerate(lives):
             name = f"s{number}"
             if arrival == step:
-                states[name] = SequenceState(
-                    name,
-                    name,
-                    "m",
-                    [number + 1] * prompt,
-                    SamplingParams(max_tokens=max_tokens),
-                    "i",
-                    0.0,
-                    1e9,
+                states[name] = make_sequence(
+                    name, [number + 1] * prompt, SamplingParams(max_tokens=max_tokens)
                 )
                 pipeline.prefill.submit(RunningSequence(states[name]))
             if cancel is not None and cancel == step:

@@ -17,10 +17,9 @@ from quadriga.errors import KVCacheExhausted
 from quadriga.policies.baselines.exits import LazyExits, NoExits
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.policies.rebatching import Rebatcher
-from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.slots import SlotTable
 from tests.fake_depth_runner import ALL_ENDS, FakeDepthRunner
 from tests.fake_runner import EOS, confidence_at, token_at
+from tests.sequences import make_decode_loop, make_sequence, make_slots
 
 NUM_ROWS = 6
 FULL = ALL_ENDS[-1]
@@ -70,17 +69,17 @@ class Replica:
         self.counters = ExitCounters()
         self.runner = FakeDepthRunner(NUM_ROWS, depth, clock=self.clock)
         costs = SegmentCosts(len(self.runner.segment_ends), NUM_ROWS)
-        self.slots = SlotTable(
-            num_rows=NUM_ROWS,
-            row_capacity_tokens=256,
-            kv_capacity_tokens=self.runner.kv_capacity_tokens,
+        self.slots = make_slots(
+            NUM_ROWS,
+            256,
+            self.runner.kv_capacity_tokens,
             reservation="used" if reservation == "used" else "longest",
         )
-        self.loop = DecodeLoop(
-            runner=self.runner,
-            slots=self.slots,
+        self.loop = make_decode_loop(
+            self.runner,
+            self.slots,
+            self.clock,
             eos_token_ids=(EOS,),
-            clock=self.clock,
             rebatcher=POLICIES[policy](costs, self.counters),
             counters=self.counters,
             is_partial=depth < FULL,
@@ -143,15 +142,10 @@ class Replica:
 
 
 def new_state(number: int, life: Life) -> SequenceState:
-    return SequenceState(
+    return make_sequence(
         f"s{number}",
-        f"s{number}",
-        "m",
         [number + 1] * life.prompt,
         SamplingParams(max_tokens=life.max_tokens),
-        "i",
-        0.0,
-        1e9,
         exits=ExitParams(life.threshold, life.policy, life.max_depth),
         output_ids=[1 + number],
         exit_layers=[FULL],

@@ -17,9 +17,8 @@ from quadriga.errors import KVCacheExhausted
 from quadriga.policies.baselines.exits import EagerExits, LazyExits, MajorityExits, NoExits
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.policies.rebatching import BatchDecision, ExitGroup, Range, Rebatcher, Waiting
-from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import EOS, FakeSegmentRunner, confidence_at, token_at
+from tests.sequences import make_decode_loop, make_sequence, make_slots
 
 ROW_TOKENS = 48
 ENDS = {1: (8,), 2: (3, 8), 3: (2, 5, 8), 5: (1, 2, 4, 7, 8)}
@@ -147,13 +146,11 @@ class Replica:
                 costs.set(segment, count, self.runner.pass_s(segment, segment + 1, count))
                 costs.set(segment, count, 0.0, head=True)
         self.audit = Audit(POLICIES[policy](costs, self.counters), self.runner)
-        self.loop = DecodeLoop(
-            runner=self.runner,
-            slots=SlotTable(
-                num_rows=num_rows, row_capacity_tokens=ROW_TOKENS, kv_capacity_tokens=10**6
-            ),
+        self.loop = make_decode_loop(
+            self.runner,
+            make_slots(num_rows, ROW_TOKENS, 10**6),
+            self.clock,
             eos_token_ids=(EOS,),
-            clock=self.clock,
             rebatcher=self.audit,
             counters=self.counters,
         )
@@ -200,15 +197,10 @@ class Replica:
 
 def new_state(number: int, life: Life) -> SequenceState:
     prompt = [number + 1] * life.prompt
-    return SequenceState(
+    return make_sequence(
         f"s{number}",
-        f"s{number}",
-        "m",
         prompt,
         SamplingParams(max_tokens=life.max_tokens),
-        "i",
-        0.0,
-        1e9,
         exits=ExitParams(life.threshold, max_depth=life.max_depth, sla_tbt_s=life.sla_s),
         output_ids=[1 + number],
         exit_layers=[8],

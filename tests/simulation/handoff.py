@@ -37,6 +37,7 @@ from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.transfer.kv_feed import KVFeed, StagingBudget
 from quadriga.scheduling.transfer.placement_turns import PlacementTurns
 from quadriga.scheduling.transfer.sequence_export import StepPhase
+from tests.sequences import make_sequence
 from tests.simulation.choices import Choices
 from tests.simulation.network import WIRE_S, Network
 from tests.simulation.virtual_time import VirtualClock, run_virtually
@@ -239,15 +240,12 @@ class World(Network):
         self.replicas = {name: Decode(self, name) for name in DECODES}
         self.prefill = Prefill(self)
         clock = self.prefill.clock
-        state = SequenceState(
+        state = make_sequence(
             SEQUENCE,
-            "r",
-            "m",
             list(PROMPT),
             SamplingParams(max_tokens=4),
-            "i",
-            clock.unix_s(),
-            clock.unix_s() + DEADLINE_S,
+            arrival_unix_s=clock.unix_s(),
+            deadline_unix_s=clock.unix_s() + DEADLINE_S,
         )
         sequence = RunningSequence(state, block_keys=list(KEYS))
         sequence.feed = KVFeed(StagingBudget(), 2, 1)

@@ -22,16 +22,16 @@ from quadriga.background import background
 from quadriga.core.migration import MigrationCause, MigrationOrder
 from quadriga.core.output import EngineOutput
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
-from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.core.request import SamplingParams
 from quadriga.errors import QuadrigaError
 from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.replica.spans import SequenceSpans
-from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.sequence import SequenceStatus
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import FakeRunner, expected_output
 from tests.ray.ingress import Stream
+from tests.sequences import make_decode_loop, make_sequence
 from tests.simulation.choices import Choices
 from tests.simulation.handoff import CONFIG, RowsEngine
 from tests.simulation.network import WIRE_S, Network
@@ -66,11 +66,10 @@ class Decode(DecodeReplica):
         self._is_draining = self.is_ending = False
         self.departed, self._arrived = DepartedSequences(), []
         runner = TensorRunner(4)
-        loop = DecodeLoop(
-            runner=runner,
-            slots=SlotTable(num_rows=4, row_capacity_tokens=256, kv_capacity_tokens=1024),
-            eos_token_ids=(),
-            clock=self.clock,
+        loop = make_decode_loop(
+            runner,
+            SlotTable(num_rows=4, row_capacity_tokens=256, kv_capacity_tokens=1024),
+            self.clock,
         )
         self.core = RowsEngine(loop, runner)
         self.engine = SimpleNamespace(  # type: ignore[assignment]
@@ -122,15 +121,12 @@ class World(Network):
         """Start a sequence, order its moves, wait until all is over, and look at the rest."""
         self.replicas = {name: Decode(self, name) for name in NAMES}
         clock = VirtualClock()
-        state = SequenceState(
+        state = make_sequence(
             SEQUENCE,
-            "r",
-            "fake",
             list(PROMPT),
             SamplingParams(max_tokens=NUM_OUTPUT, temperature=0.0, ignore_eos=True),
-            "i",
-            clock.unix_s(),
-            clock.unix_s() + 1e6,
+            arrival_unix_s=clock.unix_s(),
+            deadline_unix_s=clock.unix_s() + 1e6,
         )
         self.stream = Stream(state, NAMES[0])
         self.wanted = expected_output(PROMPT, NUM_OUTPUT)

@@ -16,6 +16,7 @@ from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import ReplicaDied
 from quadriga.scheduling.transfer.handoff import LeaseState
+from tests.sequences import make_sequence
 from tests.settled import settled
 
 CLASS = DepthClass("m", 8)
@@ -60,16 +61,7 @@ def transfer(peer: Any = None, transport: Any = None, lease_s: float = 30.0) -> 
 
 
 def state() -> SequenceState:
-    return SequenceState(
-        sequence_id="s",
-        request_id="r",
-        model="m",
-        prompt_ids=[1],
-        sampling=SamplingParams(max_tokens=8),
-        ingress_id="i",
-        arrival_unix_s=0.0,
-        deadline_unix_s=9.0,
-    )
+    return make_sequence("s", [1], SamplingParams(max_tokens=8), deadline_unix_s=9.0)
 
 
 async def test_a_lease_is_renewed_after_a_moment_out_of_reach() -> None:

@@ -38,6 +38,7 @@ from quadriga.scheduling.transfer import migration_copy
 from quadriga.scheduling.transfer.handoff import LeaseState
 from quadriga.scheduling.transfer.sequence_export import StepPhase
 from tests.fake_runner import FakeRunner, FakeSuspended, next_token
+from tests.sequences import make_decode_loop, make_sequence
 from tests.simulation.tensor_runner import TensorRunner
 
 CLASS = DepthClass("fake", FakeRunner.num_layers)
@@ -157,11 +158,10 @@ class Replica:
     def __init__(self, calls: Caller = unheard, **fails: Sequence[Exception]) -> None:
         self.clock = ManualClock()
         self.runner = Runner(4)
-        self.loop = DecodeLoop(
-            runner=self.runner,
-            slots=SlotTable(num_rows=4, row_capacity_tokens=256, kv_capacity_tokens=1024),
-            eos_token_ids=(),
-            clock=self.clock,
+        self.loop = make_decode_loop(
+            self.runner,
+            SlotTable(num_rows=4, row_capacity_tokens=256, kv_capacity_tokens=1024),
+            self.clock,
         )
         self.engine = Engine(self.loop)
         self.metrics, self.mail = Metrics(), Mail()
@@ -227,15 +227,10 @@ class Replica:
         return [emission.move for emission in self.told]
 
     def take(self, name: str = "s", prompt: int = 40) -> SequenceState:
-        state = SequenceState(
+        state = make_sequence(
             name,
-            name,
-            "fake",
             [3 + i for i in range(prompt)],
             SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True),
-            "i",
-            0.0,
-            1e18,
         )
         slot = self.loop.reserve(name, state.max_total_tokens, prompt)
         state.output_ids.append(next_token(state.prompt_ids))

@@ -20,26 +20,22 @@ def host(error: QuadrigaError | None) -> Any:
     return SimpleNamespace(name="r", mail=mail, engine=SimpleNamespace(error=error))
 
 
-async def test_a_failed_engine_is_a_death_once_all_mail_is_out() -> None:
-    failed = host(InvariantViolation("rows are mixed up"))
-    failed.mail.put([("i", EngineOutput("s", 0, 0, [5], [8]))])
-    failed.mail.close()
-    reply = await Replica.poll(failed, "i", 0, 1.0)
-    assert [e.token_ids for e in reply.emissions] == [[5]]
-    with pytest.raises(ReplicaDied, match="rows are mixed up"):
-        await Replica.poll(failed, "i", reply.last_seq, 1.0)
-
-
 async def test_a_well_engine_answers_an_empty_poll() -> None:
     assert (await Replica.poll(host(None), "i", 0, 0.01)).emissions == []
 
 
-async def test_a_replica_that_ends_is_not_polled_for_nothing() -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(InvariantViolation("rows are mixed up"), "rows are mixed up"), (None, "ends")],
+)
+async def test_once_all_mail_is_out_a_replica_that_failed_or_ends_is_dead(
+    error: QuadrigaError | None, said: str
+) -> None:
     """It answers no empty polls at once, again and again: what it held is begun anew elsewhere."""
-    ending = host(None)
+    ending = host(error)
     ending.mail.put([("i", EngineOutput("s", 0, 0, [5], [8]))])
     ending.mail.close()
     reply = await Replica.poll(ending, "i", 0, 1.0)
     assert [e.token_ids for e in reply.emissions] == [[5]]
-    with pytest.raises(ReplicaDied, match="ends"):
+    with pytest.raises(ReplicaDied, match=said):
         await Replica.poll(ending, "i", reply.last_seq, 1.0)

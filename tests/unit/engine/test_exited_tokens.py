@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from loadgen.model_costs.engine import engine_spec
-from quadriga.checkpoint.exits import ExitParams
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.checkpoint.length_heads import counts_of
 from quadriga.core.request import SamplingParams, SequenceState
@@ -17,23 +16,14 @@ from quadriga.engine.sampler import RowSampler
 from quadriga.interfaces import PrefillChunk
 from quadriga.training.checkpoint_io import load_checkpoint
 from quadriga.training.recipe.data import EncodedExample, pack
+from tests.sequences import make_sequence
 
 PROMPTS = ([20, 30, 40, 50], [21, 31, 41], [22, 32, 42, 52, 62, 72])
 CHECKPOINT = read_checkpoint("quadriga-s")
 
 
 def state(name: str, prompt: list[int]) -> SequenceState:
-    return SequenceState(
-        sequence_id=name,
-        request_id=name,
-        model="quadriga-s",
-        prompt_ids=prompt,
-        sampling=SamplingParams(max_tokens=50, temperature=0.0),
-        ingress_id="i",
-        arrival_unix_s=0.0,
-        deadline_unix_s=1e9,
-        exits=ExitParams(),
-    )
+    return make_sequence(name, prompt, SamplingParams(max_tokens=50, temperature=0.0))
 
 
 @pytest.fixture

@@ -11,22 +11,13 @@ import torch
 from quadriga.checkpoint.exits import MAX_LAYERS
 from quadriga.engine.early_exit.row_states import MappedStates
 from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
-from quadriga.engine.kv_cache import RowKVCache
 from quadriga.errors import ConfigError
+from tests.unit.engine.kv_caches import row_cache
 
 
 def store(depth: int) -> SkippedKVStore:
-    cache = RowKVCache(
-        num_layers=1,
-        num_rows=1,
-        num_kv_heads=1,
-        capacity=16,
-        head_dim=4,
-        dtype=torch.float32,
-        budget_tokens=16,
-    )
     states = MappedStates(1, 16, 8, torch.float32)
-    return SkippedKVStore("linear", (2, depth), cache, states)
+    return SkippedKVStore("linear", (2, depth), row_cache(num_rows=1, capacity=16), states)
 
 
 def test_a_depth_that_a_byte_cannot_say_is_refused() -> None:

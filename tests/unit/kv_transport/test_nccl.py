@@ -176,12 +176,16 @@ def test_a_peer_that_dies_is_noticed_though_nccl_says_nothing(start: Start) -> N
     rig.deliver()
 
 
-def test_an_asynchronous_error_ends_the_part_and_the_pair(start: Start) -> None:
+@pytest.mark.parametrize(("status", "said"), [(6, "REMOTE"), (7, "status 7")])
+def test_an_asynchronous_error_ends_the_part_and_the_pair(
+    start: Start, status: int, said: str
+) -> None:
+    """Also one whose status has no name."""
     gpus, rig = start()
     future = freeze_in_mid_part(gpus, rig)
     started_s = time.monotonic()
-    gpus.nccl["a"].communicators[-1].fail(6)
-    with pytest.raises(KVTransportError, match="REMOTE"):
+    gpus.nccl["a"].communicators[-1].fail(status)
+    with pytest.raises(KVTransportError, match=said):
         future.result(WAIT_S)
     assert time.monotonic() - started_s < SOON_S
     gpus.nccl["b"].is_frozen.clear()
@@ -189,18 +193,12 @@ def test_an_asynchronous_error_ends_the_part_and_the_pair(start: Start) -> None:
     assert rig.generation() == 2
 
 
-def test_a_status_without_a_name_is_an_error_like_the_others(start: Start) -> None:
+def test_a_status_without_a_name_is_an_error_like_the_others() -> None:
     def unknown() -> None:
         raise KeyError(7)  # as CuPy's NcclError does
 
     with pytest.raises(RuntimeError, match="status 7"):
         named(unknown)
-    gpus, rig = start()
-    future = freeze_in_mid_part(gpus, rig)
-    gpus.nccl["a"].communicators[-1].fail(7)
-    with pytest.raises(KVTransportError, match="status 7"):
-        future.result(WAIT_S)
-    gpus.nccl["b"].is_frozen.clear()
 
 
 def test_parts_wait_for_staging_memory(start: Start) -> None:

@@ -40,12 +40,6 @@ def test_what_follows_the_limit_is_not_looked_at(tmp_path: Path) -> None:
         list(read_objects(path, param="rows", limit=2))
 
 
-def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
-    path = tmp_path / "questions.txt"
-    path.write_text("Why?\nHow?\n", encoding="utf-8-sig")
-    assert list(read_texts(path, param="prompts")) == ["Why?", "How?"]
-
-
 # Parameters name tests: without mtime=0 two workers would not agree on them.
 PACKED = gzip.compress(b'{"a": 1}\n' * 99, mtime=0)
 

@@ -14,10 +14,11 @@ from loadgen.paper.ares.length_contest import Contest, LengthPredictor, averaged
 from loadgen.paper.ares.length_encoder import EncoderSize
 from loadgen.paper.ares.predictor import by_scenario, gained
 from quadriga.core.forecast import LengthPrediction
-from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.core.request import SamplingParams
 from quadriga.errors import ConfigError
 from quadriga.scheduling.forecasts import believed
 from quadriga.tune.lengths import MEDIAN, QUANTILES, LengthData
+from tests.sequences import make_sequence
 
 TOTALS = (95, 7, 61)
 
@@ -47,16 +48,7 @@ def test_it_averages_what_the_replica_would() -> None:
     said = 100.0 * torch.rand(len(order), 1 + len(QUANTILES), generator=generator)
     outputs = averaged(said, found, order)
     for request in range(len(TOTALS)):
-        state = SequenceState(
-            sequence_id="s",
-            request_id="s",
-            model="m",
-            prompt_ids=[1],
-            sampling=SamplingParams(max_tokens=100),
-            ingress_id="i",
-            arrival_unix_s=0.0,
-            deadline_unix_s=1e9,
-        )
+        state = make_sequence("s", [1], SamplingParams(max_tokens=100))
         mine = [i for i in range(len(order)) if int(found.requests[order[i]]) == request]
         for i in sorted(mine, key=lambda i: int(found.generated[order[i]])):
             at = int(found.generated[order[i]])

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from quadriga.policies.drex import SegmentCosts, plan
 from quadriga.policies.drex.plan import Demand, RebatchPlan
+
+
+def costs_by(
+    segments: Sequence[Callable[[int], float]], *, head_s: float = 1e-6, max_rows: int = 64
+) -> SegmentCosts:
+    """What a batch of so many rows takes in each segment is said by a function."""
+    costs = SegmentCosts(len(segments), max_rows)
+    for s, seconds in enumerate(segments):
+        for b in costs.knots:
+            costs.set(s, b, seconds(b))
+            costs.set(s, b, head_s, head=True)
+    return costs
 
 
 def ended(planning: Generator[None, None, Any]) -> Any:

@@ -15,14 +15,14 @@ import pytest
 
 from quadriga.checkpoint.exits import ExitCounters, ExitParams
 from quadriga.clock import ManualClock
-from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.core.request import SamplingParams
 from quadriga.policies.baselines.exits import NoExits
 from quadriga.policies.drex import DrexRebatcher, RebatchPlan, SegmentCosts
 from quadriga.policies.drex.plan import Demand
 from quadriga.policies.rebatching import Range, Rebatcher, Waiting
-from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import FakeSegmentRunner, confidence_at
+from tests.sequences import make_decode_loop, make_sequence
 from tests.unit.policies.drex_plans import evaluate, make_plan
 
 Shape = Callable[[int], float]
@@ -101,11 +101,10 @@ def run(
 ) -> Ran:
     """Decode until so many tokens are out; the first quarter is not counted."""
     counters = ExitCounters()
-    loop = DecodeLoop(
-        runner=device,
-        slots=SlotTable(num_rows=running, row_capacity_tokens=128, kv_capacity_tokens=10**6),
-        eos_token_ids=(),
-        clock=device.clock,
+    loop = make_decode_loop(
+        device,
+        SlotTable(num_rows=running, row_capacity_tokens=128, kv_capacity_tokens=10**6),
+        device.clock,
         rebatcher=make(device.costs(), counters),
         counters=counters,
     )
@@ -114,16 +113,11 @@ def run(
     gaps: list[float] = []
     while out < tokens:
         while loop.num_running < running:
-            state = SequenceState(
+            state = make_sequence(
                 str(number),
-                str(number),
-                "m",
                 [number + 1],
                 SamplingParams(max_tokens=MAX_TOKENS),
-                "i",
-                0.0,
-                float("inf"),
-                ExitParams(threshold),
+                exits=ExitParams(threshold),
                 output_ids=[1],
                 exit_layers=[8],
             )

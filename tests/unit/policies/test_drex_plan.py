@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import combinations, pairwise
 from random import Random
 
@@ -10,18 +10,7 @@ import pytest
 
 from quadriga.policies.drex import SegmentCosts
 from quadriga.policies.drex.plan import GAIN, Demand, RebatchPlan, _best_targets, _grow, _Table
-from tests.unit.policies.drex_plans import ended, evaluate, make_plan
-
-
-def costs_of(
-    segments: Sequence[Callable[[int], float]], *, head_s: float = 1e-6, max_rows: int = 64
-) -> SegmentCosts:
-    costs = SegmentCosts(len(segments), max_rows)
-    for s, seconds in enumerate(segments):
-        for b in costs.knots:
-            costs.set(s, b, seconds(b))
-            costs.set(s, b, head_s, head=True)
-    return costs
+from tests.unit.policies.drex_plans import costs_by, ended, evaluate, make_plan
 
 
 def linear(b: int) -> float:
@@ -39,7 +28,7 @@ def demand(*left_by: float, running: int = 32, max_gap_s: float = 1e9) -> Demand
 
 
 def test_compute_bound_machines_use_their_exit() -> None:
-    costs = costs_of([linear, linear])
+    costs = costs_by([linear, linear])
     plan = make_plan(costs, demand(0.5))
     assert plan.exits == (0,)
     # Half the tokens do half the work: 32 / (32 + 16) a millisecond, against 32 / 64.
@@ -47,7 +36,7 @@ def test_compute_bound_machines_use_their_exit() -> None:
 
 
 def test_exits_are_left_alone_where_the_kv_they_skip_costs_more_than_they_save() -> None:
-    costs = costs_of([linear, linear])
+    costs = costs_by([linear, linear])
     costs.fill_s = 0.5e-3  # half of what the second stage takes for a row
     # 32 / (32 + 16 + 16 · .5): what leaves early is made good for half the price.
     plan = make_plan(costs, demand(0.5))
@@ -61,18 +50,18 @@ def test_exits_are_left_alone_where_the_kv_they_skip_costs_more_than_they_save()
 
 @pytest.mark.parametrize("rate", [0.0, 0.2, 0.4])
 def test_weight_bound_machines_do_not_at_moderate_rates(rate: float) -> None:
-    plan = make_plan(costs_of([flat, flat]), demand(rate))
+    plan = make_plan(costs_by([flat, flat]), demand(rate))
     assert plan.exits == ()
     assert plan.tokens_per_s == pytest.approx(32 / (40e-3 + 20e-6))
 
 
 def test_weight_bound_machines_do_where_almost_all_leave() -> None:
-    assert make_plan(costs_of([flat, flat]), demand(0.98)).exits == (0,)
+    assert make_plan(costs_by([flat, flat]), demand(0.98)).exits == (0,)
 
 
 def test_the_forecast_is_the_closed_form_but_for_chance() -> None:
     """Two halves of 20 ms, 60 % leave, 20 of 32 wanted: 32 · 0.6 + 32 · 0.36 tokens leave early."""
-    costs = costs_of([flat, flat], head_s=0.0)
+    costs = costs_by([flat, flat], head_s=0.0)
     wanted = demand(0.6)
     # Front passes of 32 and 19.2 rows leave 12.8 + 7.68 waiting, who then go down together.
     tokens = 32 * 0.6 + 19.2 * 0.6 + 12.8 + 7.68
@@ -83,22 +72,22 @@ def test_the_forecast_is_the_closed_form_but_for_chance() -> None:
 
 
 def test_an_exit_must_gain_two_per_cent_and_its_head_counts() -> None:
-    nearly = costs_of([linear, linear])
+    nearly = costs_by([linear, linear])
     assert make_plan(nearly, demand(0.03)).exits == ()  # gains 1.5 %
     assert make_plan(nearly, demand(0.03), gain=1.0).exits == (0,)
-    dear = costs_of([linear, linear], head_s=32e-3)
+    dear = costs_by([linear, linear], head_s=32e-3)
     assert make_plan(dear, demand(0.9)).exits == ()
     assert GAIN == 1.02
 
 
 def test_an_exit_that_nothing_passes_is_not_used() -> None:
-    plan = make_plan(costs_of([linear] * 3), demand(0.0, 0.6))
+    plan = make_plan(costs_by([linear] * 3), demand(0.0, 0.6))
     assert plan.exits == (1,)
 
 
 @pytest.mark.parametrize("shape", [linear, flat, lambda b: 5e-3 + 0.5e-3 * b])
 def test_a_higher_exit_rate_never_forecasts_less(shape: Callable[[int], float]) -> None:
-    costs = costs_of([shape, shape])
+    costs = costs_by([shape, shape])
     rates = [i / 20 for i in range(20)]
     found = [make_plan(costs, demand(rate)).tokens_per_s for rate in rates]
     assert all(later >= 0.999 * before for before, later in pairwise(found))
@@ -124,7 +113,7 @@ def slowest_gap_s(costs: SegmentCosts, plan: RebatchPlan, wanted: Demand) -> flo
 
 @pytest.mark.parametrize("limit_s", [0.061, 0.1, 0.3])
 def test_the_gap_limit_is_respected(limit_s: float) -> None:
-    costs = costs_of([flat, flat])
+    costs = costs_by([flat, flat])
     free = make_plan(costs, demand(0.9))
     assert free.targets[0] > 4
     tight = make_plan(costs, demand(0.9, max_gap_s=limit_s), must_test=True)
@@ -133,8 +122,8 @@ def test_the_gap_limit_is_respected(limit_s: float) -> None:
 
 
 def test_waiting_batches_grow_where_passes_are_flat() -> None:
-    assert max(make_plan(costs_of([flat, flat]), demand(0.9)).targets) >= 8
-    assert max(make_plan(costs_of([linear, linear]), demand(0.5)).targets) <= 16
+    assert max(make_plan(costs_by([flat, flat]), demand(0.9)).targets) >= 8
+    assert max(make_plan(costs_by([linear, linear]), demand(0.5)).targets) <= 16
 
 
 def test_greedy_growth_finds_what_trying_all_finds() -> None:
@@ -144,7 +133,7 @@ def test_greedy_growth_finds_what_trying_all_finds() -> None:
     for _ in range(40):
         num_exits = random.choice([1, 2, 3])
         fixed, each = random.choice([1e-3, 10e-3]), random.choice([0.1e-3, 1e-3])
-        costs = costs_of([lambda b, f=fixed, e=each: f + e * b] * (num_exits + 1), head_s=1e-3)
+        costs = costs_by([lambda b, f=fixed, e=each: f + e * b] * (num_exits + 1), head_s=1e-3)
         left_by = sorted(random.random() for _ in range(num_exits))
         wanted = demand(*left_by, running=random.choice([4, 16, 48]))
         subsets = [s for k in range(1, num_exits + 1) for s in combinations(range(num_exits), k)]
@@ -158,7 +147,7 @@ def test_greedy_growth_finds_what_trying_all_finds() -> None:
 
 def test_many_exits_are_planned_without_trying_all() -> None:
     left_by = [0.05 * (i + 1) for i in range(12)]
-    plan = make_plan(costs_of([linear] * 13), demand(*left_by))
+    plan = make_plan(costs_by([linear] * 13), demand(*left_by))
     assert 1 <= len(plan.exits) == len(plan.targets)
     assert list(plan.exits) == sorted(set(plan.exits))
     assert plan.tokens_per_s > GAIN * 32 / (13 * 32e-3)
@@ -166,22 +155,22 @@ def test_many_exits_are_planned_without_trying_all() -> None:
 
 def test_must_test_leaves_no_exit_out() -> None:
     for shape in (linear, flat):
-        plan = make_plan(costs_of([shape] * 4), demand(0.0, 0.1, 0.1), must_test=True)
+        plan = make_plan(costs_by([shape] * 4), demand(0.0, 0.1, 0.1), must_test=True)
         assert plan.exits == (0, 1, 2)
-    no_time = make_plan(costs_of([flat] * 3), demand(0.5, 0.5, max_gap_s=1e-9), must_test=True)
+    no_time = make_plan(costs_by([flat] * 3), demand(0.5, 0.5, max_gap_s=1e-9), must_test=True)
     assert no_time.exits == (0, 1) and no_time.targets == (1, 1)
 
 
 @pytest.mark.parametrize("must_test", [False, True])
 def test_a_model_without_exits_has_the_plan_without_exits(must_test: bool) -> None:
-    plan = make_plan(costs_of([linear]), demand(), must_test=must_test)
+    plan = make_plan(costs_by([linear]), demand(), must_test=must_test)
     assert plan == RebatchPlan((), (), pytest.approx(1000.0, rel=1e-3))
 
 
 @pytest.mark.parametrize(("limit_s", "is_allowed"), [(0.0800, False), (0.1002, True)])
 def test_the_slowest_token_of_a_plan_by_hand(limit_s: float, is_allowed: bool) -> None:
     """Up to four passes from the front and a flush, of 20.02 ms each."""
-    costs = costs_of([flat, flat], head_s=0.0)
+    costs = costs_by([flat, flat], head_s=0.0)
     wanted = demand(0.6, max_gap_s=limit_s)
     assert (evaluate(costs, wanted, (0,), (20,)).tokens_per_s > 0) is is_allowed
     assert evaluate(costs, demand(0.6, max_gap_s=1e-9), (0,), (1,)).tokens_per_s == 0

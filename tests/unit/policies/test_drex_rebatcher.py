@@ -18,6 +18,7 @@ from quadriga.policies.drex.rebatcher import (
     REPLAN_LATEST,
 )
 from quadriga.policies.rebatching import BatchDecision, ExitGroup, Range, Waiting
+from tests.unit.policies.drex_plans import costs_by
 
 OVERHEAD_S = 20e-6
 NOBODY = Waiting()
@@ -25,12 +26,7 @@ NOBODY = Waiting()
 
 def costs_of(base_s: float, row_s: float, *, segments: int = 2) -> SegmentCosts:
     """Every segment takes base_s + row_s · b; heads and context nothing."""
-    costs = SegmentCosts(segments, 32)
-    for s in range(segments):
-        for b in costs.knots:
-            costs.set(s, b, base_s + row_s * b)
-            costs.set(s, b, 0.0, head=True)
-    return costs
+    return costs_by([lambda b: base_s + row_s * b] * segments, head_s=0.0, max_rows=32)
 
 
 def policy(

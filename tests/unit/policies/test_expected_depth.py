@@ -9,24 +9,15 @@ import pytest
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.policies.ares.expected_depth import KEPT_TOKENS, ExpectedDepth
+from tests.sequences import make_sequence
 
 EXITS = ExitParams(0.9, "bounded")
 DEPTH = 8
 
 
 def sequence(name: str, prompt: list[int], exits: ExitParams = EXITS) -> SequenceState:
-    return SequenceState(
-        name,
-        name,
-        "m",
-        prompt,
-        SamplingParams(10_000),
-        "i",
-        0.0,
-        1e9,
-        exits=exits,
-        output_ids=[1],
-        exit_layers=[DEPTH],
+    return make_sequence(
+        name, prompt, SamplingParams(10_000), exits=exits, output_ids=[1], exit_layers=[DEPTH]
     )
 
 

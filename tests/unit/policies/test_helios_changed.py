@@ -27,7 +27,7 @@ from tests.unit.policies.helios_harness import (
     Cluster,
     chosen,
     decode,
-    finished,
+    profiled,
     serve,
 )
 
@@ -87,12 +87,8 @@ def test_tokens_of_other_depths_say_nothing_of_this_one() -> None:
 
 
 def planner_of(table: HistoryTable, *models: CatalogueModel, **config: Any) -> Planner:
-    for full in (S24, L32):
-        for _ in range(5):
-            table.add(finished(full))
-    return Planner(
-        models or (SMALL, LARGE), HeliosConfig(**config), ChosenDevice(value_bytes=2), table
-    )
+    device = ChosenDevice(value_bytes=2)
+    return Planner(models or (SMALL, LARGE), HeliosConfig(**config), device, profiled(table))
 
 
 def after_profile(*models: CatalogueModel, **config: Any) -> ChoiceReason:

@@ -28,6 +28,7 @@ from tests.unit.policies.helios_harness import (
     finished,
     model,
     paper_config,
+    profiled,
 )
 
 # Table 4, HELIOS's row: per cent of all tokens.
@@ -35,11 +36,7 @@ MIX = {S24.model: {6: 70.19, 12: 1.38, 24: 6.78}, L32.model: {9: 20.90, 17: 0.14
 
 
 def planner(**config: Any) -> Planner:
-    """After the profile: both models served five requests at full depth."""
-    table = HistoryTable()
-    for full in (S24, L32):
-        for _ in range(5):
-            table.add(finished(full))
+    table = profiled(HistoryTable())
     return Planner([SMALL, LARGE], paper_config(**config), ChosenDevice(value_bytes=2), table)
 
 

@@ -17,9 +17,8 @@ from quadriga.engine.model_runner import NativeRunner
 from quadriga.observability.metrics import MetricsHub, parse_exposition
 from quadriga.replica.forecasting import Forecasting, load_lengths
 from quadriga.replica.replica_metrics import ReplicaMetrics
-from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.forecasts import StepTimes
-from quadriga.scheduling.slots import SlotTable
+from tests.sequences import make_decode_loop, make_sequence, make_slots
 
 ROWS = 4
 
@@ -34,13 +33,8 @@ class Stand:
         runner = NativeRunner.load(spec)
         self.offers: list[TransferOffer] = []
         self.leaving: set[str] = set()
-        self.loop = DecodeLoop(
-            runner=runner,
-            slots=SlotTable(
-                num_rows=ROWS, row_capacity_tokens=256, kv_capacity_tokens=spec.kv_capacity_tokens
-            ),
-            eos_token_ids=(),
-            clock=self.clock,
+        self.loop = make_decode_loop(
+            runner, make_slots(ROWS, 256, spec.kv_capacity_tokens), self.clock
         )
         self.forecasting = Forecasting(
             runner,
@@ -53,16 +47,8 @@ class Stand:
         )
 
     def join(self, name: str) -> SequenceState:
-        state = SequenceState(
-            sequence_id=name,
-            request_id=name,
-            model="quadriga-s",
-            prompt_ids=[5, 6, 7],
-            sampling=SamplingParams(max_tokens=200, temperature=0.0),
-            ingress_id="i",
-            arrival_unix_s=0.0,
-            deadline_unix_s=1e9,
-            output_ids=[9],
+        state = make_sequence(
+            name, [5, 6, 7], SamplingParams(max_tokens=200, temperature=0.0), output_ids=[9]
         )
         self.loop.reserve(name, state.max_total_tokens, state.num_tokens)
         self.loop.join(state)

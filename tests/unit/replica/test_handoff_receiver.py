@@ -32,6 +32,7 @@ from quadriga.kv_transport.payload import checksum, pack
 from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.scheduling.idle_check import LEAK_AFTER_S, Leaks
 from quadriga.scheduling.transfer.handoff import LeaseState
+from tests.sequences import make_sequence
 from tests.settled import settled
 
 NUM_TOKENS = 3
@@ -45,15 +46,10 @@ def an_offer(transfer_id: str = "t") -> TransferOffer:
 
 def a_state() -> SequenceState:
     """What a source commits."""
-    return SequenceState(
+    return make_sequence(
         "s",
-        "s",
-        "m",
         [1] * NUM_TOKENS,
         SamplingParams(max_tokens=4),
-        "i",
-        0.0,
-        1e12,
         epoch=1,
         output_ids=[7],
         exit_layers=[2],

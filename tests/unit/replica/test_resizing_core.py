@@ -26,6 +26,7 @@ from quadriga.replica.resizing import Resizing
 from quadriga.scheduling.prefill_loop import PrefillOutput
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.transfer.sequence_export import PreCopy, SequenceRemainder
+from tests.sequences import make_sequence
 
 LIMITED = ExitParams(0.99, "bounded", 4)
 STRICT = ExitParams(0.99, "strict")
@@ -84,15 +85,10 @@ class Host:
 
 
 def state(name: str, exits: ExitParams) -> SequenceState:
-    return SequenceState(
-        sequence_id=name,
-        request_id=name,
-        model="quadriga-s",
-        prompt_ids=[20 + 3 * i for i in range(12)],
-        sampling=SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True),
-        ingress_id="i",
-        arrival_unix_s=0.0,
-        deadline_unix_s=4e9,
+    return make_sequence(
+        name,
+        [20 + 3 * i for i in range(12)],
+        SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True),
         exits=exits,
     )
 

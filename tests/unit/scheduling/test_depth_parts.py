@@ -25,23 +25,19 @@ from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.paced_runner import PacedRunner
 from quadriga.scheduling.prefill_loop import PrefillLoop
-from quadriga.scheduling.prefill_queue import MAX_WAITING_FOR_LAYERS, PrefillQueue
+from quadriga.scheduling.prefill_queue import MAX_WAITING_FOR_LAYERS
 from quadriga.scheduling.sequence import RunningSequence, SequenceStatus
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_depth_runner import FakeDepthRunner
 from tests.fake_runner import FakeRunner
+from tests.sequences import make_prefill_loop, make_sequence, make_slots
 
 
 def make_state(name: str, *, prompt: int = 8, outputs: int = 0) -> SequenceState:
-    return SequenceState(
+    return make_sequence(
         name,
-        name,
-        "m",
         [5] * prompt,
         SamplingParams(max_tokens=4),
-        "i",
-        0.0,
-        1e9,
         exits=ExitParams(0.5, "bounded"),
         output_ids=[7] * outputs,
         exit_layers=[8] * outputs,
@@ -85,21 +81,11 @@ def prefill_loop(
     *,
     rows: int,
     chunk_tokens: int = 99,
-    layer_groups: int = 1,
-    full_depth: int = 0,
-    may_deepen: bool = True,
+    **more: Any,
 ) -> PrefillLoop:
-    return PrefillLoop(
-        runner=runner,
-        slots=SlotTable(num_rows=rows, row_capacity_tokens=64, kv_capacity_tokens=64 * rows),
-        queue=PrefillQueue(max_sequences=9, max_tokens=1000, max_age_s=1.0),
-        eos_token_ids=(),
-        chunk_tokens=chunk_tokens,
-        layer_groups=layer_groups,
-        clock=clock,
-        full_depth=full_depth,
-        may_deepen=may_deepen,
-        on_kv=events.on_kv,
+    usual = {"layer_groups": 1, "on_kv": events.on_kv}
+    return make_prefill_loop(
+        runner, make_slots(rows, 64, 64 * rows), clock, chunk_tokens, **usual | more
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from quadriga.checkpoint.exits import NEVER, ExitCounters, ExitParams
 from quadriga.clock import ManualClock
-from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.core.request import SamplingParams
 from quadriga.policies.baselines.exits import EagerExits, LazyExits, MajorityExits, NoExits
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.policies.drex.plan import RebatchPlan
@@ -14,6 +14,7 @@ from quadriga.policies.rebatching import Rebatcher
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import EOS, FakeSegmentRunner
+from tests.sequences import make_decode_loop, make_sequence
 
 ENDS = (2, 5, 8)
 COSTS = SegmentCosts(3, 4)
@@ -21,26 +22,18 @@ COSTS = SegmentCosts(3, 4)
 
 def make_loop(rebatcher: Rebatcher) -> DecodeLoop:
     clock = ManualClock()
-    return DecodeLoop(
-        runner=FakeSegmentRunner(4, 48, ends=ENDS, clock=clock),
-        slots=SlotTable(num_rows=4, row_capacity_tokens=48, kv_capacity_tokens=10**6),
+    return make_decode_loop(
+        FakeSegmentRunner(4, 48, ends=ENDS, clock=clock),
+        SlotTable(num_rows=4, row_capacity_tokens=48, kv_capacity_tokens=10**6),
+        clock,
         eos_token_ids=(EOS,),
-        clock=clock,
         rebatcher=rebatcher,
     )
 
 
 def join(loop: DecodeLoop, name: str, threshold: float) -> None:
-    state = SequenceState(
-        name,
-        name,
-        "m",
-        [3, 1, 2],
-        SamplingParams(max_tokens=9),
-        "i",
-        0.0,
-        1e9,
-        exits=ExitParams(threshold, "bounded"),
+    state = make_sequence(
+        name, [3, 1, 2], SamplingParams(max_tokens=9), exits=ExitParams(threshold, "bounded")
     )
     state.output_ids, state.exit_layers = [7], [8]
     slot = loop.reserve(name, state.max_total_tokens)

@@ -9,21 +9,12 @@ from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.output import EngineOutput
 from quadriga.core.request import FinishReason, SamplingParams, SequenceState, remaining_of
 from quadriga.scheduling.forecasts import Answer, Asking, Outcomes, believed
+from tests.sequences import make_sequence
 
 
 def state(name: str = "s", *, produced: int = 5, **sampling: object) -> SequenceState:
     params = {"max_tokens": 100} | sampling
-    return SequenceState(
-        sequence_id=name,
-        request_id=name,
-        model="m",
-        prompt_ids=[1, 2],
-        sampling=SamplingParams(**params),  # type: ignore[arg-type]
-        ingress_id="i",
-        arrival_unix_s=0.0,
-        deadline_unix_s=1e9,
-        output_ids=[7] * produced,
-    )
+    return make_sequence(name, [1, 2], SamplingParams(**params), output_ids=[7] * produced)
 
 
 def predicted(at: int = 5, *, mean: float, lower: float, upper: float, **more: object) -> object:

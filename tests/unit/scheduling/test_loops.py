@@ -27,19 +27,16 @@ from quadriga.scheduling.prefill_queue import STARVING_S, PrefillQueue
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import EOS, FakeRunner, expected_output
+from tests.sequences import make_sequence
 
 
 def sequence(
     name: str, prompt: list[int], max_tokens: int = 5, deadline: float = 1e9, priority: int = 0
 ) -> SequenceState:
-    return SequenceState(
-        sequence_id=name,
-        request_id=name,
-        model="m",
-        prompt_ids=prompt,
-        sampling=SamplingParams(max_tokens=max_tokens),
-        ingress_id="i",
-        arrival_unix_s=0,
+    return make_sequence(
+        name,
+        prompt,
+        SamplingParams(max_tokens=max_tokens),
         deadline_unix_s=deadline,
         priority=priority,
     )

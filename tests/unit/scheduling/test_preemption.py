@@ -10,7 +10,7 @@ import pytest
 
 from quadriga.core.forecast import LengthPrediction
 from quadriga.core.output import EngineOutput
-from quadriga.core.request import FinishReason, SampledToken, SamplingParams, SequenceState
+from quadriga.core.request import FinishReason, SampledToken, SamplingParams
 from quadriga.errors import ContextTooLong, DeviceMemoryExhausted, KVCacheExhausted
 from quadriga.policies.slot_reservation import (
     ASSUMED_TOKENS,
@@ -20,8 +20,9 @@ from quadriga.policies.slot_reservation import (
 )
 from quadriga.scheduling.preemption import choose_victim
 from quadriga.scheduling.sequence import SHOWN, RunningSequence, SequenceStatus
-from quadriga.scheduling.slots import BLOCK_TOKENS, SlotTable
+from quadriga.scheduling.slots import BLOCK_TOKENS
 from tests.crowded_replica import Replica
+from tests.sequences import make_sequence, make_slots
 
 
 def test_many_fit_by_what_they_use_and_all_end() -> None:
@@ -208,15 +209,10 @@ def running(
     priority: int = 0,
 ) -> RunningSequence:
     """A running sequence of 20 tokens, predicted to come to so many in all."""
-    state = SequenceState(
+    state = make_sequence(
         name,
-        name,
-        "m",
         [0] * prompt,
         SamplingParams(max_tokens=1000),
-        "i",
-        0.0,
-        1e18,
         priority=priority,
         output_ids=[0] * (20 - prompt),
     )
@@ -336,9 +332,7 @@ def test_a_long_prediction_is_promised_no_more_than_answers_usually_add() -> Non
 def test_n_sequences_are_promised_what_answers_add_by_the_root_of_n() -> None:
     """Who is longer is made up for by who is shorter: the spread of a sum grows with the root."""
     upper_tokens, num_tokens = 800, 16
-    slots = SlotTable(
-        num_rows=400, row_capacity_tokens=4_096, kv_capacity_tokens=1_000_000, reservation="used"
-    )
+    slots = make_slots(400, 4_096, 1_000_000, reservation="used")
     for n in range(400):
         slots.reserve(str(n), 4_096, num_tokens, upper_tokens=upper_tokens)
         ahead = slots.reserved_tokens - num_tokens * (n + 1)

@@ -14,7 +14,6 @@ from quadriga.clock import ManualClock
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.policies.slot_reservation import WINDOW
-from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.exits.pressure import (
     LOWEST_SHARE,
     gap_pressure,
@@ -24,6 +23,7 @@ from quadriga.scheduling.exits.pressure import (
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_depth_runner import FakeDepthRunner
 from tests.fake_runner import FakeSegmentRunner, confidence_at
+from tests.sequences import make_decode_loop, make_sequence, make_slots
 
 ENDS = (2, 5, 8)
 THRESHOLD = 0.8
@@ -37,16 +37,10 @@ class Replica:
         self.clock, self.counters = ManualClock(), ExitCounters()
         self.runner = self.make_runner(rows)
         costs = SegmentCosts(len(self.runner.segment_ends), rows)
-        self.loop = DecodeLoop(
-            runner=self.runner,
-            slots=SlotTable(
-                num_rows=rows,
-                row_capacity_tokens=160,
-                kv_capacity_tokens=CAPACITY,
-                reservation="used",
-            ),
-            eos_token_ids=(),
-            clock=self.clock,
+        self.loop = make_decode_loop(
+            self.runner,
+            make_slots(rows, 160, CAPACITY, reservation="used"),
+            self.clock,
             rebatcher=DrexRebatcher(costs, counters=self.counters, deterministic=True),
             counters=self.counters,
         )
@@ -58,15 +52,10 @@ class Replica:
 
     def take(self, number: int, exits: ExitParams, *, max_tokens: int = 60) -> SequenceState:
         prompt = [number + 3] * 15
-        state = SequenceState(
+        state = make_sequence(
             f"s{number}",
-            f"s{number}",
-            "m",
             prompt,
             SamplingParams(max_tokens),
-            "i",
-            0.0,
-            1e18,
             exits=exits,
             output_ids=[1 + number],
             exit_layers=[8],
@@ -178,9 +167,7 @@ def test_a_budget_is_kept_at_every_token(budget: float, num_tokens: int) -> None
 
 
 def test_memory_presses_from_where_newcomers_wait_until_somebody_is_paused() -> None:
-    slots = SlotTable(
-        num_rows=8, row_capacity_tokens=160, kv_capacity_tokens=CAPACITY, reservation="used"
-    )
+    slots = make_slots(8, 160, CAPACITY, reservation="used")
     assert memory_pressure(slots, 0) == 0.0
     assert memory_pressure(slots, 1) == 1.0
     for name in "ab":

@@ -9,11 +9,11 @@ from quadriga.clock import ManualClock
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import DeadlineExceeded, MigrationFailed
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
-from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.sequence import SequenceStatus
 from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.sequence_export import PreCopy, SequenceRemainder
 from tests.fake_runner import FakeSegmentRunner
+from tests.sequences import make_decode_loop, make_sequence
 
 ENDS = (2, 5, 8)
 
@@ -25,11 +25,10 @@ class Replica:
         self.clock = ManualClock()
         self.runner = FakeSegmentRunner(rows, ends=ENDS, clock=self.clock)
         counters = ExitCounters()
-        self.loop = DecodeLoop(
-            runner=self.runner,
-            slots=SlotTable(num_rows=rows, row_capacity_tokens=256, kv_capacity_tokens=rows * 256),
-            eos_token_ids=(),
-            clock=self.clock,
+        self.loop = make_decode_loop(
+            self.runner,
+            SlotTable(num_rows=rows, row_capacity_tokens=256, kv_capacity_tokens=rows * 256),
+            self.clock,
             rebatcher=DrexRebatcher(
                 SegmentCosts(len(ENDS), rows), counters=counters, deterministic=True
             ),
@@ -37,14 +36,10 @@ class Replica:
         )
 
     def take(self, name: str, *, deadline_unix_s: float = 1e18) -> SequenceState:
-        state = SequenceState(
-            sequence_id=name,
-            request_id=name,
-            model="fake",
-            prompt_ids=[7 + len(name), 9, 11],
-            sampling=SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True),
-            ingress_id="i",
-            arrival_unix_s=0.0,
+        state = make_sequence(
+            name,
+            [7 + len(name), 9, 11],
+            SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True),
             deadline_unix_s=deadline_unix_s,
             exits=ExitParams(threshold=0.5),
             output_ids=[3],

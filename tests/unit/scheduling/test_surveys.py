@@ -8,9 +8,9 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.policies.drex import DrexRebatcher, RebatchPlan, SegmentCosts
 from quadriga.policies.drex.rebatcher import SURVEY_SHARE
-from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import EOS, FakeSegmentRunner, confidence_at
+from tests.sequences import make_decode_loop, make_sequence
 
 ENDS = (2, 5, 8)
 NUM_SEQUENCES, NUM_TOKENS, EVERY, THRESHOLD = 6, 120, 4, 0.6
@@ -19,11 +19,11 @@ NUM_SEQUENCES, NUM_TOKENS, EVERY, THRESHOLD = 6, 120, 4, 0.6
 def run(rebatcher: DrexRebatcher) -> tuple[list[SequenceState], list[EngineOutput]]:
     """Decode a few sequences to their ends; the plan stays as it is."""
     clock = ManualClock()
-    loop = DecodeLoop(
-        runner=FakeSegmentRunner(NUM_SEQUENCES, 160, ends=ENDS, clock=clock, base_s=1e-2),
-        slots=SlotTable(num_rows=NUM_SEQUENCES, row_capacity_tokens=160, kv_capacity_tokens=10**6),
+    loop = make_decode_loop(
+        FakeSegmentRunner(NUM_SEQUENCES, 160, ends=ENDS, clock=clock, base_s=1e-2),
+        SlotTable(num_rows=NUM_SEQUENCES, row_capacity_tokens=160, kv_capacity_tokens=10**6),
+        clock,
         eos_token_ids=(EOS,),
-        clock=clock,
         rebatcher=rebatcher,
         counters=rebatcher._counters,
     )
@@ -31,15 +31,10 @@ def run(rebatcher: DrexRebatcher) -> tuple[list[SequenceState], list[EngineOutpu
     for i in range(NUM_SEQUENCES):
         name = f"s{i}"
         sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-        state = SequenceState(
+        state = make_sequence(
             name,
-            name,
-            "m",
             [3 + i, 1, 2],
             sampling,
-            "i",
-            0.0,
-            1e9,
             exits=ExitParams(THRESHOLD, "bounded"),
             output_ids=[7],
             exit_layers=[8],

@@ -16,6 +16,7 @@ from quadriga.observability.metrics import parse_exposition
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
+from tests.unit.serve_app.test_engine_client import until
 from tests.unit.serve_app.test_grpc_server import KEYS, Context, wants
 
 BODY = {"prompt": "hi", "max_tokens": 100, "stream": True, "return_token_ids": True}
@@ -44,9 +45,7 @@ async def begin(
         stand.http.post("/v1/completions", json=body, headers=headers, timeout=30)
     )
     gate.set()
-    async with asyncio.timeout(5.0):
-        while not any(n >= HAD for n in stand.cluster.num_said.values()):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: any(n >= HAD for n in stand.cluster.num_said.values()))
     gate.clear()
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
@@ -109,8 +108,7 @@ async def test_a_reader_at_the_former_ingress_gets_an_error_and_may_resume(
     second = await another(make_stand, first, is_alone=False)
     async with asyncio.timeout(20.0):
         here = asyncio.create_task(resume(first))
-        while not any(s.readers for s in first.engine.requests._by_key.values()):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: any(s.readers for s in first.engine.requests._by_key.values()))
         there = asyncio.create_task(resume(second))
         assert '"code": "taken_over"' in (await here).text
         assert not there.done()
@@ -174,9 +172,7 @@ async def test_an_adoption_that_fails_in_any_way_ends_the_request(
         reply = await resume(stand)
     assert reply.status_code == 404, reply.text
     assert stand.engine.metrics.recoveries.labels("failed")._value.get() == 1
-    async with asyncio.timeout(5.0):
-        while stand.cluster.num_held:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: not stand.cluster.num_held)
 
 
 async def test_a_sequence_that_is_moving_is_looked_for_again(

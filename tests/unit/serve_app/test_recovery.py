@@ -99,6 +99,18 @@ def ask(
     return client.open(asked)
 
 
+@asynccontextmanager
+async def answering(
+    max_tokens: int, **config: Any
+) -> AsyncIterator[tuple[FailingCluster, EngineClient, Request]]:
+    """A request whose answer has begun."""
+    cluster = FailingCluster()
+    async with client_over(cluster, **config) as client:
+        request = ask(client, 0, max_tokens)
+        await until(lambda: request.num_output_tokens > 5)
+        yield cluster, client, request
+
+
 async def read(request: Request) -> list[int]:
     """Read to the end as a client does; a token twice, or one missing, is an error."""
     tokens: list[int] = []
@@ -160,10 +172,7 @@ async def test_a_stream_goes_on_when_its_owner_dies() -> None:
 
 async def test_a_move_that_is_done_after_its_destination_died() -> None:
     """Nobody has the sequence any more, and nobody is asked for it: it is begun anew at once."""
-    cluster = FailingCluster()
-    async with client_over(cluster) as client:
-        request = ask(client, 0, 60)
-        await until(lambda: request.num_output_tokens > 5)
+    async with answering(60) as (cluster, client, request):
         (sequence,), manager, source = (
             request.sequences,
             client._request_manager,
@@ -282,10 +291,7 @@ async def test_deaths_around_a_hand_off(victims: str, moment: str, gap: int) -> 
 
 
 async def test_a_hung_replica_that_resumes_does_not_disturb_the_stream() -> None:
-    cluster = FailingCluster()
-    async with client_over(cluster) as client:
-        request = ask(client, 0, 300)
-        await until(lambda: request.num_output_tokens > 5)
+    async with answering(300) as (cluster, client, request):
         sleeper = owner(cluster, request)
         sleeper.awake.clear()
         await until(lambda: request.sequences[0].num_rebuilds == 1)
@@ -298,10 +304,7 @@ async def test_a_hung_replica_that_resumes_does_not_disturb_the_stream() -> None
 
 async def test_a_sequence_without_owner_is_rebuilt() -> None:
     """Its owner lives and has lost it: the ingress asks in the end, and begins it anew."""
-    cluster = FailingCluster()
-    async with client_over(cluster) as client:
-        request = ask(client, 0, 100)
-        await until(lambda: request.num_output_tokens > 5)
+    async with answering(100) as (cluster, client, request):
         owner(cluster, request).own.clear()
         await all_well(client, cluster, [request])
         assert request.sequences[0].num_rebuilds == 1
@@ -309,10 +312,7 @@ async def test_a_sequence_without_owner_is_rebuilt() -> None:
 
 @pytest.mark.parametrize("error", [MigrationFailed("4 failed"), Cancelled("silent ingress")])
 async def test_an_error_of_the_replica_does_not_end_the_sequence(error: QuadrigaError) -> None:
-    cluster = FailingCluster()
-    async with client_over(cluster) as client:
-        request = ask(client, 0, 100)
-        await until(lambda: request.num_output_tokens > 5)
+    async with answering(100) as (cluster, client, request):
         state = request.sequences[0].state
         replica = owner(cluster, request)
         replica.own.clear()
@@ -386,10 +386,7 @@ def contradict(cluster: FailingCluster, request: Request) -> FailingReplica:
 
 
 async def test_a_contradicting_replica_is_left_and_the_sequence_rebuilt() -> None:
-    cluster = FailingCluster()
-    async with client_over(cluster) as client:
-        request = ask(client, 0, 100)
-        await until(lambda: request.num_output_tokens > 5)
+    async with answering(100) as (cluster, client, request):
         name = request.sequences[0].state.sequence_id
         liar = contradict(cluster, request)
         await all_well(client, cluster, [request])
@@ -399,10 +396,7 @@ async def test_a_contradicting_replica_is_left_and_the_sequence_rebuilt() -> Non
 
 
 async def test_another_answer_where_nothing_may_be_begun_anew() -> None:
-    cluster = FailingCluster()
-    async with client_over(cluster, **{"ingress.max_rebuilds": 0}) as client:
-        request = ask(client, 0, 100)
-        await until(lambda: request.num_output_tokens > 5)
+    async with answering(100, **{"ingress.max_rebuilds": 0}) as (cluster, client, request):
         liar = contradict(cluster, request)
         with pytest.raises(ReplicaError, match="another answer"):
             await read(request)

@@ -13,6 +13,7 @@ from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.slots import BLOCK_TOKENS
 from quadriga.sim.profiles import CostProfile
 from quadriga.sim.records import Gaps, Happened, MemoryRules, Sequence
+from tests.sequences import make_sequence
 
 
 class StepwiseReplica:
@@ -209,15 +210,11 @@ class StepwiseReplica:
 
     def _state(self, sequence: Sequence) -> SequenceState:
         tokens = self.size.get(sequence.index, sequence.tokens)
-        return SequenceState(
-            sequence_id=str(sequence.index),
-            request_id="",
-            model="",
-            prompt_ids=[0] * sequence.prompt_tokens,
-            sampling=SamplingParams(max_tokens=self.profile.max_tokens),
-            ingress_id="",
+        return make_sequence(
+            str(sequence.index),
+            [0] * sequence.prompt_tokens,
+            SamplingParams(max_tokens=self.profile.max_tokens),
             arrival_unix_s=sequence.arrival_s,
-            deadline_unix_s=math.inf,
             output_ids=[0] * (tokens - sequence.prompt_tokens),
             prediction=self.predict(sequence.index, tokens),
             predicted_at=tokens - sequence.prompt_tokens,

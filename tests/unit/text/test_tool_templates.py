@@ -28,6 +28,7 @@ from serve_app.openai.models import ServedModel
 from serve_app.openai.schema import ChatBody
 from serve_app.openai.tools import read_tools
 from serve_app.openai.validation import plain_messages
+from tests.unit.text import test_tools
 from tests.unit.text import tool_templates as templates
 
 CHECKPOINT = read_checkpoint("quadriga-s")
@@ -90,16 +91,7 @@ def written(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
 
 
 def read(form: ToolFormat, text: str, size: int) -> tuple[str, list[tuple[str, str]]]:
-    parser = ToolParser(form, PARAMETERS)
-    shown, calls = "", list[list[str]]()
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    for news in [*(parser.push(piece) for piece in pieces), parser.flush()]:
-        shown += news.text
-        for call in news.calls:
-            if call.name is not None:
-                calls.append([call.name, ""])
-            calls[call.index][1] += call.arguments
-    return shown, [(name, arguments) for name, arguments in calls]
+    return test_tools.read(form, test_tools.cut(text, size), PARAMETERS)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -226,24 +218,21 @@ def test_a_call_in_tags_without_its_end_has_whole_arguments(
         assert [(n, json.loads(a)) for n, a in found] == [("get_weather", arguments)] * 2, size
 
 
-@pytest.mark.parametrize(
-    ("written_value", "value"),
-    [("5", "5"), ('"5"', '"5"'), ("", ""), ("[", "["), ("null", "null"), ("a\n", "a\n")],
-)
-def test_a_text_in_tags_is_taken_as_it_stands(written_value: str, value: str) -> None:
-    text = f"<tool_call>\n<function=get_weather>\n<parameter=city>\n{written_value}\n</parameter>"
-    _, calls = read(QWEN_TAGS, text + "\n</function>\n</tool_call>", 1)
-    assert json.loads(calls[0][1]) == {"city": value}
+TEXTS = ["5", '"5"', "", "[", "null", "a\n"]
 
 
 @pytest.mark.parametrize(
-    ("written_value", "value"),
-    [("[1, 2]", [1, 2]), ("NaN", "NaN"), ("words", "words"), ("[" * 9000, "[" * 9000)],
+    ("name", "written_value", "value"),
+    [("city", text, text) for text in TEXTS]
+    + [("days", "[1, 2]", [1, 2])]
+    + [("days", text, text) for text in ("NaN", "words", "[" * 9000)],
 )
-def test_other_values_in_tags_are_json_where_they_can_be(written_value: str, value: Any) -> None:
-    text = f"<tool_call>\n<function=get_weather>\n<parameter=days>\n{written_value}\n</parameter>"
-    _, calls = read(QWEN_TAGS, text + "\n</function>\n</tool_call>", 5000)
-    assert json.loads(calls[0][1]) == {"days": value}
+def test_texts_in_tags_stand_as_they_are_and_other_values_are_json_where_they_can_be(
+    name: str, written_value: str, value: Any
+) -> None:
+    text = f"<tool_call>\n<function=get_weather>\n<parameter={name}>\n{written_value}\n</parameter>"
+    _, calls = read(QWEN_TAGS, text + "\n</function>\n</tool_call>", 1 if name == "city" else 5000)
+    assert json.loads(calls[0][1]) == {name: value}
 
 
 @pytest.mark.parametrize(
@@ -263,7 +252,7 @@ def test_a_value_in_tags_has_a_type_of_its_schema(schema: Any, values: dict[str,
         text = f"<tool_call>\n<function=f>\n<parameter=a>\n{said}\n</parameter>\n</function>"
         for size in (1, len(text)):
             parser = ToolParser(QWEN_TAGS, {"f": {"properties": {"a": schema}}})
-            news = [parser.push(text[i : i + size]) for i in range(0, len(text), size)]
+            news = [parser.push(piece) for piece in test_tools.cut(text, size)]
             found = json.loads("".join(call.arguments for n in news for call in n.calls))
             assert repr(found) == repr({"a": value})
 
@@ -296,11 +285,7 @@ def test_what_only_looks_like_a_call_is_text(form: ToolFormat, text: str) -> Non
 def allows(grammar: Grammar, text: str) -> bool:
     """Whether a grammar allows a text, and its end behind it."""
     ids = tokenizer(templates.QWEN).encode(text, add_special_tokens=False)
-    matcher = grammars_of(CHECKPOINT).matcher(grammar)
-    for i, token_id in enumerate([*ids, CHECKPOINT.eos_token_ids[0]]):
-        if matcher.banned_after(ids[:i])[token_id]:
-            return False
-    return True
+    return test_tools.allows(grammar, ids)
 
 
 @pytest.mark.parametrize("form", [QWEN_TAGS, MISTRAL_ARGS], ids=["tags", "args"])

@@ -47,9 +47,11 @@ def cut(text: str, size: int) -> list[str]:
     return [text[i : i + size] for i in range(0, len(text), size)]
 
 
-def read(form: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+def read(
+    form: ToolFormat, pieces: list[str], tools: dict[str, dict[str, Any]] = NAMES
+) -> tuple[str, list[tuple[str, str]]]:
     """The text and the calls, put together from what each piece brought."""
-    parser = ToolParser(form, NAMES)
+    parser = ToolParser(form, tools)
     text, calls = "", list[list[str]]()
     for news in [*(parser.push(piece) for piece in pieces), parser.flush()]:
         text += news.text
@@ -234,6 +236,7 @@ OBJECT = {"type": "object", "properties": {"a": True, "name": {}}, "additionalPr
 
 
 def allows(grammar: Grammar, token_ids: list[int]) -> bool:
+    """Whether a grammar allows tokens, and an end behind them."""
     matcher = grammars_of(CHECKPOINT).matcher(grammar)
     for i, token_id in enumerate([*token_ids, CHECKPOINT.eos_token_ids[0]]):
         if matcher.banned_after(token_ids[:i])[token_id]:

