@@ -13,19 +13,10 @@ from pydantic import BaseModel
 
 from quadriga.client import Client
 from quadriga.core.request import FinishReason
+from tests.e2e.test_structured_outputs import MESSAGES, SCHEMA
 
-MESSAGES: Any = [{"role": "user", "content": "Sort: 42 7 19 3"}]
-PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
-        "order": {"enum": ["up", "down"]},
-    },
-    "required": ["numbers", "order"],
-    "additionalProperties": False,
-}
 TOOLS: Any = [
-    {"type": "function", "function": {"name": "sort", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "sort", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "wait"}},
 ]
 NAMED: Any = {"type": "function", "function": {"name": "sort"}}
@@ -51,7 +42,7 @@ def test_a_named_tool_is_called_and_the_conversation_goes_on(
     assert len(calls) == 1
     assert calls[0].type == "function"
     assert calls[0].function.name == "sort"
-    jsonschema.validate(json.loads(calls[0].function.arguments), PARAMETERS)
+    jsonschema.validate(json.loads(calls[0].function.arguments), SCHEMA)
     result: Any = {"role": "tool", "tool_call_id": calls[0].id, "content": "[3, 7]"}
     more = client.chat.completions.create(
         messages=[*MESSAGES, choice.message, result], max_tokens=20, **ask
@@ -101,7 +92,7 @@ def test_the_sdk_calls_tools(sdk: Client) -> None:
     assert choice.finish_reason is FinishReason.TOOL_CALLS
     assert choice.text == ""
     call = choice.tool_calls[0]
-    jsonschema.validate(json.loads(call.arguments), PARAMETERS)
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
     pieces = list(sdk.stream(MESSAGES, **options))
     deltas = [delta for piece in pieces for delta in piece.tool_calls]
     assert "".join(d.arguments for d in deltas) == call.arguments

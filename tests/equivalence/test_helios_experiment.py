@@ -10,7 +10,7 @@ import pytest
 from loadgen.load.task_suite import TaskPrompt, TaskSuite
 from loadgen.model_costs.engine import sequence
 from loadgen.paper.clocks import ProcessorClock, TurnClock
-from loadgen.paper.helios.bench import HeliosBench, HeliosPlan
+from loadgen.paper.helios.bench import HeliosBench
 from loadgen.paper.helios.record import StreamRun
 from loadgen.paper.helios.replica import MAX_TOKENS, ReplicaLimits, TimedModel, weight_bytes
 from loadgen.paper.helios.report import ALONE, FIXED, HeliosSetting
@@ -22,6 +22,7 @@ from quadriga.core.request import SamplingParams
 from quadriga.errors import ConfigError
 from quadriga.interfaces import PrefillChunk
 from quadriga.policies.drex import SegmentCosts
+from tests.unit.loadgen.test_paper_helios import quick_plan
 
 S = "quadriga-s"
 
@@ -80,27 +81,6 @@ def test_one_model_alone_says_what_the_plain_engine_says(depth: int) -> None:
     assert {model for model, _ in run.decoded} == {S}
     assert (run.breaches > 0) is (depth == 4)
     assert run.breaches == sum(sum(q.breached) for q in run.requests)
-
-
-def quick_plan(*, pair: tuple[str, str], parts: tuple[str, ...], requests: int) -> HeliosPlan:
-    return HeliosPlan(
-        pair=pair,
-        catalogue=None,
-        parts=parts,
-        slos=("throughput",),
-        requests=requests,
-        rounds=1,
-        interval=8,
-        profile_requests=5,
-        thresholds=(),
-        intervals=(),
-        batch=2,
-        rows=2,
-        memory_bytes=None,
-        shadows=4,
-        threads=1,
-        seed=3,
-    )
 
 
 def test_the_machine_changes_what_is_held_and_loses_nobody() -> None:

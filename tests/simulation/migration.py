@@ -28,10 +28,9 @@ from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.sequence import SequenceStatus
-from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import FakeRunner, expected_output
 from tests.ray.ingress import Stream
-from tests.sequences import make_decode_loop, make_sequence
+from tests.sequences import make_decode_loop, make_sequence, make_slots
 from tests.simulation.choices import Choices
 from tests.simulation.handoff import CONFIG, RowsEngine
 from tests.simulation.network import WIRE_S, Network
@@ -66,11 +65,7 @@ class Decode(DecodeReplica):
         self._is_draining = self.is_ending = False
         self.departed, self._arrived = DepartedSequences(), []
         runner = TensorRunner(4)
-        loop = make_decode_loop(
-            runner,
-            SlotTable(num_rows=4, row_capacity_tokens=256, kv_capacity_tokens=1024),
-            self.clock,
-        )
+        loop = make_decode_loop(runner, make_slots(4, 256, 1024), self.clock)
         self.core = RowsEngine(loop, runner)
         self.engine = SimpleNamespace(  # type: ignore[assignment]
             call=self._command, require_core=lambda: self.core, is_ready=True

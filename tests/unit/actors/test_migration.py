@@ -33,12 +33,11 @@ from quadriga.errors import (
 from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.sequence import SequenceStatus
-from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer import migration_copy
 from quadriga.scheduling.transfer.handoff import LeaseState
 from quadriga.scheduling.transfer.sequence_export import StepPhase
 from tests.fake_runner import FakeRunner, FakeSuspended, next_token
-from tests.sequences import make_decode_loop, make_sequence
+from tests.sequences import make_decode_loop, make_sequence, make_slots
 from tests.simulation.tensor_runner import TensorRunner
 
 CLASS = DepthClass("fake", FakeRunner.num_layers)
@@ -158,11 +157,7 @@ class Replica:
     def __init__(self, calls: Caller = unheard, **fails: Sequence[Exception]) -> None:
         self.clock = ManualClock()
         self.runner = Runner(4)
-        self.loop = make_decode_loop(
-            self.runner,
-            SlotTable(num_rows=4, row_capacity_tokens=256, kv_capacity_tokens=1024),
-            self.clock,
-        )
+        self.loop = make_decode_loop(self.runner, make_slots(4, 256, 1024), self.clock)
         self.engine = Engine(self.loop)
         self.metrics, self.mail = Metrics(), Mail()
         self.told: list[EngineOutput] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ from quadriga.core.request import FinishReason, SamplingParams, SequenceState
 from quadriga.errors import DeadlineExceeded, MigrationFailed, Overloaded, QuadrigaError
 from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.scheduling.transfer.kv_feed import KVFeed, StagingBudget
+from tests.simulation.handoff import Engine
 
 
 class Loop:
@@ -36,21 +36,6 @@ class Loop:
     def release(self, sequence_id: str) -> bool:
         self.released.append(sequence_id)
         return True
-
-
-class Engine:
-    """Runs commands at once."""
-
-    is_ready = True
-
-    def __init__(self, core: Any) -> None:
-        self.core = core
-
-    async def call(self, command: Callable[[Any], Any]) -> Any:
-        return command(self.core)
-
-    def require_core(self) -> Any:
-        return self.core
 
 
 class Prefill(PrefillReplica):

@@ -78,12 +78,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+def refused(path: Path, message: str, **spec: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_runner(make_spec(path, runner="baton", **spec))
+
+
 @pytest.mark.parametrize("kind", sorted(REFUSED))
 def test_refused_with_the_reason(kind: str, tmp_path: Path) -> None:
     make, message = REFUSED[kind]
-    spec = make_spec(save(build_relay(make()), tmp_path / "odd"), runner="baton")
-    with pytest.raises(ConfigError, match=rf"odd cannot run in the relay batch: .*{message}"):
-        load_runner(spec)
+    path = save(build_relay(make()), tmp_path / "odd")
+    refused(path, rf"odd cannot run in the relay batch: .*{message}")
 
 
 def test_models_without_attention_are_refused_by_their_configuration(tmp_path: Path) -> None:
@@ -95,8 +99,7 @@ def test_models_without_attention_are_refused_by_their_configuration(tmp_path: P
 def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
     config = T5Config(vocab_size=VOCAB, d_model=16, d_ff=16, num_layers=2, num_heads=2, d_kv=8)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="encoder-decoder"):
-        load_runner(make_spec(tmp_path, runner="baton"))
+    refused(tmp_path, "encoder-decoder")
 
 
 def test_layers_that_share_kv_are_refused() -> None:
@@ -120,21 +123,18 @@ def test_code_of_the_checkpoint_is_never_run(gpt2: Path) -> None:
     (gpt2 / "modeling_own.py").write_text("raise SystemExit('ran')")
     own = {"AutoConfig": "modeling_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}
     change_config(gpt2, model_type="own-model", auto_map=own)
-    with pytest.raises(ConfigError, match="transformers does not know its configuration"):
-        load_runner(make_spec(gpt2, runner="baton"))
+    refused(gpt2, "transformers does not know its configuration")
 
 
 def test_pickled_weights_are_not_loaded(gpt2: Path) -> None:
     torch.save(load_file(gpt2 / "model.safetensors"), gpt2 / "pytorch_model.bin")
     (gpt2 / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="pickled weights are not loaded"):
-        load_runner(make_spec(gpt2, runner="baton"))
+    refused(gpt2, "pickled weights are not loaded")
 
 
 def test_quantised_weights_are_refused(gpt2: Path) -> None:
     change_config(gpt2, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(ConfigError, match="quantised"):
-        load_runner(make_spec(gpt2, runner="baton"))
+    refused(gpt2, "quantised")
 
 
 def test_a_missing_tensor_is_not_made_up(gpt2: Path) -> None:
@@ -142,8 +142,7 @@ def test_a_missing_tensor_is_not_made_up(gpt2: Path) -> None:
     dropped = next(name for name in tensors if name.endswith("h.1.attn.c_attn.weight"))
     del tensors[dropped]
     save_file(tensors, gpt2 / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"tensors are missing, .*h\.1\.attn\.c_attn\.weight"):
-        load_runner(make_spec(gpt2, runner="baton"))
+    refused(gpt2, r"tensors are missing, .*h\.1\.attn\.c_attn\.weight")
 
 
 def test_blocks_of_a_gguf_file_are_not_called_missing_tensors(gpt2: Path) -> None:
@@ -151,21 +150,18 @@ def test_blocks_of_a_gguf_file_are_not_called_missing_tensors(gpt2: Path) -> Non
     name = next(name for name in tensors if name.endswith("h.1.attn.c_attn.weight"))
     tensors[f"{name}.Q8_0"] = torch.zeros(tensors.pop(name).shape[0], 34, dtype=torch.uint8)
     save_file(tensors, gpt2 / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="in blocks of a GGUF file; leave runner out"):
-        load_runner(make_spec(gpt2, runner="baton"))
+    refused(gpt2, "in blocks of a GGUF file; leave runner out")
 
 
 def test_damaged_weights_are_refused(gpt2: Path) -> None:
     (gpt2 / "model.safetensors").write_bytes(b"garbage")
-    with pytest.raises(ConfigError, match="transformers cannot load it"):
-        load_runner(make_spec(gpt2, runner="baton"))
+    refused(gpt2, "transformers cannot load it")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mpt", "biogpt"])
 def test_rows_beyond_the_position_table_are_refused(family: str, tmp_path: Path) -> None:
     path = save(build_relay(FAMILIES[family]()), tmp_path)
-    with pytest.raises(ConfigError, match="cannot compute position 119"):
-        load_runner(make_spec(path, runner="baton", row_capacity_tokens=120))
+    refused(path, "cannot compute position 119", row_capacity_tokens=120)
 
 
 def test_longrope_is_served_where_all_rows_are_treated_alike(tmp_path: Path) -> None:
@@ -179,8 +175,7 @@ def test_longrope_is_served_where_all_rows_are_treated_alike(tmp_path: Path) -> 
         **GQA, pad_token_id=0, rope_parameters=rope, original_max_position_embeddings=32
     )
     path = save(build_relay(config), tmp_path)
-    with pytest.raises(ConfigError, match=r"beyond the 32 positions .*max_model_len to 32"):
-        load_runner(make_spec(path, runner="baton", row_capacity_tokens=33))
+    refused(path, r"beyond the 32 positions .*max_model_len to 32", row_capacity_tokens=33)
     load_runner(make_spec(path, runner="baton", row_capacity_tokens=32))
 
 
@@ -188,10 +183,7 @@ def test_a_cache_larger_than_planned_is_refused(tmp_path: Path) -> None:
     """Memory was promised by config.json's figures; a model that needs more must not start."""
     path = save(build_relay(FAMILIES["gpt-neox"]()), tmp_path)
     change_config(path, num_key_value_heads=1)
-    with pytest.raises(
-        ConfigError, match=r"takes 288 numbers a token, config\.json lets expect 48"
-    ):
-        load_runner(make_spec(path, runner="baton"))
+    refused(path, r"takes 288 numbers a token, config\.json lets expect 48")
 
 
 class Stubborn(CausalModel):

@@ -249,24 +249,36 @@ def test_parts_that_were_not_run_leave_the_headline_open() -> None:
     assert found["exact_match_delta_points"] is None
 
 
-def test_the_plan_gives_all_contestants_the_same_terms() -> None:
-    plan = HeliosPlan(
-        pair=("s", "l"),
+def quick_plan(*, pair: tuple[str, str], parts: tuple[str, ...], requests: int) -> HeliosPlan:
+    return HeliosPlan(
+        pair=pair,
         catalogue=None,
-        parts=(ALONE, FIXED, INTERVALS, LIMITS),
-        slos=("throughput", "energy"),
-        requests=10,
+        parts=parts,
+        slos=("throughput",),
+        requests=requests,
         rounds=1,
-        interval=7,
+        interval=8,
         profile_requests=5,
+        thresholds=(),
+        intervals=(),
+        batch=2,
+        rows=2,
+        memory_bytes=None,
+        shadows=4,
+        threads=1,
+        seed=3,
+    )
+
+
+def test_the_plan_gives_all_contestants_the_same_terms() -> None:
+    plan = replace(
+        quick_plan(pair=("s", "l"), parts=(ALONE, FIXED, INTERVALS, LIMITS), requests=10),
+        slos=("throughput", "energy"),
+        interval=7,
         thresholds=(0.5,),
         intervals=(3, 4),
         batch=8,
         rows=16,
-        memory_bytes=None,
-        shadows=1,
-        threads=1,
-        seed=1,
         limits=(1.0, 0.01),
     )
     settings = plan.settings(999)

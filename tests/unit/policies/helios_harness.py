@@ -176,6 +176,13 @@ class Cluster:
             self.tell(RequestStarted(routing.profile_replica))
             self.tell(finished(routing.profile, routing.profile_replica, **changes))
 
+    def profile_both(self, **second: Any) -> None:
+        """From the first tick on; `second` is what differs in requests of the second model."""
+        self.tick()
+        self.profile()
+        self.done()
+        self.profile(**second)
+
     def breach(self, tokens: int, breaches: int, batch: int = 1) -> list[Output]:
         """Tokens served by the class that was chosen."""
         depth_class = self.machine.status().target

@@ -20,9 +20,8 @@ from quadriga.policies.baselines.exits import NoExits
 from quadriga.policies.drex import DrexRebatcher, RebatchPlan, SegmentCosts
 from quadriga.policies.drex.plan import Demand
 from quadriga.policies.rebatching import Range, Rebatcher, Waiting
-from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import FakeSegmentRunner, confidence_at
-from tests.sequences import make_decode_loop, make_sequence
+from tests.sequences import make_decode_loop, make_sequence, make_slots
 from tests.unit.policies.drex_plans import evaluate, make_plan
 
 Shape = Callable[[int], float]
@@ -103,7 +102,7 @@ def run(
     counters = ExitCounters()
     loop = make_decode_loop(
         device,
-        SlotTable(num_rows=running, row_capacity_tokens=128, kv_capacity_tokens=10**6),
+        make_slots(running, 128, 10**6),
         device.clock,
         rebatcher=make(device.costs(), counters),
         counters=counters,

@@ -141,10 +141,7 @@ def test_a_request_that_was_served_elsewhere_gives_its_place_back() -> None:
 def test_breach_switches_where_that_is_cheaper() -> None:
     """A large model whose first exit is fast: switching beats loading more by the margin."""
     cluster = with_scout(1)
-    cluster.tick()
-    cluster.profile()
-    cluster.done()
-    cluster.profile(decode_s=999 * 0.011, ttft_s=0.042, nll=385.0)
+    cluster.profile_both(decode_s=999 * 0.011, ttft_s=0.042, nll=385.0)
     cluster.settle()
     assert cluster.trace[1] == "choose opt-1.3b@6"
     cluster.trace.clear()
@@ -165,10 +162,7 @@ def test_breach_switches_where_that_is_cheaper() -> None:
 def test_work_in_flight_speaks_against_a_switch() -> None:
     """The same breach with much KV to rebuild: loading more costs less."""
     cluster = with_scout(1)
-    cluster.tick()
-    cluster.profile()
-    cluster.done()
-    cluster.profile(decode_s=999 * 0.011, ttft_s=0.42, nll=385.0)
+    cluster.profile_both(decode_s=999 * 0.011, ttft_s=0.42, nll=385.0)
     cluster.settle()
     cluster.in_flight, cluster.in_flight_tokens = 1, 3_000_000
     cluster.trace.clear()
@@ -207,10 +201,7 @@ def test_full_depth_has_no_breaches_and_others_do_not_count() -> None:
 
 def test_a_failed_load_leaves_the_old_layers_serving() -> None:
     cluster = alone()
-    cluster.tick()
-    cluster.profile()
-    cluster.done()
-    cluster.profile()
+    cluster.profile_both()
     assert cluster.trace[-1] == "switch decode-0 opt-1.3b@6"
     cluster.fail("file is gone")
     assert cluster.machine.routing.serve == (L32,)
@@ -325,10 +316,7 @@ def test_without_a_scout_profiles_wait_and_say_so() -> None:
 
 def test_a_change_that_strict_requests_hold_up_is_asked_for_again() -> None:
     cluster = with_scout(1)
-    cluster.tick()
-    cluster.profile()
-    cluster.done()
-    cluster.profile()
+    cluster.profile_both()
     while cluster.order is not None and cluster.order.replica == "scout":
         cluster.done()
     assert cluster.trace[-1] == "resize decode-0 opt-1.3b@6"

@@ -122,10 +122,7 @@ def test_a_share_of_few_tokens_that_were_looked_at_is_none(
 
 def test_dropping_layers_says_nothing_of_loading() -> None:
     cluster = with_scout(num_decode=1)
-    cluster.tick()
-    cluster.profile()
-    cluster.done()
-    cluster.profile()
+    cluster.profile_both()
     table = cluster.machine.table
     table.row("opt-1.3b", 6).load_s = 3.0
     while cluster.order is not None and cluster.order.replica == "scout":

@@ -370,18 +370,12 @@ async def test_a_second_try_waits_for_what_lapsed_with_others() -> None:
     assert host.held == {"s2"}
 
 
-class KeepingHost(RefusingHost):
-    """An engine that has the first two positions of a prompt, and lets everyone in."""
-
-    def __init__(self) -> None:
-        super().__init__(KeyError())
+class KeepingHost(TakingHost):
+    """An engine that has the first two positions of a prompt."""
 
     async def reserve_row(self, offer: TransferOffer) -> tuple[int, int]:
         row, _ = await super().reserve_row(offer)
         return row, 2 if offer.block_keys else 0
-
-    async def join(self, state: SequenceState, resume: ResumePoint | None, depth: int) -> None:
-        pass
 
 
 async def test_what_the_destination_has_is_neither_sent_nor_written_over() -> None:

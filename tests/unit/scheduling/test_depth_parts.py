@@ -27,7 +27,6 @@ from quadriga.scheduling.paced_runner import PacedRunner
 from quadriga.scheduling.prefill_loop import PrefillLoop
 from quadriga.scheduling.prefill_queue import MAX_WAITING_FOR_LAYERS
 from quadriga.scheduling.sequence import RunningSequence, SequenceStatus
-from quadriga.scheduling.slots import SlotTable
 from tests.fake_depth_runner import FakeDepthRunner
 from tests.fake_runner import FakeRunner
 from tests.sequences import make_prefill_loop, make_sequence, make_slots
@@ -45,7 +44,7 @@ def make_state(name: str, *, prompt: int = 8, outputs: int = 0) -> SequenceState
 
 
 def test_more_tokens_hold_more_sequences_and_fewer_wait_to_be_given_back() -> None:
-    slots = SlotTable(num_rows=8, row_capacity_tokens=64, kv_capacity_tokens=64)
+    slots = make_slots(8, 64, 64)
     slots.reserve("a", 64)
     with pytest.raises(KVCacheExhausted):
         slots.reserve("b", 64)
@@ -200,7 +199,7 @@ def test_policies_keep_what_they_learned_of_exits_that_stay() -> None:
 
 
 def loop_of(runner: FakeRunner | PacedRunner) -> DecodeLoop:
-    slots = SlotTable(num_rows=2, row_capacity_tokens=128, kv_capacity_tokens=256)
+    slots = make_slots(2, 128, 256)
     return DecodeLoop(runner=runner, slots=slots, eos_token_ids=(), clock=ManualClock())
 
 

@@ -12,9 +12,8 @@ from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.policies.drex.plan import RebatchPlan
 from quadriga.policies.rebatching import Rebatcher
 from quadriga.scheduling.decode_loop import DecodeLoop
-from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import EOS, FakeSegmentRunner
-from tests.sequences import make_decode_loop, make_sequence
+from tests.sequences import make_decode_loop, make_sequence, make_slots
 
 ENDS = (2, 5, 8)
 COSTS = SegmentCosts(3, 4)
@@ -24,7 +23,7 @@ def make_loop(rebatcher: Rebatcher) -> DecodeLoop:
     clock = ManualClock()
     return make_decode_loop(
         FakeSegmentRunner(4, 48, ends=ENDS, clock=clock),
-        SlotTable(num_rows=4, row_capacity_tokens=48, kv_capacity_tokens=10**6),
+        make_slots(4, 48, 10**6),
         clock,
         eos_token_ids=(EOS,),
         rebatcher=rebatcher,

@@ -25,9 +25,8 @@ from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.prefill_loop import HELD_AFTER_S, PrefillLoop, PrefillOutput
 from quadriga.scheduling.prefill_queue import STARVING_S, PrefillQueue
 from quadriga.scheduling.sequence import RunningSequence
-from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import EOS, FakeRunner, expected_output
-from tests.sequences import make_sequence
+from tests.sequences import make_sequence, make_slots
 
 
 def sequence(
@@ -87,7 +86,7 @@ class Harness:
         self.clock = ManualClock()
         self.events = Events()
         self.runner = FakeRunner(rows)
-        self.slots = SlotTable(num_rows=rows, row_capacity_tokens=256, kv_capacity_tokens=capacity)
+        self.slots = make_slots(rows, 256, capacity)
         self.queue = PrefillQueue(max_sequences=queued, max_tokens=queued_tokens, max_age_s=1.0)
         self.loop = PrefillLoop(
             runner=self.runner,
@@ -407,7 +406,7 @@ def decode_loop(
         return decode(rows)
 
     runner.decode = takes_a_while  # type: ignore[method-assign]
-    slots = SlotTable(num_rows=rows, row_capacity_tokens=256, kv_capacity_tokens=4096)
+    slots = make_slots(rows, 256, 4096)
     return DecodeLoop(runner=runner, slots=slots, eos_token_ids=(EOS,), clock=clock), runner, clock
 
 

@@ -20,7 +20,6 @@ from quadriga.scheduling.exits.pressure import (
     has_budget_left,
     memory_pressure,
 )
-from quadriga.scheduling.slots import SlotTable
 from tests.fake_depth_runner import FakeDepthRunner
 from tests.fake_runner import FakeSegmentRunner, confidence_at
 from tests.sequences import make_decode_loop, make_sequence, make_slots
@@ -175,7 +174,7 @@ def test_memory_presses_from_where_newcomers_wait_until_somebody_is_paused() -> 
     assert memory_pressure(slots, 0) == 0.0, "288 of 320 are promised"
     slots.reserve("c", 16, 15)
     assert memory_pressure(slots, 0) == pytest.approx(0.5)
-    longest = SlotTable(num_rows=2, row_capacity_tokens=160, kv_capacity_tokens=CAPACITY)
+    longest = make_slots(2, 160, CAPACITY)
     longest.reserve("a", 160)
     longest.reserve("b", 160)
     assert memory_pressure(longest, 0) == 0.0, "nobody can outgrow that"

@@ -10,10 +10,9 @@ from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import DeadlineExceeded, MigrationFailed
 from quadriga.policies.drex import DrexRebatcher, SegmentCosts
 from quadriga.scheduling.sequence import SequenceStatus
-from quadriga.scheduling.slots import SlotTable
 from quadriga.scheduling.transfer.sequence_export import PreCopy, SequenceRemainder
 from tests.fake_runner import FakeSegmentRunner
-from tests.sequences import make_decode_loop, make_sequence
+from tests.sequences import make_decode_loop, make_sequence, make_slots
 
 ENDS = (2, 5, 8)
 
@@ -27,7 +26,7 @@ class Replica:
         counters = ExitCounters()
         self.loop = make_decode_loop(
             self.runner,
-            SlotTable(num_rows=rows, row_capacity_tokens=256, kv_capacity_tokens=rows * 256),
+            make_slots(rows, 256, rows * 256),
             self.clock,
             rebatcher=DrexRebatcher(
                 SegmentCosts(len(ENDS), rows), counters=counters, deterministic=True

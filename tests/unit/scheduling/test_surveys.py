@@ -8,9 +8,8 @@ from quadriga.core.output import EngineOutput
 from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.policies.drex import DrexRebatcher, RebatchPlan, SegmentCosts
 from quadriga.policies.drex.rebatcher import SURVEY_SHARE
-from quadriga.scheduling.slots import SlotTable
 from tests.fake_runner import EOS, FakeSegmentRunner, confidence_at
-from tests.sequences import make_decode_loop, make_sequence
+from tests.sequences import make_decode_loop, make_sequence, make_slots
 
 ENDS = (2, 5, 8)
 NUM_SEQUENCES, NUM_TOKENS, EVERY, THRESHOLD = 6, 120, 4, 0.6
@@ -21,7 +20,7 @@ def run(rebatcher: DrexRebatcher) -> tuple[list[SequenceState], list[EngineOutpu
     clock = ManualClock()
     loop = make_decode_loop(
         FakeSegmentRunner(NUM_SEQUENCES, 160, ends=ENDS, clock=clock, base_s=1e-2),
-        SlotTable(num_rows=NUM_SEQUENCES, row_capacity_tokens=160, kv_capacity_tokens=10**6),
+        make_slots(NUM_SEQUENCES, 160, 10**6),
         clock,
         eos_token_ids=(EOS,),
         rebatcher=rebatcher,
