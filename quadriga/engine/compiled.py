@@ -36,7 +36,7 @@ from quadriga.engine.kernels.library import (
     KernelLibrary,
     pointer,
 )
-from quadriga.engine.kv_cache import KV_BLOCK
+from quadriga.engine.kv_cache import KV_BLOCK, Ints
 from quadriga.engine.models.decoder import AnyDecoder, Candidates, Decoder
 from quadriga.engine.weights.checkpoint_weights import Head, LayerAdapters
 from quadriga.engine.weights.loading import load_spec
@@ -57,8 +57,8 @@ class KernelPass:
         rows, positions: int64 [T].
     """
 
-    rows: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
+    rows: Ints
+    positions: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class DraftedRows:
         confidences: float32 [n, most], theirs, as the exit says them.
     """
 
-    num_run: npt.NDArray[np.int64]
-    tokens: npt.NDArray[np.int64]
+    num_run: Ints
+    tokens: Ints
     confidences: npt.NDArray[np.float32]
 
 
@@ -137,9 +137,7 @@ class CompiledDecoder(AnyDecoder):
     def reads_depths(self) -> bool:
         return self._eager.depths is not None
 
-    def plan_tokens(
-        self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-    ) -> KernelPass:
+    def plan_tokens(self, rows: Ints, positions: Ints) -> KernelPass:
         """See `Decoder.plan_tokens`."""
         return KernelPass(rows, positions)
 
@@ -248,11 +246,11 @@ class CompiledDecoder(AnyDecoder):
     def draft(
         self,
         depth: int,
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
+        rows: Ints,
+        positions: Ints,
         token_ids: Sequence[int],
         states: torch.Tensor,
-        places: npt.NDArray[np.int64],
+        places: Ints,
         plan: DraftPlan,
         exits: ExitSpec,
     ) -> DraftedRows:
@@ -324,12 +322,7 @@ class CompiledDecoder(AnyDecoder):
         return DraftedRows(num_run, tokens, confidences)
 
     def _check_draft(
-        self,
-        rows: npt.NDArray[np.int64],
-        stops: npt.NDArray[np.int64],
-        token_ids: Sequence[int],
-        ends: npt.NDArray[np.int64],
-        num_states: int,
+        self, rows: Ints, stops: Ints, token_ids: Sequence[int], ends: Ints, num_states: int
     ) -> None:
         """Raises: IndexError: The kernel would read or write beyond what there is."""
         # By Python: numpy takes some microseconds for each of a few numbers.
@@ -534,7 +527,7 @@ class KernelSwap:
             logger.warning("the engine stays eager: %s", exc)
 
 
-def _marked(best: npt.NDArray[np.int64], logits: torch.Tensor) -> npt.NDArray[np.int64]:
+def _marked(best: Ints, logits: torch.Tensor) -> Ints:
     """The ids of the largest logits, marked as `best_of` does where that is no finite number."""
     largest = logits.numpy()[np.arange(len(best)), best]
     best[~np.isfinite(largest)] = logits.shape[1]
