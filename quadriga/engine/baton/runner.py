@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -318,7 +318,7 @@ class BatonRunner:
         each = list(zip([chunks[i] for i in group], states, strict=True))
         wants_all = any(wants_scores(*one) for one in each)
         keep = None if wants_all else sorted(set(lasts))
-        announce = _one_by_one(on_layers)
+        announce = None if on_layers is None else lambda layer: on_layers(layer, 1)
         pools = any(pooled_from(*one) is not None for one in each)
         found: list[torch.Tensor] = []
         logits = prompt_pass(
@@ -352,8 +352,3 @@ class BatonRunner:
         if sampler is None:
             raise InvariantViolation(f"row {row} has no sequence attached")
         return sampler
-
-
-def _one_by_one(on_layers: LayersDone | None) -> Callable[[int], None] | None:
-    """The callback for a single layer, where there is one for several."""
-    return None if on_layers is None else lambda layer: on_layers(layer, 1)
