@@ -61,10 +61,7 @@ def draw_timeline(axes: Any, result: RunResult) -> None:
     running, tokens, ended = axes
     if result.records:
         end_s = max(max(r.ended_s for r in result.records) - result.start_s, 1e-3)
-        times, in_flight = running_requests(result.records)
-        running.step(
-            times - result.start_s, in_flight, where="post", color="#0072b2", linewidth=1.2
-        )
+        _draw_running(running, result)
         _draw_tokens(tokens, result, end_s)
         _draw_endings(ended, running, result, end_s)
         running.set_xlim(0, end_s)
@@ -75,6 +72,11 @@ def draw_timeline(axes: Any, result: RunResult) -> None:
     for axis in axes:
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
+
+
+def _draw_running(axis: Any, result: RunResult) -> None:
+    times, in_flight = running_requests(result.records)
+    axis.step(times - result.start_s, in_flight, where="post", color="#0072b2", linewidth=1.2)
 
 
 def _draw_tokens(axis: Any, result: RunResult, end_s: float) -> None:
