@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -193,7 +193,9 @@ async def drive(
         driver = _Driver(args, stage, ramp, goal, console)
         specs: Iterable[RequestSpec] = stage.load.cycled()
         if ramp.unit == "rate":
-            specs = list(_at_times(stage.load.cycled(), ramp, process, args.seed))
+            times_s = ramp.times_s(process, seed=args.seed)
+            pairs = zip(times_s, stage.load.cycled(), strict=False)
+            specs = [replace(spec, arrival_s=float(time_s)) for time_s, spec in pairs]
             live.num_requests = len(specs) if stage.load.dialogues is None else 0
         with progress_bar(console, live, enabled=not args.no_progress):
             result = await driver.run(specs, live)
@@ -215,13 +217,6 @@ async def drive(
                 print_ramp(console, figures, ramp, goal, title_of(args))
                 print_failures(console, result)
     return result, figures
-
-
-def _at_times(
-    specs: Iterator[RequestSpec], ramp: Ramp, process: Arrivals, seed: int
-) -> Iterator[RequestSpec]:
-    for time_s, spec in zip(ramp.times_s(process, seed=seed), specs, strict=False):
-        yield replace(spec, arrival_s=float(time_s))
 
 
 class _Driver:

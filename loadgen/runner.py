@@ -168,7 +168,9 @@ async def run_load(
         keeps_partial: A cancellation returns what has ended, for callers that look at
             `was_interrupted`; without it the cancellation goes on to the caller.
     """
-    raise_file_limit()
+    # Every request in flight is a socket: as many as the system lets us.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     run = _LoadRun(client, model, judge, options, live, follow, observer, stop)
     cpu_start_s = time.process_time()
     try:
@@ -329,9 +331,3 @@ class _LoadRun:
         kept = self.result.failed_captures
         if record.verdict.outcome is Outcome.FAILED and len(kept) < self.options.keep_failed:
             kept.append((record.spec.index, capture))
-
-
-def raise_file_limit() -> None:
-    """Every request in flight is a socket: allow as many as the system lets us."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

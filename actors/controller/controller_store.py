@@ -9,7 +9,6 @@ from ray.experimental import internal_kv
 from actors.rpc.ray_rpc import NAMESPACE
 
 What = Literal["controller", "desired", "gpus", "metrics", "load_history", "history"]
-EVERYTHING: tuple[What, ...] = get_args(What)
 
 
 def save(app: str, what: What, value: bytes) -> None:
@@ -29,7 +28,7 @@ def load(app: str, what: What) -> bytes | None:
 
 def forget(app: str) -> None:
     """Remove all that was stored for an application that ends."""
-    for what in EVERYTHING:
+    for what in get_args(What):
         internal_kv._internal_kv_del(_key(app, what), namespace=NAMESPACE.encode())
 
 

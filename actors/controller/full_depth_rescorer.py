@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from actors.rpc.ray_rpc import call
 from quadriga.clock import Clock
-from quadriga.core.output import EngineOutput, PollReply
+from quadriga.core.output import PollReply
 from quadriga.core.request import SamplingParams, SequenceState, TokenLogprob
 from quadriga.core.routing import AutoReport
 from quadriga.errors import QuadrigaError
@@ -74,14 +74,11 @@ class FullDepthRescorer:
             )
             self._acks = {replica: reply.last_seq}
             for emission in reply.emissions:
-                if emission.sequence_id == state.sequence_id and _is_over(emission):
+                is_over = emission.finish is not None or emission.error is not None
+                if emission.sequence_id == state.sequence_id and is_over:
                     return emission.prompt_logprobs
         await call(replica, "cancel", [state.sequence_id], timeout_s=DEADLINE_S)
         return None
-
-
-def _is_over(emission: EngineOutput) -> bool:
-    return emission.finish is not None or emission.error is not None
 
 
 def compared(report: AutoReport, said: Sequence[TokenLogprob]) -> dict[int, tuple[int, int]]:

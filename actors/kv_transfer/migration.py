@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from actors.rpc.lifecycle import scheduler_name
 from quadriga.background import background
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from quadriga.scheduling.transfer.sequence_export import SequenceRemainder
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 REST_DEADLINE_S = 2.0
 """For the last KV, and again for the commit, while the sequence stands still."""
@@ -86,7 +83,7 @@ class Migration:
         """Move it, or leave everything as it was; raises for programming errors only."""
         sequence_id = self.order.sequence_id
         try:
-            held = await self._engine(lambda core: core.loop.export.held(sequence_id))
+            held = await self._replica.engine.call(lambda core: core.loop.export.held(sequence_id))
             if held is None:
                 self._conclude("refused", "not_running: it is not here")
                 return
@@ -137,7 +134,7 @@ class Migration:
         self._copying = Copy(
             self.order.sequence_id,
             transfer,
-            lambda command: self._engine(lambda core: command(core.loop)),
+            lambda command: self._replica.engine.call(lambda core: command(core.loop)),
             self._replica.clock,
             depth=min(held_depth, transfer.peer.depth_class.depth),
         )
@@ -185,7 +182,7 @@ class Migration:
             return core.loop.export.held(sequence_id) is not None
 
         try:
-            is_here = await self._engine(go_on)
+            is_here = await self._replica.engine.call(go_on)
         except QuadrigaError as exc:  # the engine is over, and this process with it
             logger.info("%s does not go on here: %s", sequence_id, exc)
             return
@@ -227,7 +224,7 @@ class Migration:
         sequence_id = self.order.sequence_id
         self._replica.moved_away(sequence_id, transfer.peer.name)
         try:
-            await self._engine(lambda core: core.loop.leave(sequence_id))
+            await self._replica.engine.call(lambda core: core.loop.leave(sequence_id))
         except QuadrigaError as exc:  # the engine is over, and this process with it
             logger.info("the row of %s is not released: %s", sequence_id, exc)
         self._announce(state, transfer, "done")
@@ -248,9 +245,6 @@ class Migration:
             move=move,
         )
         self._replica.emit([(state.ingress_id, emission)])
-
-    async def _engine(self, command: Callable[[DecodeEngine], Result]) -> Result:
-        return await self._replica.engine.call(command)
 
     def _conclude(self, outcome: MigrationOutcome, reason: str) -> None:
         """Report how it ended to the caller, the metrics and the trace."""
@@ -309,16 +303,16 @@ def _reason(error: QuadrigaError) -> str:
 
 
 class Migrations:
-    """All live migrations out of one replica; on its event loop."""
+    """All live migrations out of one replica; on its event loop.
+
+    Attributes:
+        under_way: Ids of the sequences on their way; from any thread, as it is replaced, never
+            changed.
+    """
 
     def __init__(self, replica: Replica[DecodeEngine]) -> None:
         self._replica = replica
-        self._under_way: frozenset[str] = frozenset()  # replaced, never changed
-
-    @property
-    def under_way(self) -> Collection[str]:
-        """Ids of the sequences on their way; from any thread."""
-        return self._under_way
+        self.under_way: frozenset[str] = frozenset()
 
     async def migrate(self, order: MigrationOrder) -> MigrationReport:
         """Hand a running sequence over; every ordinary end is reported, not raised."""
@@ -327,7 +321,7 @@ class Migrations:
             report = MigrationReport(order.sequence_id, "refused", refusal)
             self.ended(order, report)
             return report
-        self._under_way |= {order.sequence_id}
+        self.under_way |= {order.sequence_id}
         migration = Migration(self, self._replica, order)
         # It runs to its end whatever becomes of the caller.
         background(self._run(migration))
@@ -348,7 +342,7 @@ class Migrations:
                 migration.verdict.set_exception(exc)
             raise
         finally:
-            self._under_way -= {migration.order.sequence_id}
+            self.under_way -= {migration.order.sequence_id}
 
     def _refusal(self, order: MigrationOrder) -> str | None:
         """Why an order is not even tried; None where it is."""
@@ -358,9 +352,9 @@ class Migrations:
             return "same_replica: it is there already"
         if order.depth_class != mine:
             return f"wrong_depth_class: the order is for {order.depth_class}, this is {mine}"
-        if order.sequence_id in self._under_way:
+        if order.sequence_id in self.under_way:
             return "under_way: it is on its way already"
-        if len(self._under_way) >= MAX_OUTGOING:
+        if len(self.under_way) >= MAX_OUTGOING:
             return f"busy: {MAX_OUTGOING} sequences are on their way from here"
         if replica.departed.is_cancelled(order.sequence_id):
             return "cancelled: it was cancelled"

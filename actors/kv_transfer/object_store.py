@@ -78,9 +78,7 @@ class ObjectStoreTransport:
             await call_handle(peer, handle, "kv_deliver", *what, timeout_s=deadline_s)
         except KVTransportError:
             raise
-        except QuadrigaError as exc:
-            raise KVTransportError(f"part {part.index} to {peer}: {exc.message}") from exc
-        except RayError as exc:
+        except (QuadrigaError, RayError) as exc:
             raise KVTransportError(f"part {part.index} to {peer}: {exc}") from exc
 
     async def deliver(

@@ -188,10 +188,12 @@ def _nixl(me: str, host_for: Callable[[str], str], device: Device) -> Channels:
     try:
         return NixlChannels(me, host_for, find_nixl(), torch.device(device))
     except KVTransportError as exc:
-        raise ConfigError(
-            f"transport.kind: 'nixl' cannot be had: {exc.message}; or set it to 'auto'",
-            param="transport.kind",
-        ) from exc
+        raise _missing("nixl", exc) from exc
+
+
+def _missing(kind: Kind, exc: KVTransportError) -> ConfigError:
+    text = f"transport.kind: {kind!r} cannot be had: {exc.message}; or set it to 'auto'"
+    return ConfigError(text, param="transport.kind")
 
 
 def _library(kind: Kind, device: Device) -> NcclLibrary | None:
@@ -204,9 +206,6 @@ def _library(kind: Kind, device: Device) -> NcclLibrary | None:
         return find_nccl()
     except KVTransportError as exc:
         if kind == "nccl":
-            raise ConfigError(
-                f"transport.kind: 'nccl' cannot be had: {exc.message}; or set it to 'auto'",
-                param="transport.kind",
-            ) from exc
+            raise _missing("nccl", exc) from exc
         logger.warning("KV goes through host memory, without NCCL: %s", exc.message)
         return None

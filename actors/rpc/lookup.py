@@ -7,7 +7,6 @@ from typing import Any
 
 import ray
 from ray import ObjectRef
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors.rpc.lifecycle import controller_name, create_or_get, scheduler_name
@@ -22,8 +21,6 @@ __all__ = [
     "ensure_cluster",
     "forget_actor",
     "get_actor",
-    "get_controller",
-    "get_scheduler",
     "scheduler_name",
 ]
 
@@ -45,9 +42,7 @@ def ensure_cluster(config: QuadrigaConfig | dict[str, Any]) -> None:
     give_up_s = time.monotonic() + ENSURE_TIMEOUT_S
     while True:
         try:
-            get_scheduler(loaded.name, plain)
-            controller: Any = get_controller(loaded.name, plain)
-            ray.get(controller.ensure.remote(plain), timeout=give_up_s - time.monotonic())
+            ray.get(_begin(loaded.name, plain), timeout=give_up_s - time.monotonic())
             return
         except RayTaskError as exc:
             raise from_ray(controller_name(loaded.name), "ensure", exc) from exc
@@ -70,22 +65,15 @@ def begin_cluster(config: QuadrigaConfig) -> ObjectRef[Any]:
     Returns:
         To be kept until then: of a failure that nobody can ask for any more Ray prints a trace.
     """
-    plain = config.model_dump(mode="json", exclude={"auth"})
-    get_scheduler(config.name, plain)
-    controller: Any = get_controller(config.name, plain)
-    begun: ObjectRef[Any] = controller.ensure.remote(plain)
-    return begun
+    return _begin(config.name, config.model_dump(mode="json", exclude={"auth"}))
 
 
-def get_scheduler(app: str, config: dict[str, Any]) -> ActorHandle[Any]:
-    """Create or get the application's scheduler actor."""
+def _begin(app: str, config: dict[str, Any]) -> ObjectRef[Any]:
+    """Have an application's controller accept a configuration; missing actors are created."""
+    from actors.controller.controller import Controller
     from actors.scheduler.scheduler import Scheduler
 
-    return create_or_get(Scheduler, scheduler_name(app), config)
-
-
-def get_controller(app: str, config: dict[str, Any]) -> ActorHandle[Any]:
-    """Create or get the application's controller actor."""
-    from actors.controller.controller import Controller
-
-    return create_or_get(Controller, controller_name(app), app, config)
+    create_or_get(Scheduler, scheduler_name(app), config)
+    controller: Any = create_or_get(Controller, controller_name(app), app, config)
+    begun: ObjectRef[Any] = controller.ensure.remote(config)
+    return begun

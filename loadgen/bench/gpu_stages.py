@@ -30,6 +30,7 @@ from quadriga.engine.cuda.attention import choose_attention
 from quadriga.engine.cuda.decoder import PagedDecoder
 from quadriga.engine.cuda.graphs import CudaRecorder
 from quadriga.engine.cuda.loading import load_paged
+from quadriga.engine.cuda.paged_attention import PagedKV
 from quadriga.engine.cuda.pages import PAGE_TOKENS
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.engine.models.layers import TokenSpan
@@ -151,12 +152,11 @@ def attention(setting: Setting, say: Say) -> None:
                 pages = torch.arange(batch * blocks, dtype=torch.int32, device=setting.device)
                 pool = (batch * blocks, PAGE_TOKENS, config.num_kv_heads, config.head_dim)
                 zeros = partial(torch.zeros, dtype=torch.bfloat16, device=setting.device)
-                keys, values = zeros(pool), zeros(pool)
+                kv = PagedKV(zeros(pool), zeros(pool), pages.view(batch, blocks))
                 q = zeros((batch, config.num_heads, config.head_dim))
                 lengths = torch.full((batch,), context, dtype=torch.int32, device=setting.device)
-                table = pages.view(batch, blocks)
 
-                step = partial(mixer.each, q, keys, values, table, lengths, context, 0)
+                step = partial(mixer.each, q, kv, lengths, context, 0)
                 with recorded(setting, step) as replay:
                     gpu_s, _ = timed(setting, replay)
                 size = 4 * batch * context * config.kv_size
@@ -169,7 +169,7 @@ def attention(setting: Setting, say: Say) -> None:
                     gb_per_s=round(size / gpu_s / 1e9, 1),
                     share_of_read=round(size / gpu_s / rate, 3),
                 )
-                del keys, values
+                del kv
 
 
 def decode_1b(setting: Setting, say: Say) -> None:

@@ -12,6 +12,12 @@ Auto = Literal["auto"]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+
+
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from quadriga.config.fields import Auto, Count, Seconds, Section
+from quadriga.config.fields import Auto, Count, PositiveShare, Seconds, Section, Share
 
 
 class AresConfig(Section):
@@ -19,36 +19,28 @@ class AresConfig(Section):
         "replica in its class nothing is moved.",
     )
     interval_s: Seconds = Field(1.0, description="Between two decisions about moves.")
-    theta: float = Field(
+    theta: Share = Field(
         0.05,
-        ge=0,
-        le=1,
         description="A replica above (1 + theta) times the mean load gives sequences away, one "
         "below (1 - theta) takes them.",
     )
-    decay: float = Field(
+    decay: Share = Field(
         0.8,
-        ge=0,
-        le=1,
         description="Factor by which a token counts less at each further point of the forecast.",
     )
-    min_gain: float = Field(
+    min_gain: Share = Field(
         0.05,
-        ge=0,
-        le=1,
         description="Least share of the variance between replicas that a move must remove, for 3 "
         "replicas; for n replicas 3/n times it.",
     )
-    memory_limit: float = Field(
-        0.9, gt=0, le=1, description="Share of its KV memory that a taker's forecast may reach."
+    memory_limit: PositiveShare = Field(
+        0.9, description="Share of its KV memory that a taker's forecast may reach."
     )
     memory_horizon_s: float = Field(
         100.0, ge=0, le=86_400, description="Memory peaks further ahead are left to later."
     )
-    rescue_limit: float = Field(
+    rescue_limit: PositiveShare = Field(
         0.9,
-        gt=0,
-        le=1,
         description="Forecast share of KV memory above which a replica is relieved whatever the "
         "balance says.",
     )
@@ -171,10 +163,8 @@ class ScalingConfig(Section):
     )
     min_replicas: int = Field(1, ge=1, le=1024, description="Of a class that serves.")
     max_replicas: int = Field(4, ge=1, le=1024, description="Of a class.")
-    utilisation: float = Field(
+    utilisation: PositiveShare = Field(
         0.75,
-        gt=0,
-        le=1,
         description="Share of KV memory, of slots and of the step time allowed that a class's "
         "forecast may fill before it gets another replica.",
     )
@@ -234,16 +224,12 @@ class HeliosConfig(Section):
         "that serves, which then changes model for it.",
     )
     profile_requests: int = Field(5, ge=1, le=1000, description="Live requests a candidate gets.")
-    min_coverage: float = Field(
+    min_coverage: PositiveShare = Field(
         0.7,
-        gt=0,
-        le=1,
         description="A model is loaded up to the first exit that this share of tokens would pass.",
     )
-    max_changed_share: float = Field(
+    max_changed_share: Share = Field(
         0.02,
-        ge=0,
-        le=1,
         description="Part of a model is loaded only where no more of its tokens than this are "
         "expected to be others than all of it would say; 1: breaches alone count, as in the paper.",
     )
@@ -260,10 +246,8 @@ class HeliosConfig(Section):
     reassess_requests: Count = Field(
         150, description="Served requests between two profiles, at least."
     )
-    profile_share: float = Field(
+    profile_share: PositiveShare = Field(
         0.05,
-        gt=0,
-        le=1,
         description="Share of the time, at most, in which models are loaded for profiles; 1: no "
         "limit.",
     )

@@ -36,7 +36,7 @@ from quadriga.engine.kernels.library import (
     KernelLibrary,
     pointer,
 )
-from quadriga.engine.kv_cache import KV_BLOCK
+from quadriga.engine.kv_cache import KV_BLOCK, Ints
 from quadriga.engine.models.decoder import AnyDecoder, Candidates, Decoder
 from quadriga.engine.weights.checkpoint_weights import Head, LayerAdapters
 from quadriga.engine.weights.loading import load_spec
@@ -57,8 +57,8 @@ class KernelPass:
         rows, positions: int64 [T].
     """
 
-    rows: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
+    rows: Ints
+    positions: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class DraftedRows:
         confidences: float32 [n, most], theirs, as the exit says them.
     """
 
-    num_run: npt.NDArray[np.int64]
-    tokens: npt.NDArray[np.int64]
+    num_run: Ints
+    tokens: Ints
     confidences: npt.NDArray[np.float32]
 
 
@@ -96,7 +96,7 @@ class CompiledDecoder(AnyDecoder):
 
     def __init__(self, library: KernelLibrary, eager: Decoder, workers: _Workers) -> None:
         self.config = eager.config
-        self._eager = eager  # owns every tensor that the structures below point at
+        self.eager = eager  # what it stands for; owns what the structures below point at
         self._library = library
         self._workers = workers
         self._pool = workers.pool
@@ -116,11 +116,6 @@ class CompiledDecoder(AnyDecoder):
         self._head_scratch = torch.empty(0)
 
     @property
-    def eager(self) -> Decoder:
-        """What it stands for."""
-        return self._eager
-
-    @property
     def code(self) -> str:
         """See `KernelLibrary.code`."""
         return self._library.code
@@ -135,17 +130,15 @@ class CompiledDecoder(AnyDecoder):
 
     @property
     def reads_depths(self) -> bool:
-        return self._eager.depths is not None
+        return self.eager.depths is not None
 
-    def plan_tokens(
-        self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-    ) -> KernelPass:
+    def plan_tokens(self, rows: Ints, positions: Ints) -> KernelPass:
         """See `Decoder.plan_tokens`."""
         return KernelPass(rows, positions)
 
     def embed(self, token_ids: Sequence[int], batch: KernelPass) -> torch.Tensor:
         """See `Decoder.embed`."""
-        w, c = self._eager.weights, self.config
+        w, c = self.eager.weights, self.config
         ids = np.array(token_ids, dtype=np.int64)
         # By Python: numpy takes some microseconds for its first number.
         if ids.size and not 0 <= min(token_ids) <= max(token_ids) < c.vocab_size:
@@ -165,7 +158,7 @@ class CompiledDecoder(AnyDecoder):
 
     def _total(self, address: int, count: int) -> None:
         """Called by the kernels for what the ranks add up; the GIL is held."""
-        total = self._eager.total
+        total = self.eager.total
         if self._failure is not None or total is None:
             return
         try:
@@ -243,16 +236,16 @@ class CompiledDecoder(AnyDecoder):
     @property
     def can_draft(self) -> bool:
         """Whether `draft` is there: every part of a pass over the first segment is a kernel."""
-        return self._eager.weights.project_in is None and self._eager.total is None
+        return self.eager.weights.project_in is None and self.eager.total is None
 
     def draft(
         self,
         depth: int,
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
+        rows: Ints,
+        positions: Ints,
         token_ids: Sequence[int],
         states: torch.Tensor,
-        places: npt.NDArray[np.int64],
+        places: Ints,
         plan: DraftPlan,
         exits: ExitSpec,
     ) -> DraftedRows:
@@ -290,7 +283,7 @@ class CompiledDecoder(AnyDecoder):
         needed = self._library.draft_scratch(self._model, self._heads[depth], count)
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed)
-        learned = self._eager.weights.positions
+        learned = self.eager.weights.positions
         self._library.draft(
             self._pool,
             self._model,
@@ -324,16 +317,11 @@ class CompiledDecoder(AnyDecoder):
         return DraftedRows(num_run, tokens, confidences)
 
     def _check_draft(
-        self,
-        rows: npt.NDArray[np.int64],
-        stops: npt.NDArray[np.int64],
-        token_ids: Sequence[int],
-        ends: npt.NDArray[np.int64],
-        num_states: int,
+        self, rows: Ints, stops: Ints, token_ids: Sequence[int], ends: Ints, num_states: int
     ) -> None:
         """Raises: IndexError: The kernel would read or write beyond what there is."""
         # By Python: numpy takes some microseconds for each of a few numbers.
-        cache, vocab = self._eager.cache, self.config.vocab_size
+        cache, vocab = self.eager.cache, self.config.vocab_size
         some, until = rows.tolist(), stops.tolist()
         if not 0 <= min(token_ids) <= max(token_ids) < vocab:
             raise IndexError(f"token ids must lie in 0..{vocab - 1}, the vocabulary")
@@ -534,7 +522,7 @@ class KernelSwap:
             logger.warning("the engine stays eager: %s", exc)
 
 
-def _marked(best: npt.NDArray[np.int64], logits: torch.Tensor) -> npt.NDArray[np.int64]:
+def _marked(best: Ints, logits: torch.Tensor) -> Ints:
     """The ids of the largest logits, marked as `best_of` does where that is no finite number."""
     largest = logits.numpy()[np.arange(len(best)), best]
     best[~np.isfinite(largest)] = logits.shape[1]

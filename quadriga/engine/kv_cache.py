@@ -27,6 +27,7 @@ from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.engine.memory import give_back, reserve
 from quadriga.errors import InvariantViolation
 
+Ints = npt.NDArray[np.int64]
 KV_BLOCK = 16
 """Positions in a block; `kBlock` of the kernels."""
 SHARE_TOKENS = 4 * KV_BLOCK
@@ -60,14 +61,7 @@ class KVCache(Protocol):
     def write(self, row: int, first_layer: int, start: int, kv: torch.Tensor) -> None:
         """Store what `read` returned, from position `start` on."""
 
-    def copy_layers(
-        self,
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-        source: int,
-        first: int,
-        stop: int,
-    ) -> None:
+    def copy_layers(self, rows: Ints, positions: Ints, source: int, first: int, stop: int) -> None:
         """Copy K and V at (rows, positions) from layer `source` into layers [first, stop)."""
 
     def release(self, row: int) -> None:
@@ -118,7 +112,7 @@ class RowKVCache:
         dtype: torch.dtype,
         budget_tokens: int,
     ) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         num_blocks = -(-capacity // KV_BLOCK)
         self._shape = (num_rows, num_blocks, num_kv_heads, KV_BLOCK, head_dim)
         self._row_bytes = num_blocks * num_kv_heads * KV_BLOCK * head_dim * dtype.itemsize
@@ -140,7 +134,7 @@ class RowKVCache:
             budget_tokens: Of so many layers.
         """
         other = copy.copy(self)
-        other._is_overcommitted = budget_tokens < 2 * self.num_rows * self._capacity
+        other._is_overcommitted = budget_tokens < 2 * self.num_rows * self.capacity
         other._maps = self._maps[:num_layers]
         other.keys, other.values = self.keys[:num_layers], self.values[:num_layers]
         other._add_layers(num_layers - len(other.keys))
@@ -161,10 +155,6 @@ class RowKVCache:
     @property
     def num_blocks(self) -> int:
         return self._shape[1]
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
 
     def read(
         self, row: int, first_layer: int, num_layers: int, start: int, stop: int
@@ -198,14 +188,7 @@ class RowKVCache:
                     ours = buffer[row, blocks, :, slots].transpose(0, 1)
                     yield ours, side_kv[:, tokens].unflatten(1, (ours.shape[1], ours.shape[2]))
 
-    def copy_layers(
-        self,
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-        source: int,
-        first: int,
-        stop: int,
-    ) -> None:
+    def copy_layers(self, rows: Ints, positions: Ints, source: int, first: int, stop: int) -> None:
         """See `KVCache.copy_layers`."""
         at = torch.from_numpy(rows)
         block, slot = (

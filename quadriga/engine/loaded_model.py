@@ -20,8 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from quadriga.checkpoint.exits import MAX_LAYERS
@@ -30,7 +28,7 @@ from quadriga.config.engine_spec import DTYPE_BYTES, EngineSpec
 from quadriga.engine.compiled import CompiledDecoder, Kernels, KernelSwap, find_kernels
 from quadriga.engine.early_exit.row_states import MappedStates
 from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
-from quadriga.engine.kv_cache import KVCache, RowKVCache, budget_tokens
+from quadriga.engine.kv_cache import Ints, KVCache, RowKVCache, budget_tokens
 from quadriga.engine.models.decoder import AnyDecoder, Decoder
 from quadriga.engine.numerics import numerics
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
@@ -179,7 +177,7 @@ class LoadedModel:
         return self._eager.weights
 
     @property
-    def adapter_of(self) -> npt.NDArray[np.int64] | None:
+    def adapter_of(self) -> Ints | None:
         """See `Decoder.adapter_of`; one array, whatever the depth."""
         return self._eager.adapter_of if isinstance(self._eager, Decoder) else None
 

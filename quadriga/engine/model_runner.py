@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from quadriga.checkpoint.model_config import read_model_config
@@ -27,7 +26,7 @@ from quadriga.engine.early_exit.drafts import Drafts
 from quadriga.engine.early_exit.exit_logits import ExitedTokens, ExitLogits
 from quadriga.engine.early_exit.recorded_pass import RecordedPass, recorded_depths, repay
 from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
-from quadriga.engine.kv_cache import KVCache
+from quadriga.engine.kv_cache import Ints, KVCache
 from quadriga.engine.loaded_model import (
     EngineParts,
     LoadedModel,
@@ -57,7 +56,6 @@ from quadriga.scheduling.transfer.rebuild import num_open, replays_of
 if TYPE_CHECKING:
     from quadriga.engine.tensor_parallel.loading import RankStarter
 
-Ints = npt.NDArray[np.int64]
 _Given = torch.Tensor | list[int]
 """What tokens go into a pass with: states [n, hidden], or ids where it begins at layer 0."""
 

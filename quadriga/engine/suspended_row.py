@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from quadriga.core.kv import KVExtent
+from quadriga.engine.kv_cache import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class SuspendedSkips:
     """Copy of one row of a `SkippedKVStore`; `ends` are the segments of the runner it was in."""
 
     ends: tuple[int, ...]
-    filled: npt.NDArray[np.int64]
+    filled: Ints
     base: int
     depths: npt.NDArray[np.uint8]
     states: HostTensor | None

@@ -148,7 +148,7 @@ def plain_beside(folder: Path, cache: Path) -> Path:
 
 def _convert(conversion: Conversion, folder: Path, sha256: str, state: list[int]) -> None:
     """Write `folder`, unless another process does so meanwhile."""
-    partial, lock = _partial(folder), _lock(folder)
+    partial, lock = folder.parent / f".{folder.name}.partial", _lock(folder)
     with file_lock(lock, PATIENCE_S, progress=lambda: _written_bytes(partial)):
         _remove_abandoned(folder.parent, folder)
         if _is_whole(folder):
@@ -269,10 +269,6 @@ def _name(sha256: str) -> str:
 
 def _folder(root: Path, sha256: str) -> Path:
     return root / f"{_name(sha256)}-{VERSION}"
-
-
-def _partial(folder: Path) -> Path:
-    return folder.parent / f".{folder.name}.partial"
 
 
 def _lock(folder: Path) -> Path:

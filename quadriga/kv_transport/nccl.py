@@ -45,12 +45,8 @@ class Staging:
         self.limit_bytes = limit_bytes
         self._library = library
         self._stream = library.device.make_stream()
-        self._taken_bytes = 0
+        self.taken_bytes = 0
         self._changed = threading.Condition()
-
-    @property
-    def taken_bytes(self) -> int:
-        return self._taken_bytes
 
     def take(self, num_bytes: int, deadline_s: float) -> torch.Tensor:
         """Memory, uint8 [num_bytes]; the caller gives it back.
@@ -61,15 +57,15 @@ class Staging:
         self.check(num_bytes)
         with self._changed:
             if not self._changed.wait_for(
-                lambda: self._taken_bytes + num_bytes <= self.limit_bytes,
+                lambda: self.taken_bytes + num_bytes <= self.limit_bytes,
                 max(0.0, deadline_s - time.monotonic()),
             ):
                 raise KVTransportError(
-                    f"no staging memory came free in time: {self._taken_bytes} of "
+                    f"no staging memory came free in time: {self.taken_bytes} of "
                     f"{self.limit_bytes} bytes are taken",
                     code="timeout",
                 )
-            self._taken_bytes += num_bytes
+            self.taken_bytes += num_bytes
         try:
             return self._library.device.empty(num_bytes, self._stream)
         except RuntimeError as exc:  # torch.OutOfMemoryError is one
@@ -78,7 +74,7 @@ class Staging:
 
     def give_back(self, num_bytes: int) -> None:
         with self._changed:
-            self._taken_bytes -= num_bytes
+            self.taken_bytes -= num_bytes
             self._changed.notify_all()
 
     def holds(self, data: torch.Tensor) -> bool:

@@ -74,7 +74,7 @@ def count_need(load: ClassLoad, config: ScalingConfig, *, now_s: float) -> Need:
     count = held + load.waiting
     tokens = _peak([s.tokens for s in seen])
     # Those that wait will grow as those that run do.
-    growth = tokens / max(1.0, sum(s.tokens_now for s in seen)) if held else 1.0
+    growth = tokens / max(1.0, sum(s.tokens[0] for s in seen)) if held else 1.0
     tokens += load.waiting_tokens * max(1.0, growth)
     return Need(
         memory=tokens / (share * capacity),
@@ -136,10 +136,6 @@ class _DemandSeen:
     load_s: tuple[float, ...]
     base_s: float
     count: int
-
-    @property
-    def tokens_now(self) -> float:
-        return self.tokens[0]
 
 
 def _look(snapshot: ReplicaSnapshot, horizon_s: float) -> _DemandSeen:

@@ -16,8 +16,8 @@ from quadriga.interfaces import LayersDone, ModelRunner, PrefillChunk, Resizable
 class PacedRunner:
     """A runner whose decode steps take at least as long as on a modelled device.
 
-    Everything else passes through. A step that really takes longer is counted in `num_late`:
-    then the machine is too small for the experiment.
+    Everything else passes through. Where a step really takes longer, the machine is too small for
+    the experiment.
     """
 
     def __init__(
@@ -29,7 +29,6 @@ class PacedRunner:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.device = device
-        self.num_late = 0
         self._runner = runner
         self._now_s = now_s
         self._sleep = sleep
@@ -96,8 +95,6 @@ class PacedRunner:
         left_s = started_s + self.device.pass_s(share, len(rows), num_tokens) - self._now_s()
         if left_s > 0:
             self._sleep(left_s)
-        else:
-            self.num_late += 1
 
     def suspend(self, row: int) -> Suspended:
         """See `ModelRunner.suspend`."""

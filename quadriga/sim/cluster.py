@@ -118,7 +118,8 @@ class Simulation:
             name: SimulatedPrefillReplica(name, profile, config.prefill)
             for name in (f"prefill-{i:04}" for i in range(config.num_prefill))
         }
-        self._prefill_snapshots = [_prefill_snapshot(name) for name in self._prefill]
+        infos = (ReplicaInfo(n, Role.PREFILL, DEPTH_CLASS, n, n, 1, 1) for n in self._prefill)
+        self._prefill_snapshots = [ReplicaSnapshot(info=i, taken_unix_s=0.0) for i in infos]
         delays, rng = config.delays, np.random.default_rng([config.seed, 0xDE1A])
         self._queued_s = arrivals_s + drawn(delays.ingress_s, len(arrivals_s), rng)
         self._handoff_s = (
@@ -549,8 +550,3 @@ def _replica_class(config: SimConfig) -> type[SimulatedDecodeReplica]:
     if config.lock_step:
         return LockStepReplica
     return VllmDecodeReplica if config.memory.on_full == "vllm" else SimulatedDecodeReplica
-
-
-def _prefill_snapshot(name: str) -> ReplicaSnapshot:
-    info = ReplicaInfo(name, Role.PREFILL, DEPTH_CLASS, name, name, 1, 1)
-    return ReplicaSnapshot(info=info, taken_unix_s=0.0)

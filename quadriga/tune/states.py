@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from quadriga.checkpoint.json_files import GARBLED, read_object
+from quadriga.engine.kv_cache import Ints
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.errors import ConfigError
@@ -30,7 +31,6 @@ TOP = 32
 TOKENS_PER_PASS = 1024
 _ANSWERS_AT_ONCE = 64
 _PROGRESS = "states.json"
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 
 from quadriga.checkpoint.exits import NEVER, Criterion
+from quadriga.engine.kv_cache import Ints
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.tune.states import StateStore
 
 Measure = Literal["changed", "loss"]
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 _TOKENS_AT_ONCE = 512
 _STEPS = 40
 _SUREST = 1 - 1e-6

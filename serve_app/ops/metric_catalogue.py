@@ -6,7 +6,6 @@ service shows those of them that have been counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from quadriga.control.control_metrics import ControllerMetrics, SchedulerMetrics
@@ -37,14 +36,12 @@ def catalogue() -> dict[str, list[Declared]]:
     }
     view = [Declared(n, "gauge", text, VIEW_LABELS) for n, text in VIEW_GAUGES.items()]
     return {
-        **{title: list(_as_shown(registry)) for title, registry in pushed.items()},
+        **{
+            title: [replace(m, labels=(*m.labels, HUB_LABEL)) for m in registry.declared]
+            for title, registry in pushed.items()
+        },
         "Load of each replica, as its scheduler knows it": view,
     }
-
-
-def _as_shown(registry: Registry) -> Iterator[Declared]:
-    for metric in registry.declared:
-        yield replace(metric, labels=(*metric.labels, HUB_LABEL))
 
 
 def markdown() -> str:

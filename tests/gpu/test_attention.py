@@ -7,7 +7,7 @@ import torch
 
 from quadriga.config.engine_spec import Attention
 from quadriga.engine.cuda.attention import TorchAttention, choose_attention
-from quadriga.engine.cuda.paged_attention import Runs
+from quadriga.engine.cuda.paged_attention import PagedKV, Runs
 from quadriga.engine.cuda.pages import PAGE_TOKENS
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.errors import ConfigError
@@ -48,14 +48,19 @@ def test_equals_the_reference(
         q, lengths = q.to(DEVICE, dtype), (positions + 1).int().to(DEVICE)
         longest = BLOCKS * PAGE_TOKENS
         got, wanted = (
-            a.each(q, keys, values, table[:count], lengths, longest, window)
+            a.each(q, PagedKV(keys, values, table[:count]), lengths, longest, window)
             for a in (attention, reference)
         )
         torch.testing.assert_close(got, wanted, atol=TOLERANCE[dtype], rtol=0)
     spans = [TokenSpan(0, 0, 300, 1000), TokenSpan(1, 300, 301, 255), TokenSpan(2, 301, 340, 0)]
     q = torch.randn(340, config.num_heads, config.head_dim, generator=generator).to(DEVICE, dtype)
     got, wanted = (
-        a.runs(q, keys, values, table[:3], Runs.of(spans, a.block_queries, DEVICE), window)
+        a.runs(
+            q,
+            PagedKV(keys, values, table[:3]),
+            Runs.of(spans, a.block_queries, DEVICE),
+            window,
+        )
         for a in (attention, reference)
     )
     torch.testing.assert_close(got, wanted, atol=TOLERANCE[dtype], rtol=0)

@@ -94,15 +94,12 @@ def floor_s(workload: Workload, costs: ModelCosts, rates: MachineRates) -> float
     prompt = sum(len(r.prompt) for r in workload.requests)
     output = workload.output_tokens
     steps = max(max(r.max_tokens for r in workload.requests), output / workload.concurrency)
-    context = sum(_context_sum(len(r.prompt), r.max_tokens) for r in workload.requests)
+    # Positions that the decode steps of each request read; its first token comes from prefill.
+    sizes = ((len(r.prompt), r.max_tokens) for r in workload.requests)
+    context = sum(sum(range(prompt + 1, prompt + output)) for prompt, output in sizes)
     num_bytes = 4 * (costs.weights * steps + costs.kv_values * context)
     prompt_context = sum(len(r.prompt) ** 2 // 2 for r in workload.requests)
     computed = prompt + output - len(workload.requests)  # nobody goes on from the last tokens
     flops = 2 * ((costs.weights - costs.head) * computed + costs.head * output)
     flops += costs.attention_flops * (context + prompt_context)
     return max(num_bytes / rates.bytes_per_s, flops / rates.flops_per_s)
-
-
-def _context_sum(prompt: int, output: int) -> int:
-    """Positions read by all decode steps of one request; its first token comes from prefill."""
-    return sum(range(prompt + 1, prompt + output))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from loadgen.bench.fake_service.faults import (
@@ -55,12 +54,7 @@ class FakeServer:
         await self.start(0)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
         for task in list(self._streams):

@@ -153,7 +153,7 @@ def _asked(
     alone = LengthPredictor(
         f"{name}, each answer alone",
         predict(encoder, rows),
-        encoder.num_parameters,
+        sum(p.numel() for p in encoder.parameters()),
         {n: timed(lambda n=n: predict(encoder, typical[:n])) for n in BATCHES},  # type: ignore[misc]
     )
     each, together = error(tried), error(averaged(tried, data, validation))

@@ -64,8 +64,6 @@ class LocalController:
         self._clock = clock
         self._on_served = on_served
         self._order: ChangeOrder | None = None
-        self._tokens = 0
-        self._breaches = 0
         self._unread: dict[str, deque[ServedRequest]] = {}
         self._was = replica.breaches, replica.held.total()
         self._tick()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -37,6 +37,7 @@ class BatonRunner:
         release_columns: Padding columns in front of all rows that are worth a release.
 
     Attributes:
+        model: The model itself; experiments drive it otherwise.
         max_padding: Most padding columns behind a prompt that shares a pass.
     """
 
@@ -50,7 +51,7 @@ class BatonRunner:
     ) -> None:
         self.spec = spec
         self.geometry = geometry
-        self._model = model
+        self.model = model
         self._rows = RelayRows(
             geometry,
             getattr(torch, spec.dtype),
@@ -93,14 +94,9 @@ class BatonRunner:
         return cls(spec, model, geometry, release_columns=release_columns)
 
     @property
-    def model(self) -> CausalModel:
-        """The model itself, for experiments that drive it otherwise."""
-        return self._model
-
-    @property
     def numerics(self) -> str:
         """Name of what it computes with."""
-        return numerics(self.spec, torch_code(self._model.device))
+        return numerics(self.spec, torch_code(self.model.device))
 
     @property
     def num_layers(self) -> int:
@@ -150,7 +146,7 @@ class BatonRunner:
             DeviceMemoryExhausted: See `passes_of`.
             InvariantViolation: A chunk is empty, too long, or leaves a gap.
         """
-        with passes_of(self._model.device):
+        with passes_of(self.model.device):
             return self._prefill(chunks, on_layers)
 
     def _prefill(
@@ -180,7 +176,7 @@ class BatonRunner:
         """
         if not rows:
             return []
-        with passes_of(self._model.device):
+        with passes_of(self.model.device):
             of_row, logits = self._step(rows)
             samplers = [self._sampler(row) for row in of_row]
             tokens = sample(logits, samplers, self.num_layers)
@@ -196,7 +192,7 @@ class BatonRunner:
         if (first, stop) != (0, 1):
             raise InvariantViolation(f"segments {first}..{stop}: an unmodified model has one")
         self._at_end = None
-        with passes_of(self._model.device):
+        with passes_of(self.model.device):
             of_row, logits = self._step(rows)
             process(logits, [self._sampler(row) for row in of_row])
             best = torch.topk(torch.softmax(logits, dim=-1), 2, dim=-1).values
@@ -279,7 +275,7 @@ class BatonRunner:
         inputs = self._rows.begin_step({r: s.state.num_tokens - 1 for r, s in samplers.items()})
         states = [samplers[row].state for row in inputs.rows]
         token_ids = [(state.output_ids or state.prompt_ids)[-1] for state in states]
-        logits = decode_step(self._model, self.num_layers, self._rows.batch, inputs, token_ids)
+        logits = decode_step(self.model, self.num_layers, self._rows.batch, inputs, token_ids)
         self._rows.end_step()
         return {row: i for i, row in enumerate(inputs.rows)}, logits
 
@@ -318,11 +314,11 @@ class BatonRunner:
         each = list(zip([chunks[i] for i in group], states, strict=True))
         wants_all = any(wants_scores(*one) for one in each)
         keep = None if wants_all else sorted(set(lasts))
-        announce = _one_by_one(on_layers)
+        announce = None if on_layers is None else lambda layer: on_layers(layer, 1)
         pools = any(pooled_from(*one) is not None for one in each)
         found: list[torch.Tensor] = []
         logits = prompt_pass(
-            self._model,
+            self.model,
             self.num_layers,
             [spans[i] for i in group],
             keep,
@@ -352,8 +348,3 @@ class BatonRunner:
         if sampler is None:
             raise InvariantViolation(f"row {row} has no sequence attached")
         return sampler
-
-
-def _one_by_one(on_layers: LayersDone | None) -> Callable[[int], None] | None:
-    """The callback for a single layer, where there is one for several."""
-    return None if on_layers is None else lambda layer: on_layers(layer, 1)

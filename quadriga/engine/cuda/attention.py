@@ -18,7 +18,7 @@ import torch
 
 from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.config.engine_spec import Attention
-from quadriga.engine.cuda.paged_attention import PagedAttention, Runs
+from quadriga.engine.cuda.paged_attention import PagedAttention, PagedKV, Runs
 from quadriga.engine.cuda.probe import MakeRecorder, failed_probe
 from quadriga.engine.models.layers import attend_each, attend_run, by_group, first_visible
 from quadriga.errors import ConfigError
@@ -37,40 +37,25 @@ class TorchAttention:
         self._config = config
 
     def each(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        table: torch.Tensor,
-        lengths: torch.Tensor,
-        longest: int,
-        window: int,
+        self, q: torch.Tensor, kv: PagedKV, lengths: torch.Tensor, longest: int, window: int
     ) -> torch.Tensor:
         """See `PagedAttention.each`."""
-        pages = table[:, : -(-longest // keys.shape[1])]
+        pages = kv.table[:, : -(-longest // kv.keys.shape[1])]
         # [T, blocks, page_tokens, kv_heads, head_dim] → [T, kv_heads, longest, head_dim]
-        k = keys[pages].flatten(1, 2)[:, :longest].transpose(1, 2)
-        v = values[pages].flatten(1, 2)[:, :longest].transpose(1, 2)
+        k = kv.keys[pages].flatten(1, 2)[:, :longest].transpose(1, 2)
+        v = kv.values[pages].flatten(1, 2)[:, :longest].transpose(1, 2)
         mixed = attend_each(by_group(q, self._config), k, v, lengths - 1, window)
         return mixed.flatten(1).to(q.dtype)
 
-    def runs(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        table: torch.Tensor,
-        runs: Runs,
-        window: int,
-    ) -> torch.Tensor:
+    def runs(self, q: torch.Tensor, kv: PagedKV, runs: Runs, window: int) -> torch.Tensor:
         """See `PagedAttention.runs`."""
         grouped = by_group(q, self._config)
         out = torch.empty_like(grouped)
-        for pages, s in zip(table, runs.spans, strict=True):
+        for pages, s in zip(kv.table, runs.spans, strict=True):
             first = first_visible(s.start, window)
-            seen = pages[: -(-s.stop // keys.shape[1])]
-            k = keys[seen].flatten(0, 1)[first : s.stop].transpose(0, 1)
-            v = values[seen].flatten(0, 1)[first : s.stop].transpose(0, 1)
+            seen = pages[: -(-s.stop // kv.keys.shape[1])]
+            k = kv.keys[seen].flatten(0, 1)[first : s.stop].transpose(0, 1)
+            v = kv.values[seen].flatten(0, 1)[first : s.stop].transpose(0, 1)
             out[s.begin : s.end] = attend_run(
                 grouped[s.begin : s.end], k, v, s.start, first, window
             )
@@ -96,42 +81,27 @@ class FlashAttention:
         self._scale = config.head_dim**-0.5
 
     def each(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        table: torch.Tensor,
-        lengths: torch.Tensor,
-        longest: int,
-        window: int,
+        self, q: torch.Tensor, kv: PagedKV, lengths: torch.Tensor, longest: int, window: int
     ) -> torch.Tensor:
         """See `PagedAttention.each`."""
         mixed: torch.Tensor = self._library.flash_attn_with_kvcache(
             q[:, None],
-            keys,
-            values,
+            kv.keys,
+            kv.values,
             cache_seqlens=lengths,
-            block_table=table,
+            block_table=kv.table,
             softmax_scale=self._scale,
             causal=True,
             window_size=_before(window),
         )
         return mixed.flatten(1)
 
-    def runs(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        table: torch.Tensor,
-        runs: Runs,
-        window: int,
-    ) -> torch.Tensor:
+    def runs(self, q: torch.Tensor, kv: PagedKV, runs: Runs, window: int) -> torch.Tensor:
         """See `PagedAttention.runs`."""
         mixed: torch.Tensor = self._library.flash_attn_varlen_func(
             q,
-            keys,
-            values,
+            kv.keys,
+            kv.values,
             cu_seqlens_q=runs.begins,
             cu_seqlens_k=runs.length_sums,
             max_seqlen_q=runs.longest_run,
@@ -139,7 +109,7 @@ class FlashAttention:
             softmax_scale=self._scale,
             causal=True,
             window_size=_before(window),
-            block_table=table,
+            block_table=kv.table,
         )
         return mixed.flatten(1)
 

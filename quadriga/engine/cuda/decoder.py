@@ -14,8 +14,9 @@ import torch
 from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.cuda.graphs import DecodeGraphs, Looked
 from quadriga.engine.cuda.operations import SAYS, Operations, Store
-from quadriga.engine.cuda.paged_attention import PagedAttention, Runs
+from quadriga.engine.cuda.paged_attention import PagedAttention, PagedKV, Runs
 from quadriga.engine.cuda.paged_cache import PagedKVCache
+from quadriga.engine.kv_cache import Ints
 from quadriga.engine.models.decoder import Candidates
 from quadriga.engine.models.layers import (
     TokenSpan,
@@ -32,7 +33,6 @@ from quadriga.engine.numerics import torch_code
 from quadriga.engine.transfers import to_device
 from quadriga.engine.weights.checkpoint_weights import Linear, ModelWeights, Norm
 
-Ints = npt.NDArray[np.int64]
 _Mix = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
@@ -196,8 +196,8 @@ class PagedDecoder:
         lengths = (tokens[1] + 1).int()
 
         def mix(q: torch.Tensor, table: torch.Tensor, window: int) -> torch.Tensor:
-            pools = self.cache.keys, self.cache.values
-            return self.attention.each(q, *pools, table, lengths, longest, window)
+            kv = PagedKV(self.cache.keys, self.cache.values, table)
+            return self.attention.each(q, kv, lengths, longest, window)
 
         return self._through(x, first, stop, self._bind(tokens, tokens[0], first, stop), mix)
 
@@ -210,8 +210,8 @@ class PagedDecoder:
             runs = batch.runs = Runs.of(spans, self.attention.block_queries, self._device)
 
         def mix(q: torch.Tensor, table: torch.Tensor, window: int) -> torch.Tensor:
-            pools = self.cache.keys, self.cache.values
-            return self.attention.runs(q, *pools, table, runs, window)
+            kv = PagedKV(self.cache.keys, self.cache.values, table)
+            return self.attention.runs(q, kv, runs, window)
 
         tokens = self._on_device(batch)
         rows = tokens[0].index_select(0, runs.begins[:-1])

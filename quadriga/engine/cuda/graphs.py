@@ -23,17 +23,16 @@ from itertools import combinations
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from quadriga.engine.cuda.operations import SAYS
+from quadriga.engine.kv_cache import Ints
 from quadriga.engine.transfers import copy_over
 
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 1024
 
-Ints = npt.NDArray[np.int64]
 
 RunEach = Callable[[torch.Tensor | None, torch.Tensor, int, int, int], torch.Tensor]
 """`PagedDecoder.run_each`."""

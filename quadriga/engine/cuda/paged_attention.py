@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -65,13 +65,24 @@ class Runs:
         )
 
 
+class PagedKV(NamedTuple):
+    """KV of one layer in pages, and whose they are.
+
+    Attributes:
+        keys, values: The pools [pages, page_tokens, num_kv_heads, head_dim].
+        table: The layer's pages, int32 [sequences, num_blocks].
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    table: torch.Tensor
+
+
 class PagedAttention(Protocol):
     """Mixes the values that queries see.
 
-    Everywhere q is [T, num_heads, head_dim], rotated and not scaled; `keys` and `values` are the
-    pools [pages, page_tokens, num_kv_heads, head_dim]; `table` is one layer's pages,
-    int32 [sequences, num_blocks]; `window` is how many positions a query sees, itself included, 0
-    is all. The result is [T, num_heads · head_dim].
+    Everywhere q is [T, num_heads, head_dim], rotated and not scaled; `window` is how many positions
+    a query sees, itself included, 0 is all. The result is [T, num_heads · head_dim].
     """
 
     name: str
@@ -81,14 +92,7 @@ class PagedAttention(Protocol):
     """Its cost does not grow with the `longest` that a graph must assume."""
 
     def each(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        table: torch.Tensor,
-        lengths: torch.Tensor,
-        longest: int,
-        window: int,
+        self, q: torch.Tensor, kv: PagedKV, lengths: torch.Tensor, longest: int, window: int
     ) -> torch.Tensor:
         """One query of each sequence, at the end of the positions it sees.
 
@@ -99,13 +103,5 @@ class PagedAttention(Protocol):
         Nothing on the host depends on what is on the device: it may be recorded into a graph.
         """
 
-    def runs(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        table: torch.Tensor,
-        runs: Runs,
-        window: int,
-    ) -> torch.Tensor:
-        """Runs of queries; `table` has a row a run."""
+    def runs(self, q: torch.Tensor, kv: PagedKV, runs: Runs, window: int) -> torch.Tensor:
+        """Runs of queries; `kv.table` has a row a run."""

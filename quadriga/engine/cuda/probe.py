@@ -13,7 +13,7 @@ import torch
 
 from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.cuda.graphs import GraphRecorder
-from quadriga.engine.cuda.paged_attention import PagedAttention, Runs
+from quadriga.engine.cuda.paged_attention import PagedAttention, PagedKV, Runs
 from quadriga.engine.cuda.pages import PAGE_TOKENS
 from quadriga.engine.models.layers import TokenSpan
 
@@ -53,8 +53,8 @@ def failed_probe(
     try:
         recorder = make_recorder() if make_recorder is not None else None
         keys, values = pools.to(device)
-        on_device = q.to(device), keys, values, table.to(device)
-        newest = (q[: len(_LENGTHS)].to(device), *on_device[1:], lengths.to(device))
+        kv = PagedKV(keys, values, table.to(device))
+        newest = q[: len(_LENGTHS)].to(device), kv, lengths.to(device)
         got = torch.zeros(len(_LENGTHS), heads * head, dtype=dtype, device=device)
 
         def step() -> None:
@@ -66,7 +66,8 @@ def failed_probe(
             replay = recorder.record(step)
             got.zero_()
             replay()
-        runs = attention.runs(*on_device, Runs.of(_SPANS, attention.block_queries, device), 0)
+        spans = Runs.of(_SPANS, attention.block_queries, device)
+        runs = attention.runs(q.to(device), kv, spans, 0)
         results = got.cpu(), runs.cpu()
     # Whatever a library raises that was built for another GPU, torch or compiler.
     except Exception as exc:
@@ -78,10 +79,11 @@ def failed_probe(
         if recorder is not None:
             recorder.close()
     query, (keys, values) = q.float(), pools.float()
+    kv = PagedKV(keys, values, table)
     spans = Runs.of(_SPANS, reference.block_queries, host)
     wanted = (
-        reference.each(query[: len(_LENGTHS)], keys, values, table, lengths, longest, 0),
-        reference.runs(query, keys, values, table, spans, 0),
+        reference.each(query[: len(_LENGTHS)], kv, lengths, longest, 0),
+        reference.runs(query, kv, spans, 0),
     )
     tolerance = _FLOAT32_TOLERANCE if dtype == torch.float32 else _HALF_TOLERANCE
     for kind, result, right in zip(("decode step", "prompt"), results, wanted, strict=True):

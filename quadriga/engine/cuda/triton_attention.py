@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from quadriga.checkpoint.model_config import ModelConfig
-from quadriga.engine.cuda.paged_attention import Runs
+from quadriga.engine.cuda.paged_attention import PagedKV, Runs
 
 _MIN_ROWS = 16  # of a program's matrix: the least that a product takes
 _MAX_ROWS = {torch.float32: 16}
@@ -178,30 +178,15 @@ class TritonAttention:
         self.block_queries = max(1, rows // triton.next_power_of_2(self._group))
 
     def each(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        table: torch.Tensor,
-        lengths: torch.Tensor,
-        longest: int,
-        window: int,
+        self, q: torch.Tensor, kv: PagedKV, lengths: torch.Tensor, longest: int, window: int
     ) -> torch.Tensor:
         """See `PagedAttention.each`."""
         splits = self._splits(q.shape[0], q.device)
-        return self._run(q, keys, values, table, lengths, None, splits, window)
+        return self._run(q, kv, lengths, None, splits, window)
 
-    def runs(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        table: torch.Tensor,
-        runs: Runs,
-        window: int,
-    ) -> torch.Tensor:
+    def runs(self, q: torch.Tensor, kv: PagedKV, runs: Runs, window: int) -> torch.Tensor:
         """See `PagedAttention.runs`."""
-        return self._run(q, keys, values, table, runs.lengths, runs, 1, window)
+        return self._run(q, kv, runs.lengths, runs, 1, window)
 
     def _splits(self, count: int, device: torch.device) -> int:
         """Programs per query and KV head: enough for two on each processor of the GPU."""
@@ -216,9 +201,7 @@ class TritonAttention:
     def _run(
         self,
         q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        table: torch.Tensor,
+        kv: PagedKV,
         lengths: torch.Tensor,
         runs: Runs | None,
         splits: int,
@@ -236,12 +219,12 @@ class TritonAttention:
         if runs is not None:
             begins, block_runs, block_begins = runs.begins, runs.block_runs, runs.block_begins
             num_blocks = block_runs.numel()
-        constants = self.constants(q.dtype, keys.shape[1], is_run=runs is not None, splits=splits)
+        constants = self.constants(
+            q.dtype, kv.keys.shape[1], is_run=runs is not None, splits=splits
+        )
         _attend[(num_blocks, self._kv_heads, splits)](
             q,
-            keys,
-            values,
-            table,
+            *kv,
             begins,
             lengths,
             block_runs,
@@ -250,7 +233,7 @@ class TritonAttention:
             part_out,
             part_max,
             part_sum,
-            table.stride(0),
+            kv.table.stride(0),
             self._scale,
             window,
             **constants,

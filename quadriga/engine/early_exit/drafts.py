@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from quadriga.core.request import SampledToken
-from quadriga.engine.early_exit.row_states import Ints
+from quadriga.engine.kv_cache import Ints
 from quadriga.engine.models.decoder import AnyDecoder
 from quadriga.engine.sampler import RowSampler, Sampler, SamplerAhead, end_not_finite, sample
 from quadriga.engine.transfers import to_device

@@ -12,20 +12,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from quadriga.checkpoint.exits import SkippedKV
 from quadriga.core.request import SequenceState
 from quadriga.engine.early_exit.skipped_kv import SkippedKVStore
-from quadriga.engine.kv_cache import KVCache
+from quadriga.engine.kv_cache import Ints, KVCache
 from quadriga.engine.models.decoder import AnyDecoder
 from quadriga.engine.models.layers import TokenSpan, runs_of, tokens_of
 from quadriga.engine.transfers import to_device
 from quadriga.interfaces import LayersDone, PrefillChunk
 from quadriga.scheduling.transfer.rebuild import Replays, depths_of
-
-Ints = npt.NDArray[np.int64]
 
 
 def recorded_depths(

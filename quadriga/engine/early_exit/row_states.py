@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from quadriga.engine.kv_cache import Ints
 from quadriga.engine.memory import give_back, reserve
-
-Ints = npt.NDArray[np.int64]
 
 
 class RowStates(Protocol):

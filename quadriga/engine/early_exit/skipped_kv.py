@@ -37,8 +37,8 @@ import numpy.typing as npt
 import torch
 
 from quadriga.checkpoint.exits import MAX_LAYERS, SkippedKV
-from quadriga.engine.early_exit.row_states import Ints, RowStates
-from quadriga.engine.kv_cache import KV_BLOCK, KVCache
+from quadriga.engine.early_exit.row_states import RowStates
+from quadriga.engine.kv_cache import KV_BLOCK, Ints, KVCache
 from quadriga.engine.models.decoder import AnyDecoder
 from quadriga.engine.suspended_row import HostTensor, SuspendedSkips
 from quadriga.errors import ConfigError, InvariantViolation
@@ -110,7 +110,7 @@ class SkippedKVStore:
         self._replay_newest = replay_newest if mode in ("linear", "project") else 0
         self._cache = cache
         self._states = states
-        self._ends = tuple(ends)
+        self.ends = tuple(ends)
         self._filled = np.zeros((cache.num_rows, len(ends)), dtype=np.int64)
         self._base = np.zeros(cache.num_rows, dtype=np.int64)  # position of a row's state 0
         num_positions = -(-cache.capacity // KV_BLOCK) * KV_BLOCK
@@ -130,9 +130,9 @@ class SkippedKVStore:
         Args:
             lengths: Row with a sequence → its positions that were run.
         """
-        before, self._ends = self._ends, tuple(ends)
+        before, self.ends = self.ends, tuple(ends)
         self._cache, self._keep_tokens = cache, keep_tokens
-        count = len(self._ends)
+        count = len(self.ends)
         if count <= len(before):
             for row, length in lengths.items():
                 self._cut(row, before, length)
@@ -145,11 +145,11 @@ class SkippedKVStore:
 
     def _cut(self, row: int, before: tuple[int, ...], length: int) -> None:
         """Forget what a row's positions had in segments that are gone."""
-        count = len(self._ends)
+        count = len(self.ends)
         if count < len(before) and self.keeps_states:
             # States of positions that were run deeper are of no use here.
             self._forget(row, min(length, int(self._filled[row, count])))
-        self._flatten(row, self._ends[-1])
+        self._flatten(row, self.ends[-1])
 
     def _forget(self, row: int, stop: int) -> None:
         """Give the states before position `stop` up; those behind move to the front."""
@@ -188,7 +188,7 @@ class SkippedKVStore:
             slots = np.arange(max(0, newest - int(self._base[row])), dtype=np.int64)
             states = HostTensor.of(self._states.take(np.full_like(slots, row), slots))
         return SuspendedSkips(
-            self._ends,
+            self.ends,
             self._filled[row].copy(),
             int(self._base[row]),
             self._depths[row, :num_tokens].copy(),
@@ -205,11 +205,11 @@ class SkippedKVStore:
         """
         theirs = suspended.ends
         came = [end for end in theirs if depth is None or end <= depth]
-        common = min(len(came), len(self._ends))
-        if not common or theirs[:common] != self._ends[:common]:
+        common = min(len(came), len(self.ends))
+        if not common or theirs[:common] != self.ends[:common]:
             raise InvariantViolation(
                 f"a row of segments that end at {theirs} layers cannot go on in one of "
-                f"{self._ends}, of which {depth or theirs[-1]} layers came"
+                f"{self.ends}, of which {depth or theirs[-1]} layers came"
             )
         return common
 
@@ -233,7 +233,7 @@ class SkippedKVStore:
         self._depths[row, :num_tokens] = suspended.depths
         if self.mode == "alias" and not decoder.reads_depths:
             self._unalias(row)
-        wants_states = len(self._ends) > 1 or self.keeps_last
+        wants_states = len(self.ends) > 1 or self.keeps_last
         if not wants_states:  # no pass here would read them
             self._base[row] = max(suspended.base, num_tokens - 1)
         elif suspended.states is not None:
@@ -243,8 +243,8 @@ class SkippedKVStore:
         if len(theirs) > common:
             if self.keeps_states and wants_states:
                 self._forget(row, min(num_tokens - 1, int(suspended.filled[common])))
-            self._flatten(row, self._ends[common - 1])
-        if len(self._ends) > common:
+            self._flatten(row, self.ends[common - 1])
+        if len(self.ends) > common:
             self._deepen(row, theirs[:common], num_tokens - 1)
         self.may_owe = self.may_owe or self._owes(row)
 
@@ -254,11 +254,11 @@ class SkippedKVStore:
         Where the row comes from, kernels may have read it by the depth byte and copied nothing.
         """
         early = np.flatnonzero(self._depths[row] != COMPLETE)
-        for segment in range(1, len(self._ends)):
+        for segment in range(1, len(self.ends)):
             at = early[early < self._filled[row, segment]]
-            at = at[self._depths[row, at] <= self._ends[segment - 1]]
+            at = at[self._depths[row, at] <= self.ends[segment - 1]]
             if at.size:
-                first, stop = self._ends[segment - 1], self._ends[segment]
+                first, stop = self.ends[segment - 1], self.ends[segment]
                 self._copy(np.full_like(at, row), at, first, stop)
 
     def leave(self, rows: Ints, positions: Ints, segment: int, states: torch.Tensor) -> None:
@@ -269,10 +269,10 @@ class SkippedKVStore:
         Args:
             states: [n, hidden], as they came out of the segment.
         """
-        self._depths[rows, positions] = self._ends[segment]
+        self._depths[rows, positions] = self.ends[segment]
         if not self.keeps_states:
             return
-        if segment == len(self._ends) - 1:
+        if segment == len(self.ends) - 1:
             over = positions - self._base[rows] >= self._keep_tokens
             for row, position in zip(rows[over].tolist(), positions[over].tolist(), strict=True):
                 self._forget(row, position)
@@ -297,7 +297,7 @@ class SkippedKVStore:
             if counts.any():
                 found = self._fill(decoder, inner, stop, rows, starts, counts)
             self._filled[rows, inner:stop] = positions[:, None] + 1
-        if stop == len(self._ends) and not self.keeps_last:
+        if stop == len(self.ends) and not self.keeps_last:
             self._base[rows] = positions + 1
         return found
 
@@ -317,15 +317,15 @@ class SkippedKVStore:
 
     def carried(self, went: Carried, states: torch.Tensor, stop: int) -> None:
         """Positions went along up to segment `stop` and came out with these states, [n, hidden]."""
-        if stop == len(self._ends) and not self.keeps_last:
+        if stop == len(self.ends) and not self.keeps_last:
             return  # nothing will ask for them again
         self._states.put(went.rows, went.positions - self._base[went.rows], states)
         if self.mode != "replay":
-            self._depths[went.rows, went.positions] = self._ends[stop - 1]
+            self._depths[went.rows, went.positions] = self.ends[stop - 1]
 
     def num_kept(self, row: int) -> int:
         """Hidden states of the row that a deeper pass may still want."""
-        if not self.keeps_states or (len(self._ends) == 1 and not self.keeps_last):
+        if not self.keeps_states or (len(self.ends) == 1 and not self.keeps_last):
             return 0
         return max(0, self._newest_of(row) - int(self._base[row]))
 
@@ -335,7 +335,7 @@ class SkippedKVStore:
         """Give segments [begin, end) their KV at positions [starts, starts + counts)."""
         if self.mode == "alias" and decoder.reads_depths:
             return None
-        first, stop = self._ends[begin - 1], self._ends[end - 1]
+        first, stop = self.ends[begin - 1], self.ends[end - 1]
         self.num_filled += int(counts.sum()) * (end - begin)
         if self.mode == "replay":
             return self._carry(rows, starts, counts)
@@ -360,7 +360,7 @@ class SkippedKVStore:
         if self.mode in ("alias", "copy"):
             self._copy(rows, positions, first, stop)
         elif self.mode == "project":
-            self._project(decoder, rows, positions, first, stop, self._ends[0])
+            self._project(decoder, rows, positions, first, stop, self.ends[0])
         else:
             for depth, of in _by_depth(self._depths[rows, positions]):
                 self._project(decoder, rows[of], positions[of], first, stop, depth)
@@ -392,10 +392,6 @@ class SkippedKVStore:
 
     # Which positions of which rows have KV in which segments: numbers, no tensors.
 
-    @property
-    def ends(self) -> tuple[int, ...]:
-        return self._ends
-
     def start(self, row: int, num_tokens: int, depth: int | None = None, num_open: int = 0) -> None:
         """A sequence takes the row; its first `num_tokens` positions have KV.
 
@@ -408,8 +404,8 @@ class SkippedKVStore:
         self._filled[row, 1:] -= min(num_open, self._replay_newest)
         self._base[row] = num_tokens
         self._depths[row] = COMPLETE
-        if depth is not None and depth < self._ends[-1]:
-            self._filled[row, np.array(self._ends) > depth] = 0
+        if depth is not None and depth < self.ends[-1]:
+            self._filled[row, np.array(self.ends) > depth] = 0
             self._depths[row, :num_tokens] = depth
         self.may_owe = self.may_owe or self._owes(row)
 
@@ -421,18 +417,18 @@ class SkippedKVStore:
     def depth_of(self, row: int) -> int:
         """Layers that a pass over the row may run before what it owes is paid."""
         if not self._owes(row):
-            return self._ends[-1]
+            return self.ends[-1]
         paid = np.flatnonzero(self._filled[row, 1:] >= self._base[row])
-        return self._ends[int(paid[-1]) + 1 if paid.size else 0]
+        return self.ends[int(paid[-1]) + 1 if paid.size else 0]
 
     @property
     def is_owed(self) -> bool:
         """Whether some row owes positions."""
-        deeper = len(self._ends) > 1 and self.keeps_states
+        deeper = len(self.ends) > 1 and self.keeps_states
         return bool(deeper and (self._filled[:, -1] < self._base).any())
 
     def _owes(self, row: int) -> bool:
-        deepest = len(self._ends) - 1
+        deepest = len(self.ends) - 1
         return bool(deepest and self.keeps_states and self._filled[row, -1] < self._base[row])
 
     def paid(
@@ -452,16 +448,16 @@ class SkippedKVStore:
         self._depths[row, start:stop] = COMPLETE
         if depths is None:
             return
-        early = np.flatnonzero(depths < self._ends[-1])
+        early = np.flatnonzero(depths < self.ends[-1])
         self._depths[row, start + early] = depths[early]
-        deep = np.flatnonzero(depths == self._ends[-1])
+        deep = np.flatnonzero(depths == self.ends[-1])
         skip = max(0, len(depths) - self._replay_newest, deep[-1] + 1 if deep.size else 0)
         if stop < self._base[row] or skip == len(depths):
             return
         first = start + skip
         self._rebase(row, first, states[skip:])
         for segment in lacks:
-            deeper = np.flatnonzero(depths[skip:] > self._ends[segment - 1])
+            deeper = np.flatnonzero(depths[skip:] > self.ends[segment - 1])
             self._filled[row, segment] = first + (deeper[-1] + 1 if deeper.size else 0)
 
     def computed(self, row: int, num_tokens: int) -> Ints:

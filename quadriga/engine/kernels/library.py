@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -180,64 +181,23 @@ class KernelLibrary:
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         self.code = f"kernels {hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
-        self.pool_new = library.quadriga_pool_new
-        self.pool_new.argtypes = [c_int64]
-        self.pool_new.restype = c_void_p
-        self.pool_free = library.quadriga_pool_free
-        self.pool_free.argtypes = [c_void_p]
-        self.pool_free.restype = None
-        self.rows = library.quadriga_rows
-        self.rows.argtypes = [POINTER(CMatrix), c_int64, c_int64, c_void_p, c_void_p]
-        self.rows.restype = None
-        self.scratch = library.quadriga_scratch
-        self.scratch.argtypes = [POINTER(CModel), c_int64]
-        self.scratch.restype = c_int64
-        self.layers = library.quadriga_layers
-        self.layers.argtypes = [
-            c_void_p,
-            POINTER(CModel),
-            c_int64,
-            c_int64,
-            c_int64,
-            c_void_p,
-            c_void_p,
-            c_void_p,
-            c_void_p,
-        ]
-        self.layers.restype = None
-        self.head = library.quadriga_head
-        self.head.argtypes = [
-            c_void_p,
-            POINTER(CModel),
-            POINTER(CHead),
-            c_int64,
-            c_void_p,
-            c_void_p,
-            c_void_p,
-            c_void_p,
-            c_void_p,
-        ]
-        self.head.restype = None
-        self.project_kv = library.quadriga_project_kv
-        self.project_kv.argtypes = [
-            c_void_p,
-            POINTER(CModel),
-            POINTER(CKVMap),
-            *self.layers.argtypes[2:],
-        ]
-        self.project_kv.restype = None
-        self.draft_scratch = library.quadriga_draft_scratch
-        self.draft_scratch.argtypes = [POINTER(CModel), POINTER(CHead), c_int64]
-        self.draft_scratch.restype = c_int64
-        self.draft = library.quadriga_draft
-        self.draft.argtypes = [
-            c_void_p,
-            POINTER(CModel),
-            POINTER(CMatrix),
-            c_void_p,
-            c_int64,
-            POINTER(CHead),
-            POINTER(CDraft),
-            c_void_p,
-        ]
-        self.draft.restype = None
+
+        def function(name: str, result: Any, *arguments: Any) -> Any:
+            found = getattr(library, f"quadriga_{name}")
+            found.argtypes, found.restype = arguments, result
+            return found
+
+        a_pass = (c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)
+        model, head = POINTER(CModel), POINTER(CHead)
+        self.pool_new = function("pool_new", c_void_p, c_int64)
+        self.pool_free = function("pool_free", None, c_void_p)
+        self.rows = function("rows", None, POINTER(CMatrix), c_int64, c_int64, c_void_p, c_void_p)
+        self.scratch = function("scratch", c_int64, model, c_int64)
+        self.layers = function("layers", None, c_void_p, model, *a_pass)
+        outputs = (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)
+        self.head = function("head", None, c_void_p, model, head, c_int64, *outputs)
+        self.project_kv = function("project_kv", None, c_void_p, model, POINTER(CKVMap), *a_pass)
+        self.draft_scratch = function("draft_scratch", c_int64, model, head, c_int64)
+        tokens = (POINTER(CMatrix), c_void_p, c_int64)
+        draft = (head, POINTER(CDraft), c_void_p)
+        self.draft = function("draft", None, c_void_p, model, *tokens, *draft)

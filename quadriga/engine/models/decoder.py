@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from quadriga.checkpoint.model_config import ModelConfig
-from quadriga.engine.kv_cache import RowKVCache
+from quadriga.engine.kv_cache import Ints, RowKVCache
 from quadriga.engine.models.layers import (
     Pass,
     TokenSpan,
@@ -29,8 +29,6 @@ from quadriga.engine.models.rope import rope_table
 from quadriga.engine.numerics import torch_code
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
 
-Ints = npt.NDArray[np.int64]
-
 
 @dataclass(slots=True)
 class Candidates:
@@ -43,7 +41,7 @@ class Candidates:
     """
 
     logits: torch.Tensor
-    best: npt.NDArray[np.int64]
+    best: Ints
     probs: npt.NDArray[np.float32]
 
 

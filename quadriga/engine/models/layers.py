@@ -12,12 +12,11 @@ from itertools import pairwise
 from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
 from quadriga.checkpoint.model_config import ModelConfig
-from quadriga.engine.kv_cache import KV_BLOCK
+from quadriga.engine.kv_cache import KV_BLOCK, Ints
 from quadriga.engine.models.rope import rotate
 from quadriga.engine.weights.checkpoint_weights import (
     Head,
@@ -30,7 +29,6 @@ from quadriga.engine.weights.checkpoint_weights import (
     Norm,
 )
 
-Ints = npt.NDArray[np.int64]
 Adapted = Mapping[int, torch.Tensor]
 """See `Pass.adapted`."""
 Total = Callable[[torch.Tensor], torch.Tensor]

@@ -11,20 +11,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.compiled import CompiledDecoder
-from quadriga.engine.kv_cache import check_range, check_shape
+from quadriga.engine.kv_cache import Ints, check_range, check_shape
 from quadriga.engine.models.decoder import AnyDecoder
 from quadriga.engine.numerics import torch_code
 from quadriga.engine.tensor_parallel.part import Part
 from quadriga.engine.tensor_parallel.ranks import Op, Ranks, Tokens
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
-
-Ints = npt.NDArray[np.int64]
 
 
 class ParallelDecoder(AnyDecoder):

@@ -19,10 +19,10 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed
 
+from quadriga.engine.kv_cache import Ints
 from quadriga.process_groups import make_group
 
 dist: Any = torch.distributed  # its classes are made in C++ and unknown to type checkers
@@ -32,8 +32,6 @@ SILENCE_TIMEOUT_S = 30.0
 PULSE_S = SILENCE_TIMEOUT_S / 6
 NUM_ARGUMENTS = 6
 _NUMBERS = 5 + NUM_ARGUMENTS
-
-Ints = npt.NDArray[np.int64]
 
 
 class Op(enum.IntEnum):

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,7 +99,7 @@ class TensorFiles:
         path, device = source.path, source.device
         self.source = source
         self._path = path
-        self._dtype = source.dtype
+        self.dtype = source.dtype
         self._arena: Arena | SharedArena | DeviceArena = (
             Arena() if device.type == "cpu" else DeviceArena(device)
         )
@@ -133,22 +132,13 @@ class TensorFiles:
     def __enter__(self) -> TensorFiles:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._open.values():
             handle.__exit__(None, None, None)
         self._open.clear()
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
 
     @contextmanager
     def part(self, name: str, num_bytes: int) -> Iterator[None]:
@@ -189,14 +179,14 @@ class TensorFiles:
             ConfigError: It is absent, has another shape, is not a float tensor, or holds something
                 that is not a finite number of the engine's dtype.
         """
-        target = self._arena.take(shape, self._dtype)
+        target = self._arena.take(shape, self.dtype)
         if not self._arena.is_filled:
             self._numbers_into(name, target)
         return target
 
     def join(self, names: list[str], sizes: list[int]) -> torch.Tensor:
         """Read several vectors into one, one behind the other. Raises: ConfigError as `read`."""
-        target = self._arena.take((sum(sizes),), self._dtype)
+        target = self._arena.take((sum(sizes),), self.dtype)
         if not self._arena.is_filled:
             for name, part in zip(names, torch.split(target, sizes), strict=True):
                 self._numbers_into(name, part)
@@ -245,7 +235,7 @@ class TensorFiles:
 
     def _form_of(self, names: list[str], sizes: list[int], columns: int, parts: int) -> Form:
         """The form of several matrices that become one."""
-        wanted, numbers = self.source.form, FORM_OF_DTYPE[self._dtype]
+        wanted, numbers = self.source.form, FORM_OF_DTYPE[self.dtype]
         if wanted == "dtype":
             return numbers
         if wanted == "stored":
@@ -267,7 +257,7 @@ class TensorFiles:
     def _form(self, name: str) -> Form:
         """The form in which a matrix is stored, or the one that holds its values."""
         if self._quantised is not None and name in self._quantised:
-            return FORM_OF_DTYPE[self._dtype]
+            return FORM_OF_DTYPE[self.dtype]
         stored, file = self._place(name)
         _, block = split_name(stored)
         if block is not None:
@@ -276,7 +266,7 @@ class TensorFiles:
             dtype = self._file(file).get_slice(stored).get_dtype()
         except SafetensorError as exc:
             raise self._unreadable(name, file, exc) from exc
-        return _KEPT.get(dtype, FORM_OF_DTYPE[self._dtype])
+        return _KEPT.get(dtype, FORM_OF_DTYPE[self.dtype])
 
     def _matrix_into(self, name: str, target: Matrix) -> None:
         """Read a matrix into rows of the right form. Raises: ConfigError as `read`."""

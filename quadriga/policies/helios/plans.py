@@ -71,10 +71,6 @@ class PoolPlan:
     weight_bytes: int
     load_s: float
 
-    @property
-    def prefill_s_per_token(self) -> float:
-        return self.ttft_s / max(1.0, self.prompt_tokens)
-
 
 class Planner:
     """Makes plans out of the table.

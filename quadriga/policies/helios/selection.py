@@ -131,9 +131,10 @@ def change_cost(
         requests: Until the next assessment, for one replica.
     """
     each_s = plan.ttft_s + plan.tokens_per_request / plan.tokens_per_s
+    prefill_s_per_token = plan.ttft_s / max(1.0, plan.prompt_tokens)
     return Cost(
         load_s=load_s,
-        rebuild_s=in_flight_tokens * kv_debt * plan.prefill_s_per_token,
+        rebuild_s=in_flight_tokens * kv_debt * prefill_s_per_token,
         service_s=requests * each_s,
     )
 

@@ -14,7 +14,7 @@ import torch
 from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.cuda.attention import FlashAttention, TorchAttention, choose_attention
 from quadriga.engine.cuda.graphs import GraphRecorder
-from quadriga.engine.cuda.paged_attention import PagedAttention, Runs
+from quadriga.engine.cuda.paged_attention import PagedAttention, PagedKV, Runs
 from quadriga.engine.cuda.probe import failed_probe
 from quadriga.engine.models.layers import TokenSpan
 from quadriga.errors import ConfigError
@@ -81,12 +81,12 @@ def check(
     keys, values = pools(config, dtype)
     generator = torch.Generator().manual_seed(2)
     q = torch.randn(95, config.num_heads, config.head_dim, generator=generator).to(dtype)
-    each = attention.each(q[:4], keys, values, TABLE, LENGTHS, 701, window)
+    each = attention.each(q[:4], PagedKV(keys, values, TABLE), LENGTHS, 701, window)
     for i, position in enumerate(POSITIONS):
         wanted = plain(q[i], keys, values, i, position, window)
         torch.testing.assert_close(each[i].double(), wanted, atol=tol, rtol=0)
     runs = Runs.of(SPANS, attention.block_queries, CPU)
-    mixed = attention.runs(q, keys, values, TABLE, runs, window)
+    mixed = attention.runs(q, PagedKV(keys, values, TABLE), runs, window)
     for span in SPANS:
         for at in (span.begin, (span.begin + span.end) // 2, span.end - 1):
             position = span.start + at - span.begin
@@ -111,8 +111,8 @@ def test_torch_rounds_halves_once(dtype: torch.dtype) -> None:
     runs = Runs.of(SPANS, attention.block_queries, CPU)
 
     def mixed(to: torch.dtype) -> list[torch.Tensor]:
-        args = q.to(to), keys.to(to), values.to(to), TABLE
-        each = attention.each(args[0][:4], *args[1:], LENGTHS, 701, 0)
+        args = q.to(to), PagedKV(keys.to(to), values.to(to), TABLE)
+        each = attention.each(args[0][:4], args[1], LENGTHS, 701, 0)
         return [each, attention.runs(*args, runs, 0)]
 
     for got, wide in zip(mixed(dtype), mixed(torch.float32), strict=True):
