@@ -18,7 +18,7 @@ from tests.reliability.cluster.agent_client import AgentClient, AgentError, star
 from tests.reliability.cluster.control import gcs_address
 
 if TYPE_CHECKING:
-    from tests.deploy.node_faults import NodeFaults
+    from deploy.node_faults import NodeFaults
 
 SETTINGS = {
     "deterministic": "true",
@@ -170,7 +170,7 @@ async def _on_nodes(
     stage: Stage, settings: dict[str, str], agent_log: Path
 ) -> AsyncIterator[ServiceUnderTest]:
     from deploy.multinode import MultiNode
-    from tests.deploy.node_faults import NodeFaults
+    from deploy.node_faults import NodeFaults
 
     spare = 1 if stage is Stage.CHOOSING_NODES else 0  # for the scouts
     cluster = MultiNode(
