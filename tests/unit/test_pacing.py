@@ -77,7 +77,6 @@ def test_a_step_is_padded_to_its_modelled_time() -> None:
     attach(runner, 1, 50)
     tokens = runner.decode([0, 1])
     assert time.slept_s == pytest.approx(10e-3 + 2 * 1e-3 + 150 * 1e-5 - 3e-3)
-    assert runner.num_late == 0
     runner.detach(1)
     state.output_ids.append(tokens[0].token_id)
     before_s = time.now_s
@@ -85,9 +84,8 @@ def test_a_step_is_padded_to_its_modelled_time() -> None:
     assert time.now_s - before_s == pytest.approx(10e-3 + 1e-3 + 101 * 1e-5)
 
 
-def test_a_step_that_is_too_slow_is_counted_and_not_shortened() -> None:
+def test_a_step_that_is_too_slow_is_not_made_slower() -> None:
     runner, time = paced(work_s=50e-3)
     attach(runner, 0, 10)
     runner.decode([0])
     assert time.slept_s == 0
-    assert runner.num_late == 1

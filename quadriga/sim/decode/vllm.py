@@ -30,12 +30,17 @@ NOBODY = -1
 
 
 class VllmDecodeReplica(SimulatedDecodeReplica):
-    """One decode replica; see the module."""
+    """One decode replica; see the module.
+
+    Attributes:
+        num_recomputed: Tokens computed again.
+    """
 
     def __init__(
         self, name: str, profile: CostProfile, rules: MemoryRules, on_gaps: Callable[[Gaps], None]
     ) -> None:
         super().__init__(name, profile, rules, on_gaps)
+        self.num_recomputed = 0
         self._capacity = profile.kv_capacity_tokens
         self._preempted: deque[int] = deque()
         self._newcomers: deque[Sequence] = deque()
@@ -111,6 +116,7 @@ class VllmDecodeReplica(SimulatedDecodeReplica):
         self.tokens += num
         self.work_tokens += self.work
         self._filled += self._chunk
+        self.num_recomputed += self._chunk
         self._chunk = 0
         sequence = self._filling
         if sequence is not None and self._filled >= sequence.tokens:
