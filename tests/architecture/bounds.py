@@ -19,7 +19,7 @@ BOUNDS = {
     "request_classes": Bound(10, 10),
     "service_lines": Bound(49_980, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(105_545, 58_000),
+    "product_lines": Bound(105_549, 58_000),
     "test_lines": Bound(88_120, 38_000),
     "reliability_lines": Bound(5_303, 4_000),
     "actors_lines": Bound(7_175, 6_485),
