@@ -9,6 +9,7 @@ folder, or of its file without `.gguf`.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from quadriga.errors import ConfigError
 from quadriga.files import cache_folder
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
+logger = logging.getLogger(__name__)
+
 GGUF_SUFFIX = ".gguf"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt"]
 HUB_IGNORED = ["consolidated*", "original/*", "onnx/*"]
@@ -138,13 +141,15 @@ def pinned(model: str) -> str:
         return model
     try:
         return _with_commit(model, _fetched(model, placed(model), ["config.json"]))
-    except ConfigError:
+    except ConfigError as exc:
         from huggingface_hub.constants import HF_HUB_CACHE
 
         here = Path(HF_HUB_CACHE, f"models--{model.replace('/', '--')}").glob("snapshots/*")
         if len(found := [*here]) != 1:
             raise
-        return _with_commit(model, found[0])
+        name = _with_commit(model, found[0])
+        logger.warning("%s; %s is taken, the only commit of it here", exc.message, name)
+        return name
 
 
 def _with_commit(model: str, path: Path) -> str:

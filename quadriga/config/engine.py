@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from quadriga.config.fields import Auto, Count, NodeLabels, Seconds, Section
+from quadriga.config.fields import Auto, Count, NodeLabels, Seconds, Section, Share
 
 Replicas = Annotated[int, Field(ge=1, le=1024)]
 
@@ -38,7 +38,7 @@ class ExitsConfig(Section):
     criterion: Literal["auto", "margin", "top"] = Field(
         "auto", description="margin: p1 - p2 > threshold; top: p1 >= threshold."
     )
-    threshold: Auto | Annotated[float, Field(ge=0, le=1)] = Field(
+    threshold: Auto | Share = Field(
         "auto", description="For requests that name none; 1 never leaves early."
     )
     skipped_kv: Literal["auto", "linear", "project", "alias", "copy", "replay"] = Field(
@@ -190,7 +190,7 @@ class EngineConfig(Section):
         description="Ray CPUs that each rank of a replica reserves; auto: one a thread, and where "
         "the cluster has too few an equal share of half of them.",
     )
-    resources_gpus: Auto | Annotated[float, Field(ge=0, le=1)] = Field(
+    resources_gpus: Auto | Share = Field(
         "auto",
         description="Ray GPUs a replica reserves; auto: one where engine.device is cuda. A replica "
         "computes on one: below 1 several share it.",

@@ -7,19 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Auto = Literal["auto"]
-
-
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
-
-
 Share = Annotated[float, Field(ge=0, le=1)]
-
-
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
-
-
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
-
 
 LabelKey = Annotated[
     str,

@@ -52,7 +52,7 @@ class SamplingParams(CompactPickleMixin):
 
     Attributes:
         max_tokens: Most tokens to generate; 0 only with `num_prompt_logprobs` or `pooling`.
-        min_tokens: End tokens and stop ids are banned before this many; stop strings do not end.
+        min_tokens: Before this many, end tokens and stop ids are banned, and stop strings are text.
         temperature: 0 is greedy.
         top_k: 0 is off.
         seed: The same one gives the same random draws, and so does leaving it out; the service

@@ -14,7 +14,7 @@ from quadriga.errors import ContextTooLong, Overloaded, Unavailable
 from quadriga.policies.ares.overload import may_hold_more
 from quadriga.policies.least_work import expected_answer_tokens, expected_work
 from quadriga.policies.load import candidates
-from quadriga.policies.retry_reservations import MIN_WAIT_S
+from quadriga.policies.retry_reservations import MIN_WAIT_S, RetryReservations
 from quadriga.policies.wait_estimator import (
     Supply,
     WaitEstimator,
@@ -214,7 +214,8 @@ def check_room(
     Raises:
         Overloaded: With a time to come back, at which all its places are kept for such a caller.
     """
-    asked = [(0.0, False, "", "", 0)]
+    longest_s, is_queue = 0.0, False
+    wanted: list[tuple[RetryReservations, str, int]] = []
     for line, supplies in found.items():
         # Of more than there could ever be in time, the rest waits for those in front, in queues;
         # for more than these could ever hold nothing is kept.
@@ -223,7 +224,8 @@ def check_room(
         short = min(counted, key=lambda supply: (supply.free, supply.per_s))
         may_return = requests[0].visitor and not (short.is_queue and len(supplies) > most)
         visitor = f"{requests[0].visitor}:{len(requests)}" if may_return else ""
-        wait_s = estimator.reservations(line).ask(
+        reservations = estimator.reservations(line)
+        wait_s = reservations.ask(
             visitor,
             short.free,
             short.per_s,
@@ -231,13 +233,15 @@ def check_room(
             least_free=float(short.is_queue),
             num_places=len(counted),
         )
-        asked.append((wait_s or 0.0, short.is_queue, line, visitor, len(counted)))
-    longest_s, is_queue, *_ = max(asked)
+        wanted.append((reservations, visitor, len(counted)))
+        if wait_s is not None and wait_s > longest_s:
+            longest_s, is_queue = wait_s, short.is_queue
     if not longest_s:
         return
     told_s = min(longest_s, scheduler.max_retry_after_s)
-    for *_, line, visitor, num_places in asked[1:] if told_s == longest_s else ():
-        estimator.reservations(line).keep(visitor, now_s + told_s, num_places)
+    if told_s == longest_s:  # else it is told to come sooner, without a place
+        for reservations, visitor, num_places in wanted:
+            reservations.keep(visitor, now_s + told_s, num_places)
     why = "every queue is full; a place in one"
     if not is_queue:
         why = f"the wait is above {scheduler.max_wait_s:g} s (scheduler.max_wait_s); a place"

@@ -197,7 +197,7 @@ async def routing_error(request: Request, exc: Exception) -> Response:
     error: QuadrigaError
     route = f"{request.method} {request.url.path}"[:200]
     if status == 404:
-        paths = [known.path for known in request.app.routes if "{" not in known.path]
+        paths = [known.path for known in request.app.routes]
         close = get_close_matches(request.url.path[:64], paths, n=1, cutoff=0.8)
         close += [page for page in ("/docs", "/dashboard") if page in paths]
         error = NotFound(f"there is no route {route}; try {close[0]}")

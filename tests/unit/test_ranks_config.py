@@ -15,6 +15,7 @@ from quadriga.config.kv_memory import NodeMemory
 from quadriga.config.loader import load_config
 from quadriga.config.resolve import Hardware, resolve
 from quadriga.errors import ConfigError
+from tests.equivalence.models import GATED
 from tests.gguf_files import write_model
 from tests.unit.test_config import checkpoint
 
@@ -87,15 +88,13 @@ def test_what_does_not_divide_is_named(checkpoint: Path, change: dict[str, int],
 
 def test_quantised_rows_that_do_not_divide_in_blocks_are_named(tmp_path: Path) -> None:
     """32 weights of a row have one scale; 96 columns are three such blocks."""
-    sizes = LlamaConfig(
-        vocab_size=260,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    )
-    model = LlamaForCausalLM(sizes)
+    sizes = {
+        "vocab_size": 260,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**(GATED | sizes)))
     file = write_model(tmp_path / "odd.gguf", model, kind=GGMLQuantizationType.Q8_0)
     given = {"model": str(file), "engine.cache_dir": str(tmp_path / "cache")}
     with pytest.raises(ConfigError, match=r"3 blocks of 32 columns of the MLP .* one of 1$"):

@@ -206,6 +206,15 @@ async def test_a_request_of_more_than_all_places_keeps_no_more_than_those(servic
     assert not len(service.scheduler._waiting.reservations(str(FULL)))
 
 
+async def test_who_is_told_to_come_before_there_is_a_place_has_none_kept(service: Service) -> None:
+    await service.busy(SLOTS, 400)
+    service.wait(400)
+    with pytest.raises(Overloaded, match=r"wait is above .* \(scheduler.max_wait_s\)") as refused:
+        await service.scheduler.admit([asked("a", visitor="v")])
+    assert refused.value.retry_after_s == service.scheduler._config.scheduler.max_retry_after_s
+    assert not len(service.scheduler._waiting.reservations(str(FULL)))
+
+
 async def test_a_request_that_is_sent_again_under_its_names_does_not_wait_for_itself(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
