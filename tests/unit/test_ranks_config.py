@@ -88,13 +88,8 @@ def test_what_does_not_divide_is_named(checkpoint: Path, change: dict[str, int],
 
 def test_quantised_rows_that_do_not_divide_in_blocks_are_named(tmp_path: Path) -> None:
     """32 weights of a row have one scale; 96 columns are three such blocks."""
-    sizes = {
-        "vocab_size": 260,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "intermediate_size": 96,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**(GATED | sizes)))
+    sizes = GATED | {"vocab_size": 260, "hidden_size": 64, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**(sizes | {"intermediate_size": 96})))
     file = write_model(tmp_path / "odd.gguf", model, kind=GGMLQuantizationType.Q8_0)
     given = {"model": str(file), "engine.cache_dir": str(tmp_path / "cache")}
     with pytest.raises(ConfigError, match=r"3 blocks of 32 columns of the MLP .* one of 1$"):
