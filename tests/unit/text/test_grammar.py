@@ -60,6 +60,7 @@ def is_in(grammar: Grammar, text: str) -> bool:
         (Grammar.regex(r"\d\\d[\d-]"), "3\\d-", "٣\\d3"),
         (Grammar.regex(r"[\d,]+[^\d]"), "1,2x", "1,٣x"),
         (Grammar.regex(r"[^a\]\d]"), "x", "٣"),
+        (Grammar.regex(r"[^]\d]"), "x", "٣"),
         (Grammar.choice(["yes", 'a "b"\n', "ü\x7f"]), 'a "b"\n', "ye"),
         (Grammar.ebnf('start: "a" b*\nb: "b" | "c"'), "abcb", "aba"),
         (Grammar.ebnf('root ::= "x" [0-9]+'), "x12", "x"),
