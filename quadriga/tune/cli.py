@@ -266,7 +266,7 @@ def _layers(text: str) -> tuple[int, ...]:
 def _parts(text: str) -> tuple[str, ...]:
     """An argparse type: some of the parts."""
     wanted = _words(text)
-    for word in wanted:
+    for word in wanted or (text,):
         if word not in PARTS:
             raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(PARTS)}")
     return wanted
