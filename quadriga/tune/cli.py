@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="of everything random (default: 0)",
     )
-    add("--threads", type=count, default=1, help="on a CPU (default: 1)")
+    add("--threads", type=partial(count, most=1024), default=1, help="on a CPU (default: 1)")
     add("--slots", type=count, default=32, help="answers generated at once (default: 32)")
     add(
         "--dtype",

@@ -390,6 +390,7 @@ def test_lists_and_numbers_of_numpy_are_taken(llm: LLM) -> None:
         ({"prefill_replicas": 2}, "prefill_replicas: an LLM takes"),
         ({"engine": {"thread": 2}}, r"engine\.thread: there is no such setting; did you mean"),
         ({"engine.threads": 0}, r"engine\.threads"),
+        ({"engine.threads": 100_000}, "less than or equal to 1024"),
         ({"depth": 99}, "99 is beyond the 8 layers"),
         ({"max_model_len": 9}, r"no such setting; did you mean engine\.max_model_len"),
         ({"tensor_parallel_size": 2}, r"did you mean engine\.tensor_parallel"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 from threading import Thread
 
 import numpy as np
@@ -264,3 +265,9 @@ def test_tokens_that_settings_add_are_in_the_vocabulary_of_grammars(
     found = read_definition(tmp_path, "added")
     assert found == load_tokenizer(tmp_path, "added").definition()
     assert "<|tool|>" in found
+
+
+@pytest.mark.parametrize("texts", ["yes", [], ["a", 5], None])
+def test_a_choice_is_of_texts_in_a_list(texts: Any) -> None:
+    with pytest.raises(InvalidRequest, match="must be a list of texts"):
+        Grammar.choice(texts)

@@ -345,6 +345,7 @@ def test_parts_are_not_mixed_whose_run_held_back_other_domains_and_was_killed(
     ("words", "message"),
     [
         (["--layers", "0"], "no whole number from 1 on"),
+        (["--threads", "1025"], "no whole number from 1 to 1024"),
         (["--speed-prompts", "-1"], "no whole number from 0 on"),
         (["--seed", "-1"], "no whole number from 0 to 1099511627775"),
         (["--seed", f"{2**40}"], "no whole number from 0 to 1099511627775"),
