@@ -8,8 +8,8 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
