@@ -103,7 +103,10 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         "--transport", choices=("http", "grpc"), default="http", help="how requests travel"
     )
     load.add_argument(
-        "--limit", type=whole(1, MAX_USERS), metavar="N", help="use the first N rows of a file"
+        "--limit",
+        type=whole(1, MAX_USERS),
+        metavar="N",
+        help="use the first N rows of a file, or of what is sent without one",
     )
     _add_trace(parser)
     _add_sessions(parser)

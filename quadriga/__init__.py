@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from quadriga.core.request_output import RequestOutput
     from quadriga.llm import LLM
 
+    __version__: str
+
 _HOMES = {
     "LLM": "quadriga.llm",
     "Grammar": "quadriga.core.grammar",
@@ -24,6 +26,13 @@ __all__ = ["LLM", "ExitParams", "Grammar", "RequestOutput", "SamplingParams"]
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for only then: the client needs neither torch nor pydantic."""
+    if name == "__version__":
+        from importlib import metadata
+
+        try:
+            return metadata.version("quadriga")
+        except metadata.PackageNotFoundError:  # run from a checkout
+            return "unknown"
     if name not in _HOMES:
         raise AttributeError(f"module 'quadriga' has no attribute {name!r}")
     from importlib import import_module

@@ -45,7 +45,7 @@ class InputProcessor:
     def sequences(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         exits: ExitParams | None,
         stop: Sequence[str],
         adapter: str,
@@ -56,18 +56,23 @@ class InputProcessor:
         """
         find_adapter(self._spec.adapters, adapter, param="adapter")
         asked = _each(prompts)
-        given = sampling if isinstance(sampling, Sequence) else [sampling] * len(asked)
+        given = (
+            sampling_params
+            if isinstance(sampling_params, Sequence)
+            else [sampling_params] * len(asked)
+        )
         if len(given) != len(asked):
             raise InvalidRequest(
-                f"sampling: {len(given)} for {len(asked)} prompts; give one, or one for each",
-                param="sampling",
+                f"sampling_params: {len(given)} for {len(asked)} prompts; give one for all, or one "
+                "for each",
+                param="sampling_params",
             )
         is_text = isinstance(stop, list | tuple | set) and all(
             isinstance(s, str) and s for s in stop
         )
         if not is_text or (stop and self._tokenizer is None):
             raise InvalidRequest(
-                f"stop: must be strings that are not empty, of an LLM with text; got {stop!r:.80}",
+                f"stop: must be a list of texts, none empty, of an LLM with text; got {stop!r:.80}",
                 param="stop",
             )
         spec = self._spec
@@ -79,10 +84,15 @@ class InputProcessor:
             full=spec.checkpoint.num_layers,
             deterministic=self._is_deterministic,
         )
-        return [
-            self._sequence(prompt, params, wanted, adapter, f"prompts.{index}")
-            for index, (prompt, params) in enumerate(zip(asked, given, strict=True))
-        ]
+        states = []
+        for index, (prompt, params) in enumerate(zip(asked, given, strict=True)):
+            try:
+                states.append(self._sequence(prompt, params, wanted, adapter))
+            except InvalidRequest as exc:
+                field = f"prompts.{index}"
+                text = f"{field}: {exc.message}"
+                raise type(exc)(text, param=exc.param or field, code=exc.code) from exc
+        return states
 
     def answer_texts(
         self,
@@ -110,28 +120,23 @@ class InputProcessor:
         sampling: SamplingParams | None,
         exits: ExitParams,
         adapter: str,
-        field: str,
     ) -> SequenceState:
+        """Raises: InvalidRequest: Without a `param` where the prompt itself is at fault."""
         checkpoint, most = self._spec.checkpoint, self._max_tokens
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-            raise InvalidRequest(
-                f"{field}: must be text, token ids or messages, got {prompt!r:.40}", param=field
-            )
-        ids = self._tokenizer.prompt_ids(prompt) if self._tokenizer else list[Any](prompt)
+        ids = self._prompt_ids(prompt)
         wrong = [
             t for t in ids if not isinstance(t, Integral) or not 0 <= int(t) < checkpoint.vocab_size
         ]
         if wrong or not ids:
             what = f"{wrong[0]!r:.40} is no token id" if wrong else "has no tokens"
-            raise InvalidRequest(
-                f"{field}: {what}; ids are whole numbers below {checkpoint.vocab_size}", param=field
-            )
+            raise InvalidRequest(f"{what}; ids are whole numbers below {checkpoint.vocab_size}")
         ids = [int(t) for t in ids]  # of numpy too
         if sampling is None:
             sampling = SamplingParams(max(1, most - len(ids)), **asdict(checkpoint.sampling))
         if not isinstance(sampling, SamplingParams):
             raise InvalidRequest(
-                f"sampling: must be SamplingParams, got {sampling!r:.40}", param="sampling"
+                f"sampling_params: must be SamplingParams, got {sampling!r:.40}",
+                param="sampling_params",
             )
         sampling.check(checkpoint.vocab_size)
         if sampling.grammar is not None:
@@ -146,14 +151,32 @@ class InputProcessor:
             )
         if len(ids) + sampling.max_tokens > most:
             raise ContextTooLong(
-                f"{field}: {len(ids)} tokens and max_tokens ({sampling.max_tokens}) are more than "
-                f"the {most} that {checkpoint.id} takes here; shorten it or lower max_tokens",
-                param=field,
+                f"{len(ids)} tokens and max_tokens ({sampling.max_tokens}) are more than the "
+                f"{most} that {checkpoint.id} takes here; shorten it or lower max_tokens"
             )
         name, model = str(next(self._names)), checkpoint.id
         return SequenceState(
             name, name, model, ids, sampling, "", 0.0, math.inf, exits, adapter=adapter
         )
+
+    def _prompt_ids(self, prompt: Prompt) -> list[Any]:
+        """What a prompt is as token ids, which may be none. Raises: InvalidRequest."""
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise InvalidRequest(f"must be text, token ids or messages, got {prompt!r:.40}")
+        if self._tokenizer is None:
+            return list[Any](prompt)
+        for message in prompt if _is_chat(prompt) else ():
+            # A template may leave out what it does not know, without a word.
+            if not (
+                isinstance(message, Mapping)
+                and isinstance(message.get("role"), str)
+                and (message.get("content") is not None or message.get("tool_calls"))
+            ):
+                raise InvalidRequest(
+                    f"{message!r:.60} is no message, which has a role and content; text and token "
+                    "ids are prompts as they are"
+                )
+        return self._tokenizer.prompt_ids(prompt)
 
 
 def _each(prompts: Prompt | Sequence[Prompt]) -> list[Any]:

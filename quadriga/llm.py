@@ -59,12 +59,14 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
-        for name in {name.split(".")[0] for name in settings}.difference(SETTINGS):
-            known = ", ".join(SETTINGS)
-            raise ConfigError(f"{name}: an LLM takes {known} alone; leave it out", param=name)
+        from quadriga.config.loader import load_config, setting_names
+
+        known = {"pools", *(name.split(".")[0] for name in setting_names())}
+        for name in known.intersection(name.split(".")[0] for name in settings) - {*SETTINGS}:
+            taken = ", ".join(SETTINGS)
+            raise ConfigError(f"{name}: an LLM takes {taken} alone; leave it out", param=name)
         import torch
 
-        from quadriga.config.loader import load_config
         from quadriga.config.resolve import Hardware, resolve
 
         config = load_config({"model": str(model), **settings})
@@ -131,7 +133,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         exits: ExitParams | None = None,
         stop: Sequence[str] = (),
@@ -141,9 +143,9 @@ class LLM:
         """Generate for all prompts, as many at once as there are slots; returns them in order.
 
         Args:
-            sampling: For all, or one for each; None is what the checkpoint recommends, up to the
-                end of the context. Draws depend on seed and position: the same prompt and seed
-                have the same tokens.
+            sampling_params: For all, or one for each; None is what the checkpoint recommends, up
+                to the end of the context. Draws depend on seed and position: the same prompt and
+                seed have the same tokens.
             exits: None is what `exits.mode` says: by default `lossless`, full depth's tokens.
             stop: Strings that end an answer.
             progress: Show a bar; None: where stderr is a terminal.
@@ -155,7 +157,7 @@ class LLM:
         """
         from tqdm import tqdm
 
-        states = self._inputs.sequences(prompts, sampling, exits, stop, adapter)
+        states = self._inputs.sequences(prompts, sampling_params, exits, stop, adapter)
         texts = self._inputs.answer_texts(prompts, states, stop)
         outputs = [RequestOutput(index) for index in range(len(states))]
         is_hidden = None if progress is None else not progress
@@ -176,7 +178,7 @@ class LLM:
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         exits: ExitParams | None = None,
         stop: Sequence[str] = (),
@@ -186,7 +188,7 @@ class LLM:
 
         Closing the generator frees what it holds in the batch.
         """
-        states = self._inputs.sequences(prompts, sampling, exits, stop, adapter)
+        states = self._inputs.sequences(prompts, sampling_params, exits, stop, adapter)
         texts = self._inputs.answer_texts(prompts, states, stop)
 
         def outputs() -> Generator[RequestOutput]:

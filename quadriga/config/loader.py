@@ -155,7 +155,9 @@ def _similar(place: tuple[int | str, ...]) -> str:
     known = sorted({field for model in models for field in model.model_fields})
     near = difflib.get_close_matches(name, known, n=2)
     if not (near or parents):  # its section was left out
-        near = [key for key in setting_names() if key.rpartition(".")[2] == name]
+        leaves = [key.rpartition(".")[2] for key in setting_names()]
+        meant = difflib.get_close_matches(name, leaves, n=1)
+        near = [key for key in setting_names() if key.rpartition(".")[2] in meant]
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

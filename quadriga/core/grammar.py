@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quadriga.errors import InvalidRequest
+
 WHITESPACE = r" |\n {0,32}"
 """Between two parts of a JSON text: bounded, as small models may else write nothing but blanks."""
 
@@ -48,7 +50,9 @@ class Grammar:
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
-        """One of some texts."""
+        """One of some texts. Raises: InvalidRequest: They are no list of texts, or none."""
+        if isinstance(texts, str) or not texts or not all(isinstance(t, str) for t in texts):
+            raise InvalidRequest(f"choice: {texts!r:.80} must be a list of texts", param="grammar")
         return cls("lark", f"start: {' | '.join(map(quoted, texts))}")
 
     @classmethod

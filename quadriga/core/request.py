@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
 from quadriga.core.forecast import LengthPrediction
-from quadriga.core.grammar import Grammar
+from quadriga.core.grammar import Grammar, GrammarKind
 from quadriga.core.relative_time import CompactPickleMixin, RelativeTimeMixin
 from quadriga.errors import InvalidRequest
 
@@ -112,6 +112,12 @@ class SamplingParams(CompactPickleMixin):
             ]
             if not is_list or not all(is_right):
                 raise InvalidRequest(f"{name}: {value!r:.80} must be a list of {what}", param=name)
+        for token_id in self.stop_token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(
+                    f"stop_token_ids: {token_id} is no token id; ids are below {vocab_size}",
+                    param="stop_token_ids",
+                )
         for token_id, bias in self.logit_bias:
             if not 0 <= token_id < vocab_size or not bias <= 1e6:  # -inf bans, NaN does not pass
                 raise InvalidRequest(
@@ -134,7 +140,12 @@ class SamplingParams(CompactPickleMixin):
                 f"num_prompt_logprobs or pooling) and at least min_tokens ({self.min_tokens})",
                 param="max_tokens",
             )
-        if not isinstance(self.grammar, Grammar | None):
+        form = self.grammar
+        if form is not None and not (
+            isinstance(form, Grammar)
+            and form.kind in get_args(GrammarKind)
+            and isinstance(form.text, str)
+        ):
             raise InvalidRequest(f"grammar: {self.grammar!r:.80} is no Grammar", param="grammar")
         if self.grammar is not None and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"

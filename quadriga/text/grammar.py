@@ -37,7 +37,7 @@ UNKNOWN = {
 }
 """What the library says of schemas that ask for what it does not know, and what clients read."""
 
-_PART = re.compile(r"\[\^(?:\\.|[^\]\\])*+|\\.", re.DOTALL)
+_PART = re.compile(r"\[\^\]?(?:\\.|[^\]\\])*+|\\.", re.DOTALL)
 """Of an expression: a class of what is not to be, or a letter with its backslash."""
 
 LARGE_VOCABULARY = 8192

@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="of everything random (default: 0)",
     )
-    add("--threads", type=count, default=1, help="on a CPU (default: 1)")
+    add("--threads", type=partial(count, most=1024), default=1, help="on a CPU (default: 1)")
     add("--slots", type=count, default=32, help="answers generated at once (default: 32)")
     add(
         "--dtype",
@@ -266,7 +266,7 @@ def _layers(text: str) -> tuple[int, ...]:
 def _parts(text: str) -> tuple[str, ...]:
     """An argparse type: some of the parts."""
     wanted = _words(text)
-    for word in wanted:
+    for word in wanted or (text,):
         if word not in PARTS:
             raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(PARTS)}")
     return wanted

@@ -72,9 +72,9 @@ def read_prompts(source: str) -> list[TunePrompt]:
     try:
         packed = path.suffix == ".gz"
         with (
-            gzip.open(path, "rt", encoding="utf-8")
+            gzip.open(path, "rt", encoding="utf-8-sig")
             if packed
-            else path.open(encoding="utf-8") as lines
+            else path.open(encoding="utf-8-sig") as lines
         ):
             is_text = path.name.removesuffix(".gz").endswith(".txt")
             found = [
@@ -106,7 +106,9 @@ def _read(line: str, number: int, path: Path, is_text: bool) -> TunePrompt:
     if is_text:
         return TunePrompt(f"{number}", "prompts", ({"role": "user", "content": line.strip()},))
     try:
-        data = {name: said for name, said in json.loads(line).items() if said is not None}
+        if not isinstance(row := json.loads(line), dict):
+            raise ValueError("no JSON object")
+        data = {name: said for name, said in row.items() if said is not None}
         content = data.get("messages", data.get("prompt"))
         is_chat = isinstance(content, list) and all(
             isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m
@@ -116,7 +118,7 @@ def _read(line: str, number: int, path: Path, is_text: bool) -> TunePrompt:
             raise ValueError("neither a text `prompt` nor `messages` with role and content")
         if data.get("domain") == ALL:
             raise ValueError(f"{ALL!r} is what reports call all domains; name this one otherwise")
-    except (ValueError, AttributeError, RecursionError) as exc:
+    except (ValueError, RecursionError) as exc:
         raise ConfigError(f"--prompts: {path}:{number}: {exc}", param="prompts") from exc
     return TunePrompt(
         str(data.get("id", number)),

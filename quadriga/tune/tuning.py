@@ -31,7 +31,7 @@ from quadriga.tune.folder import TuneFolder, save_maps
 from quadriga.tune.outcome import SPEED_TOKENS, by_domain, compare_answers, measure_speed
 from quadriga.tune.prompts import Part, distinct, read_prompts
 from quadriga.tune.skipped_kv import fit_maps
-from quadriga.tune.states import StateStore
+from quadriga.tune.states import TOP, StateStore
 from quadriga.tune.thresholds import QualityBudget, Verdicts, choose, judge, outcome
 
 PartName = Literal["exits", "thresholds", "maps", "lengths", "report"]
@@ -167,6 +167,7 @@ class Tuning:
             self.work / f"states-{'-'.join(map(str, self.layers))}",
             self.checkpoint.hidden_size,
             depths,
+            min(TOP, self.checkpoint.vocab_size),
         )
         with report.progress("answers read", len(answers)) as advance:
             store.fill(native(plain), answers, advance)

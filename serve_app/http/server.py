@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from difflib import get_close_matches
@@ -14,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quadriga import __version__
 from quadriga.errors import InvalidRequest, MethodNotAllowed, NotFound, QuadrigaError, Unavailable
 from quadriga.observability.metrics import CONTENT_TYPE
 from serve_app.http.call import Call, Endpoint, json_in_parts
@@ -30,16 +30,6 @@ from serve_app.request.request import in_time
 TOKENIZE_CONTEXTS = 16
 """Texts that are only tokenised may be so many times as long as the model takes."""
 TITLE = "Quadriga"
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("quadriga")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return "unknown"
-
-
-VERSION = _version()
 
 
 class HttpServer:
@@ -112,7 +102,7 @@ class HttpServer:
         await call.answer_json({"status": "alive"})
 
     async def version(self, call: Call) -> None:
-        await call.answer_json({"version": VERSION})
+        await call.answer_json({"version": __version__})
 
     async def load(self, call: Call) -> None:
         self._check_caller(call)

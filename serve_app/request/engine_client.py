@@ -276,7 +276,9 @@ class EngineClient:
             known = self.requests.find(owned, fingerprint)  # another call may have been faster
             if known is None and not may_begin and not all(c in resumable for c in wanted):
                 raise NotFound(
-                    "no request is held under this key; begin it anew without a resume index",
+                    f"no request with the idempotency key {key!r} runs, or ended in the last "
+                    f"{self.config.ingress.orphan_request_s:g} s; send it again without a resume "
+                    "index, and read its answer from the beginning",
                     param="idempotency-key",
                 )
         may_begin = may_begin or not is_resumption

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quadriga import LLM, ExitParams, RequestOutput, SamplingParams
+from quadriga import LLM, ExitParams, Grammar, RequestOutput, SamplingParams
 from quadriga.checkpoint.exits import NEVER, ExitCounters
 from quadriga.checkpoint.folder import ASSETS
 from quadriga.clock import ManualClock
@@ -258,45 +258,104 @@ def test_nothing_is_loaded_where_the_tokenizer_is_missing(
         ([[5], []], {}, r"prompts\.1: has no tokens"),
         ([""], {}, r"prompts\.0: has no tokens"),
         ([[5, 99_999]], {}, r"prompts\.0: 99999 is no token id"),
-        ([[5], "a"], {"sampling": [GREEDY]}, "sampling: 1 for 2 prompts"),
-        ([5], {"sampling": replace(GREEDY, max_tokens=512)}, "more than the 512"),
+        ([[5], "a"], {"sampling_params": [GREEDY]}, "sampling_params: 1 for 2 prompts"),
+        ([5], {"sampling_params": replace(GREEDY, max_tokens=512)}, "more than the 512"),
         ([[1] * 512], {}, "more than the 512"),
-        ([5], {"sampling": replace(GREEDY, temperature=-1.0)}, r"temperature: -1\.0 must be in"),
-        ([5], {"sampling": replace(GREEDY, max_tokens=0)}, "max_tokens: 0 must be at least 1"),
-        ([5], {"sampling": replace(GREEDY, max_tokens=5.0)}, r"max_tokens: 5\.0 must be a whole"),
-        ([5], {"sampling": replace(GREEDY, max_tokens="5")}, "max_tokens: '5' must be a whole"),
-        ([5], {"sampling": replace(GREEDY, top_p="1")}, "top_p: '1' must be in"),
+        (
+            [5],
+            {"sampling_params": replace(GREEDY, temperature=-1.0)},
+            r"temperature: -1\.0 must be in",
+        ),
+        (
+            [5],
+            {"sampling_params": replace(GREEDY, max_tokens=0)},
+            "max_tokens: 0 must be at least 1",
+        ),
+        (
+            [5],
+            {"sampling_params": replace(GREEDY, max_tokens=5.0)},
+            r"max_tokens: 5\.0 must be a whole",
+        ),
+        (
+            [5],
+            {"sampling_params": replace(GREEDY, max_tokens="5")},
+            "max_tokens: '5' must be a whole",
+        ),
+        ([5], {"sampling_params": replace(GREEDY, top_p="1")}, "top_p: '1' must be in"),
         ([1.5], {}, r"prompts\.0: must be text, token ids or messages, got 1\.5"),
-        ([5], {"sampling": replace(GREEDY, min_tokens=25)}, r"min_tokens \(25\)"),
-        ([5], {"stop": "ab"}, "stop: must be strings"),
-        ([5], {"stop": [""]}, "stop: must be strings"),
-        ([5], {"stop": [7]}, "stop: must be strings"),
+        ([5], {"sampling_params": replace(GREEDY, min_tokens=25)}, r"min_tokens \(25\)"),
+        ([5], {"stop": "ab"}, "stop: must be a list of texts"),
+        ([5], {"stop": [""]}, "stop: must be a list of texts"),
+        ([5], {"stop": [7]}, "stop: must be a list of texts"),
         ([5], {"exits": ExitParams(0.9, "bounded", 1)}, r"max_depth: 1 must be in 2\.\.8"),
         ([5], {"exits": ExitParams(0.9, "strict", 4)}, "ends at 4 of 8 layers"),
         ([5], {"exits": ExitParams(90, "bounded")}, r"exit_threshold: 90 must be in 0\.\.1"),
         ([5], {"exits": ExitParams(math.nan)}, "exit_threshold: nan must be in"),
         ([5], {"exits": ExitParams(0.9, "boundd")}, "exit_policy: 'boundd' is none of lossless"),  # type: ignore[arg-type]
-        ([[{"role": "user", "content": "a"}, "b"]], {}, r"prompts\.0: {'role.* is no token id"),
-        ([5], {"sampling": replace(GREEDY, logit_bias=((614, 1.0),))}, "ids are below 614"),
-        ([5], {"sampling": replace(GREEDY, logit_bias=((5, math.nan),))}, "nan for 5"),
-        ([5], {"sampling": replace(GREEDY, logit_bias={5: 1.0})}, "logit_bias: .* must be a list"),
-        ([5], {"sampling": replace(GREEDY, stop_token_ids=5)}, "stop_token_ids: 5 must be a list"),
-        ([5], {"sampling": replace(GREEDY, stop_token_ids=((5,),))}, "must be a list of ids"),
-        ([5], {"sampling": SamplingParams(0, pooling="max")}, "pooling: 'max' is no pooling"),  # type: ignore[arg-type]
+        ([[{"role": "user", "content": "a"}, "b"]], {}, r"prompts\.0: 'b' is no message"),
+        ([{"prompt": "a"}, {"prompt": "b"}], {}, r"prompts\.0: {'prompt': 'a'} is no message"),
+        ([{"role": "user", "content": None}], {}, r"prompts\.0: {'role': 'user', .* is no message"),
+        (["a", "\ud800"], {}, r"prompts\.1: the text holds a lone surrogate"),
+        ([5], {"sampling_params": replace(GREEDY, logit_bias=((614, 1.0),))}, "ids are below 614"),
+        ([5], {"sampling_params": replace(GREEDY, logit_bias=((5, math.nan),))}, "nan for 5"),
+        (
+            [5],
+            {"sampling_params": replace(GREEDY, logit_bias={5: 1.0})},
+            "logit_bias: .* must be a list",
+        ),
+        (
+            [5],
+            {"sampling_params": replace(GREEDY, stop_token_ids=5)},
+            "stop_token_ids: 5 must be a list",
+        ),
+        (
+            [5],
+            {"sampling_params": replace(GREEDY, stop_token_ids=((5,),))},
+            "must be a list of ids",
+        ),
+        (
+            [5],
+            {"sampling_params": SamplingParams(0, pooling="max")},
+            "pooling: 'max' is no pooling",
+        ),  # type: ignore[arg-type]
         (None, {}, "prompts: must be text, .* or a list of these, got None"),
         ({"role": "user", "content": "a"}, {}, "prompts: must be text"),
         ((p for p in ("a", "b")), {}, "prompts: must be text"),
         (b"a", {}, r"prompts\.0: must be text, token ids or messages, got b'a'"),
-        ([5], {"sampling": {"max_tokens": 5}}, "sampling: must be SamplingParams, got {'max"),
-        ([5], {"sampling": replace(GREEDY, logit_bias=(5,))}, "a list of pairs of id and value"),
-        ([5], {"sampling": replace(GREEDY, logit_bias=((5.5, 1.0),))}, "must be a list of pairs"),
         (
             [5],
-            {"sampling": replace(GREEDY, stop_token_ids=("</s>",))},
+            {"sampling_params": {"max_tokens": 5}},
+            "sampling_params: must be SamplingParams, got {'max",
+        ),
+        (
+            [5],
+            {"sampling_params": replace(GREEDY, logit_bias=(5,))},
+            "a list of pairs of id and value",
+        ),
+        (
+            [5],
+            {"sampling_params": replace(GREEDY, logit_bias=((5.5, 1.0),))},
+            "must be a list of pairs",
+        ),
+        (
+            [5],
+            {"sampling_params": replace(GREEDY, stop_token_ids=("</s>",))},
             "'</s>',.* must be a list of ids",
         ),
-        ([5], {"sampling": replace(GREEDY, grammar={"type": "object"})}, "is no Grammar"),
-        ([5], {"stop": None}, "stop: must be strings"),
+        ([5], {"sampling_params": replace(GREEDY, grammar={"type": "object"})}, "is no Grammar"),
+        (
+            [5],
+            {"sampling_params": SamplingParams(9, grammar=Grammar("jsn", "{}"))},
+            "is no Grammar",
+        ),  # type: ignore[arg-type]
+        ([5], {"sampling_params": SamplingParams(9, grammar=Grammar("regex", None))}, "no Grammar"),  # type: ignore[arg-type]
+        (
+            ["a", "b"],
+            {"sampling_params": [GREEDY, replace(GREEDY, stop_token_ids=(614,))]},
+            r"prompts\.1: stop_token_ids: 614 is no token id; ids are below 614",
+        ),
+        ([5], {"sampling_params": replace(GREEDY, stop_token_ids=(-1,))}, "-1 is no token id"),
+        ([5], {"stop": None}, "stop: must be a list of texts"),
         ([5], {"exits": "strict"}, "exits: must be ExitParams .* got 'strict'"),
         ([5], {"exits": ExitParams(0.9, "bounded", "4")}, "are numbers, got .*max_depth='4'"),  # type: ignore[arg-type]
     ],
@@ -331,7 +390,10 @@ def test_lists_and_numbers_of_numpy_are_taken(llm: LLM) -> None:
         ({"prefill_replicas": 2}, "prefill_replicas: an LLM takes"),
         ({"engine": {"thread": 2}}, r"engine\.thread: there is no such setting; did you mean"),
         ({"engine.threads": 0}, r"engine\.threads"),
+        ({"engine.threads": 100_000}, "less than or equal to 1024"),
         ({"depth": 99}, "99 is beyond the 8 layers"),
+        ({"max_model_len": 9}, r"no such setting; did you mean engine\.max_model_len"),
+        ({"tensor_parallel_size": 2}, r"did you mean engine\.tensor_parallel"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(settings: dict[str, Any], message: str) -> None:

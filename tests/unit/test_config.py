@@ -66,6 +66,7 @@ def test_every_fault_is_named_with_its_value() -> None:
         ("modle", "modle: there is no such setting; did you mean model?"),
         ("decode.max_slotz", "did you mean max_slots?"),
         ("threads", "threads: there is no such setting; did you mean engine.threads?"),
+        ("tensor_parallel_size", "did you mean engine.tensor_parallel?"),
         ("scheduler.ares.moed", "did you mean mode?"),
         ("exits.treshold", "exits.treshold: .* did you mean threshold?"),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import quadriga
 from quadriga.config.loader import setting_names
 from serve_app.__main__ import _parser, _with_admin_port, main
 from serve_app.cli import demo
@@ -45,6 +46,7 @@ def test_a_port_from_the_environment_is_one_too(
     ("words", "message"),
     [
         (["modle=x"], "did you mean model?"),
+        (["model="], "model: String should have at least 1 character (got '')"),
         (["decode_replicas"], "settings have the form key=value"),
         (["--config", "/nowhere.yaml"], "--config: /nowhere.yaml cannot be read"),
         (["--tls-cert", "x"], "--tls-cert and --tls-key are both needed"),
@@ -113,6 +115,13 @@ def test_help_shows_defaults_and_examples(capsys: pytest.CaptureFixture[str]) ->
     told = " ".join(capsys.readouterr().out.split())
     assert "--http-port PORT, --port PORT OpenAI's API, /health, /docs (default: 8000)" in told
     assert "examples:" in told and "QUADRIGA_ADMIN_PORT" in told
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"quadriga {quadriga.__version__}\n"
 
 
 @pytest.mark.parametrize("words", [["x"], ["decode_replicas=0"], ["model=/nowhere"]])

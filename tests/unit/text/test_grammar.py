@@ -9,6 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +61,7 @@ def is_in(grammar: Grammar, text: str) -> bool:
         (Grammar.regex(r"\d\\d[\d-]"), "3\\d-", "٣\\d3"),
         (Grammar.regex(r"[\d,]+[^\d]"), "1,2x", "1,٣x"),
         (Grammar.regex(r"[^a\]\d]"), "x", "٣"),
+        (Grammar.regex(r"[^]\d]"), "x", "٣"),
         (Grammar.choice(["yes", 'a "b"\n', "ü\x7f"]), 'a "b"\n', "ye"),
         (Grammar.ebnf('start: "a" b*\nb: "b" | "c"'), "abcb", "aba"),
         (Grammar.ebnf('root ::= "x" [0-9]+'), "x12", "x"),
@@ -263,3 +265,9 @@ def test_tokens_that_settings_add_are_in_the_vocabulary_of_grammars(
     found = read_definition(tmp_path, "added")
     assert found == load_tokenizer(tmp_path, "added").definition()
     assert "<|tool|>" in found
+
+
+@pytest.mark.parametrize("texts", ["yes", [], ["a", 5], None])
+def test_a_choice_is_of_texts_in_a_list(texts: Any) -> None:
+    with pytest.raises(InvalidRequest, match="must be a list of texts"):
+        Grammar.choice(texts)

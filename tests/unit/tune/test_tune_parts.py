@@ -102,7 +102,7 @@ def test_an_answer_that_was_cut_off_does_not_count(tmp_path: Path) -> None:
 
 def test_prompts_are_read_from_text_json_and_tasks(tmp_path: Path) -> None:
     text, lines = tmp_path / "p.txt", tmp_path / "p.jsonl.gz"
-    text.write_text("What is 2+2?\n\nWhy?\n")
+    text.write_text("What is 2+2?\n\nWhy?\n", encoding="utf-8-sig")  # the mark is no prompt's
     with gzip.open(lines, "wt") as file:
         file.write(json.dumps({"id": "x", "domain": "d", "prompt": "go on"}) + "\n")
         chat = {"messages": [{"role": "user", "content": "hi"}], "id": None, "domain": None}

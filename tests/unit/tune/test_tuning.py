@@ -108,6 +108,15 @@ def check_served(model: Path, out: Path) -> None:
     assert set(output.exit_layers[1:]) == {checkpoint.exits.layers[0]}
 
 
+def test_no_more_best_tokens_are_kept_than_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of proteins has fewer tokens than are kept of others."""
+    monkeypatch.setattr(tuning, "TOP", 10_000)
+    model = save_model("llama", tmp_path / "model")
+    tune(replace(options(model, tmp_path / "out"), parts=("exits",)), Console(quiet=True))
+
+
 def test_a_second_run_finds_everything_and_makes_the_same(
     llama: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -336,6 +345,7 @@ def test_parts_are_not_mixed_whose_run_held_back_other_domains_and_was_killed(
     ("words", "message"),
     [
         (["--layers", "0"], "no whole number from 1 on"),
+        (["--threads", "1025"], "no whole number from 1 to 1024"),
         (["--speed-prompts", "-1"], "no whole number from 0 on"),
         (["--seed", "-1"], "no whole number from 0 to 1099511627775"),
         (["--seed", f"{2**40}"], "no whole number from 0 to 1099511627775"),
@@ -344,6 +354,7 @@ def test_parts_are_not_mixed_whose_run_held_back_other_domains_and_was_killed(
         (["--rate", "0"], "no number above 0"),
         (["--budget", "changed=x"], "must be changed=X"),
         (["--parts", "magic"], "none of exits"),
+        (["--parts", ","], "',' is none of exits"),
         (["--import", "dssd"], "must be layerskip"),
     ],
 )
