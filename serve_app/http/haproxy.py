@@ -8,6 +8,10 @@ Nor does the template limit how long a client may take to send its headers, nor 
 keep a connection for which it has no more requests: each holds one of HAProxy's connections for an
 hour. The script adds both limits to the file that it is given.
 
+At a reload, as when ingresses are exchanged, streams stay with the HAProxy that has them. Serve
+ends it, and them, after 120 s, the script after an hour. HAProxy takes 100 headers of a request:
+the script lets as many pass as its buffer holds, and `ingress.max_headers` says which are too many.
+
 Where Serve's actor that started HAProxy is killed, its successor starts another one on the same
 port, and the first would go on taking half of the connections. So it ends with its actor.
 
@@ -162,6 +166,9 @@ REWRITE = """\
 /^ *timeout client /a\\
     timeout http-request {head_s}s\\
     timeout http-keep-alive {idle_s}s
+s/hard-stop-after 120s/hard-stop-after 3600s/
+/^global$/a\\
+    tune.http.maxhdr 4096
 /^defaults/a\\
 {errors}
 /^ *use_backend /h

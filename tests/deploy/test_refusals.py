@@ -189,6 +189,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         '4 ranks of replicas ask for nodes with the labels {"quadriga/role":"decode"}',
     ),
     "no GPU in the pods": ({"config": {"engine": {"device": "cuda"}}}, "hold 0 of them"),
+    "more requested than the limit": (
+        {"workerGroups": {"decode": {"resources": {"requests": {"memory": "4Gi"}}}}},
+        "workerGroups.decode.resources: requests.memory is 4Gi, more than its limit (3Gi)",
+    ),
     "pods that nobody adds": (
         {"models": [{"decode_replicas": 3}], "workerGroups": {"decode": {"maxReplicas": 3}}},
         "decode hold 2 of them at most (config.engine.resources_cpus: 1, resources_gpus: 0): "

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,7 +180,39 @@ def test_grace_covers_the_longest_request(case: str) -> None:
     spec = one(documents, "RayService")["spec"]
     assert spec["rayClusterDeletionDelaySeconds"] >= longest_s
     for template in pod_templates(documents).values():
-        assert template["spec"]["terminationGracePeriodSeconds"] >= longest_s
+        grace_s = template["spec"]["terminationGracePeriodSeconds"]
+        ray = template["spec"]["containers"][0]
+        drain_s = float(_env(ray, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"))
+        assert grace_s > drain_s >= longest_s
+        if CASES[case].get("haproxy", {}).get("enabled", True):
+            assert float(_env(ray, "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S")) >= longest_s
+
+
+@pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")  # of Serve's own models
+def test_on_a_node_that_goes_another_ingress_starts_before_its_own_stops() -> None:
+    """Asks Serve what it does with a replica there, when another one has been starting for 30 s."""
+    from ray.serve._private.deployment_state import DeploymentState
+
+    documents = render({})
+    [ingress] = serve_config(documents)["applications"][0]["deployments"]
+    [ray] = pod_templates(documents)["decode"]["spec"]["containers"]
+    left_s = float(_env(ray, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S")) - 30
+    actor = SimpleNamespace(graceful_shutdown_timeout_s=ingress["graceful_shutdown_timeout_s"])
+    replica = SimpleNamespace(actor_node_id="node", _actor=actor)
+    stops, _ = DeploymentState._partition_groups_to_stop(
+        DeploymentState, [[replica]], {"node": 1e3 * (time.time() + left_s)}, 0
+    )
+    assert not stops
+
+
+def test_logs_leave_room_in_the_scratch_volume() -> None:
+    """Of ten processes with two files each, which Ray would keep whole otherwise."""
+    for template in pod_templates(render({})).values():
+        [ray] = template["spec"]["containers"]
+        kept = 1 + int(_env(ray, "RAY_ROTATION_BACKUP_COUNT"))
+        most_gib = 10 * 2 * kept * int(_env(ray, "RAY_ROTATION_MAX_BYTES")) / 2**30
+        [scratch] = [v for v in template["spec"]["volumes"] if v["name"] == "scratch"]
+        assert most_gib < int(scratch["emptyDir"]["sizeLimit"].removesuffix("Gi"))
 
 
 def test_pods_have_the_environment_that_the_service_prepares(

@@ -20,13 +20,18 @@ RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S: "2"
 QUADRIGA_READY_WITHIN_S: "600"
 RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT: "20"
 QUADRIGA_LOG_FORMAT: {{ dig "logging" "format" "text" .Values.config }}
-{{- /* The last ten seconds of the grace are for what ends after the drain. */}}
-RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S: {{ sub (int .Values.drainSeconds) 10 | max 5 | quote }}
+{{- /* Where a node has no longer left than `graceful_shutdown_timeout_s`, Serve stops its ingress at once. */}}
+RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S: {{ add .Values.drainSeconds 60 | quote }}
 RAY_task_events_report_interval_ms: "0"
 RAY_enable_timeline: "0"
+{{- /* Else what processes say is kept whole, until `scratchSize` is full and the pod evicted. */}}
+RAY_ROTATION_MAX_BYTES: "67108864"
+RAY_ROTATION_BACKUP_COUNT: "4"
 {{- if .Values.haproxy.enabled }}
 RAY_SERVE_ENABLE_HA_PROXY: "1"
 RAY_SERVE_HAPROXY_BINARY_PATH: /home/quadriga/haproxy
+{{- /* What streams may last on after a reload, as when ingresses are exchanged. */}}
+RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S: {{ int .Values.drainSeconds | quote }}
 {{- end }}
 {{- with .Values.tls.secretName }}
 QUADRIGA_TLS_CERT: /etc/quadriga/tls/tls.crt
@@ -134,7 +139,7 @@ metadata:
 spec:
   serviceAccountName: {{ include "quadriga.serviceAccountName" $root | quote }}
   automountServiceAccountToken: {{ and (eq .group "head") $root.Values.autoscaling.enabled }}
-  terminationGracePeriodSeconds: {{ $root.Values.drainSeconds }}
+  terminationGracePeriodSeconds: {{ add $root.Values.drainSeconds 70 }}
   {{- with $root.Values.imagePullSecrets }}
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}

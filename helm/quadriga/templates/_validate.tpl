@@ -166,7 +166,7 @@
 
 {{- define "quadriga.validateGroups" -}}
 {{- include "quadriga.validatePod" (dict "where" "head" "pod" .Values.head) -}}
-{{- include "quadriga.validateMemory" (dict "where" "head" "pod" .Values.head) -}}
+{{- include "quadriga.validateResources" (dict "where" "head" "pod" .Values.head) -}}
 {{- include "quadriga.validatePod" (dict "where" "workerDefaults" "pod" .Values.workerDefaults) -}}
 {{- range $name, $own := .Values.workerGroups -}}
 {{- include "quadriga.validatePod" (dict "where" (printf "workerGroups.%s" $name) "pod" ($own | default dict)) -}}
@@ -178,7 +178,7 @@
 {{- if or (lt (int $group.replicas) (int $group.minReplicas)) (gt (int $group.replicas) (int $group.maxReplicas)) -}}
 {{- fail (printf "workerGroups.%s: replicas is %d, outside minReplicas..maxReplicas (%d..%d)" $name (int $group.replicas) (int $group.minReplicas) (int $group.maxReplicas)) -}}
 {{- end -}}
-{{- include "quadriga.validateMemory" (dict "where" (printf "workerGroups.%s" $name) "pod" $group) -}}
+{{- include "quadriga.validateResources" (dict "where" (printf "workerGroups.%s" $name) "pod" $group) -}}
 {{- if eq $name "head" -}}
 {{- fail "workerGroups.head: the name is the head's; take another" -}}
 {{- end -}}
@@ -201,9 +201,15 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Ray gives its object store 30 % of the memory, and no more than /dev/shm or 10 GB, the larger of
-both; it puts a store that does not fit into /dev/shm on the disk. */}}
-{{- define "quadriga.validateMemory" -}}
+{{/* Kubernetes takes no request above its limit. Ray gives its object store 30 % of the memory, and no
+more than /dev/shm or 10 GB, the larger of both; it puts one that does not fit into /dev/shm on the disk. */}}
+{{- define "quadriga.validateResources" -}}
+{{- range $name, $asked := dig "requests" (dict) .pod.resources -}}
+{{- $most := dig "limits" $name $asked $.pod.resources -}}
+{{- if gt (include "quadriga.bytes" $asked | float64) (include "quadriga.bytes" $most | float64) -}}
+{{- fail (printf "%s.resources: requests.%s is %v, more than its limit (%v): Kubernetes would refuse the pods" $.where $name $asked $most) -}}
+{{- end -}}
+{{- end -}}
 {{- $memory := dig "limits" "memory" 0 .pod.resources -}}
 {{- $store := min (mulf 0.3 (include "quadriga.bytes" $memory | float64) | int64) 10000000000 -}}
 {{- if and (lt (include "quadriga.bytes" .pod.shmSize | float64 | int64) $store) (not (hasKey .pod.rayStartParams "object-store-memory")) -}}

@@ -90,7 +90,7 @@ def haproxy(script: Path, config: Path) -> Iterator[None]:
 
 
 def connect(port: int) -> socket.socket:
-    give_up_s = time.monotonic() + 10
+    give_up_s = time.monotonic() + 60
     while True:
         try:
             return socket.create_connection(("127.0.0.1", port), timeout=10)
@@ -135,6 +135,21 @@ def test_headers_that_do_not_come_are_not_waited_for(
         with haproxy(starter_script(tmp_path), config), connect(front) as client:
             client.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n")
             assert b" 408 " in client.recv(4096)
+
+
+def test_many_headers_pass_and_streams_outlast_a_reload(tmp_path: Path) -> None:
+    front = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        config = tmp_path / "haproxy.cfg"
+        listen = CONFIG.format(front=front, back=server.getsockname()[1])
+        config.write_text(f"global\n    hard-stop-after 120s\n{listen}")
+        with haproxy(starter_script(tmp_path), config), connect(front) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n" + b"a: b\r\n" * 500 + b"\r\n")
+            inner, _ = server.accept()
+            with inner:
+                assert inner.recv(4096).startswith(b"GET / ")
+    assert "hard-stop-after 3600s" in (tmp_path / "haproxy.cfg.limited").read_text()
 
 
 def test_haproxy_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
@@ -198,7 +213,8 @@ def test_serves_template_has_the_lines_that_the_script_looks_for() -> None:
     # Jinja writes the setting where the condition stands, at the begin of a line.
     wanted = "    {% if config.timeout_client_s is not none %}timeout client "
     assert any(line.startswith(wanted) for line in lines)
-    assert "defaults" in lines
+    assert "defaults" in lines and 'HAPROXY_CONFIG_TEMPLATE = """global' in lines
+    assert "    hard-stop-after {{ config.hard_stop_after_s }}s" in lines
     assert sum(line.startswith("    errorfile 50") for line in lines) == 3
     assert any(line.startswith("    use_backend ") for line in lines)
     texts = [
