@@ -66,6 +66,7 @@ class ModelConfig:
         norm_affine: LayerNorm has weight and bias.
         qk_norm: RMSNorm over each head of Q and K, before the rotation.
         tied_head: The head is the token embedding.
+        ranks: Equal parts of a model, of which this is one; heads, MLP and vocabulary are its own.
     """
 
     family: str
@@ -92,6 +93,7 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     tied_head: bool = False
+    ranks: int = 1
 
     @property
     def q_size(self) -> int:

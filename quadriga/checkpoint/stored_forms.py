@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BLOCK_WEIGHTS = 32
+GROUP_ROWS = 16
+"""Rows that lie interleaved where an engine rounds weights; `kGroupRows` of interleaved.h."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quadriga.catalogue.adapters import read_adapters
-from quadriga.catalogue.headers import read_checkpoint_headers
 from quadriga.checkpoint.exits import (
     MAX_LAYERS,
     NEVER,
@@ -20,9 +18,8 @@ from quadriga.checkpoint.exits import (
 )
 from quadriga.checkpoint.families import NATIVE_ARCHITECTURES
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
-from quadriga.checkpoint.json_files import read_object
 from quadriga.checkpoint.model_config import read_model_config
-from quadriga.checkpoint.stored_forms import BLOCK_FORMS, BLOCK_WEIGHTS
+from quadriga.checkpoint.stored_forms import GROUP_ROWS
 from quadriga.config.engine import PoolConfig
 from quadriga.config.engine_spec import (
     DTYPE_BYTES,
@@ -464,24 +461,26 @@ def _check_ranks(
         where = f"pools.{index}.adapters, and ranks take no LoRA adapters"
     if where is not None:
         raise ConfigError(f"{field}: {size} is not possible with {where}; use 1", param=field)
-    raw = read_object(checkpoint.path / "config.json")
+    model = read_model_config(checkpoint.path)
     shared = {
-        "KV heads": checkpoint.num_kv_heads,
-        "columns of the MLP": raw.get("intermediate_size", raw.get("ffn_dim")),
-        "tokens of the vocabulary": checkpoint.vocab_size,
+        "KV heads": model.num_kv_heads,
+        "columns of the MLP": model.ffn_size,
+        "columns of the hidden states": model.hidden_size,
+        "tokens of the vocabulary": model.vocab_size,
     }
-    with suppress(ConfigError):  # the engine says what is wrong with weights
-        places = read_checkpoint_headers(checkpoint.path).values()
-        if any(place.dtype in BLOCK_FORMS for place in places):
-            heads, block = raw["num_attention_heads"] * checkpoint.head_dim, BLOCK_WEIGHTS
-            shared |= {
-                f"blocks of {block} columns of the MLP": raw["intermediate_size"] // block,
-                f"blocks of {block} columns of the heads": heads // block,
-            }
-    counts = [count for count in shared.values() if type(count) is int]
+    if config.engine.weights in (
+        "int8",
+        "bfloat16",
+    ):  # a part without whole groups has no such form
+        rows = {"rows of the keys": model.kv_size, "rows of the MLP": model.ffn_size}
+        shared |= {
+            f"groups of {GROUP_ROWS} {what}": count // GROUP_ROWS
+            for what, count in rows.items()
+            if count % GROUP_ROWS == 0
+        }
     for what, count in shared.items():
-        if type(count) is int and count % size:
-            fitting = [n for n in range(1, 65) if math.gcd(*counts) % n == 0]
+        if count % size:
+            fitting = [n for n in range(1, 65) if math.gcd(*shared.values()) % n == 0]
             raise ConfigError(
                 f"{field}: {size} ranks cannot share the {count} {what} of {checkpoint.id} "
                 f"evenly; use one of {', '.join(map(str, fitting))}",

@@ -24,6 +24,7 @@ from quadriga.config.kv_memory import weight_bytes
 from quadriga.engine.kernels.build import BuildUnavailable, build_library, cached_library
 from quadriga.engine.kernels.library import (
     CDraft,
+    CGather,
     CHead,
     CKVMap,
     CLayer,
@@ -32,7 +33,6 @@ from quadriga.engine.kernels.library import (
     CMatrix,
     CModel,
     CNorm,
-    CTotal,
     KernelLibrary,
     pointer,
 )
@@ -101,11 +101,12 @@ class CompiledDecoder(AnyDecoder):
         self._workers = workers
         self._pool = workers.pool
         self._layers = (CLayer * eager.num_layers)(*_layers(eager))
-        # Of `_total`, which cannot raise through a kernel.
+        # Of `_gather`, which cannot raise through a kernel, and what it found.
         self._failure: BaseException | None = None
+        self._gathered = torch.empty(0)
         self._model = _model(eager, self._layers)
-        if eager.total is not None:
-            self._model.total = CTotal(self._total)
+        if eager.gather is not None:
+            self._model.gather = CGather(self._gather)
         self._embed = CMatrix.of(eager.weights.embed)
         self._kv_maps = {
             depth: (CKVMap * len(maps))(*(CKVMap(CNorm.of(m.norm), CLinear.of(m.kv)) for m in maps))
@@ -156,16 +157,18 @@ class CompiledDecoder(AnyDecoder):
             raise self._failure
         return x
 
-    def _total(self, address: int, count: int) -> None:
-        """Called by the kernels for what the ranks add up; the GIL is held."""
-        total = self.eager.total
-        if self._failure is not None or total is None:
-            return
+    def _gather(self, address: int, count: int, width: int) -> int | None:
+        """Called by the kernels for the columns of all ranks; the GIL is held. None: it failed."""
+        gather = self.eager.gather
+        if self._failure is not None or gather is None:
+            return None
         try:
-            memory = (ctypes.c_float * count).from_address(address)
-            total(torch.frombuffer(memory, dtype=torch.float32))
+            memory = (ctypes.c_float * (count * width)).from_address(address)
+            self._gathered = gather(torch.frombuffer(memory, dtype=torch.float32).view(count, -1))
+            return self._gathered.data_ptr()
         except BaseException as exc:  # a border: raised again once the kernel is back
             self._failure = exc
+            return None
 
     def project_kv(
         self, x: torch.Tensor, batch: KernelPass, first: int, stop: int, depth: int
@@ -236,7 +239,7 @@ class CompiledDecoder(AnyDecoder):
     @property
     def can_draft(self) -> bool:
         """Whether `draft` is there: every part of a pass over the first segment is a kernel."""
-        return self.eager.weights.project_in is None and self.eager.total is None
+        return self.eager.weights.project_in is None and self.eager.gather is None
 
     def draft(
         self,
@@ -409,6 +412,7 @@ def _model(eager: Decoder, layers: ctypes.Array[CLayer]) -> CModel:
             ),
             default=0,
         ),
+        ranks=c.ranks,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM as AutoModel
 from transformers import LlamaConfig, MistralConfig, OPTConfig, Qwen3Config
 
@@ -24,7 +25,10 @@ from quadriga.engine.tensor_parallel import loading
 from quadriga.engine.tensor_parallel import ranks as ranks_module
 from quadriga.engine.tensor_parallel.part import Part
 from quadriga.engine.tensor_parallel.ranks import Op, Order, RanksLost
+from quadriga.engine.weights.loading import FORM_OF_SETTING
+from quadriga.engine.weights.matrix import Form
 from quadriga.errors import ConfigError
+from quadriga.gguf.cache import converted_folder
 from tests.equivalence.models import GATED, SIZES, make_spec, make_state, randomise, save
 from tests.equivalence.moving import Member
 from tests.equivalence.test_lossless import (
@@ -37,6 +41,8 @@ from tests.equivalence.test_lossless import (
 )
 from tests.equivalence.test_migrated import SEEDED, Traffic, assert_same, bundled, undisturbed
 from tests.equivalence.test_migrated import sequences as to_move
+from tests.equivalence.test_rounded_weights import matrices
+from tests.gguf_files import write_model
 
 FOUR = {"num_attention_heads": 8, "vocab_size": 132}
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -51,6 +57,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **(SIZES | FOUR), ffn_dim=72, do_layer_norm_before=False, word_embed_proj_dim=24
     ),
 }
+BLOCKS = GATED | {
+    **{"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16},
+    **{"intermediate_size": 192, "vocab_size": 260},
+}
+"""Whole blocks and groups of every form in each matrix; of a quarter of the columns in none."""
 EXITS = '{"kind": "shared", "layers": [1, 2], "criterion": "margin", "threshold": 0.2}'
 PROMPTS = 9
 SILENCE_S = 2.0
@@ -112,9 +123,33 @@ def test_every_family_greedy_sampled_with_exits_and_drafts(
     wanted = run(make_loop(load(spec), chunk_tokens=16), wanted_states)
     assert tokens_of(got) == tokens_of(wanted)
     assert_logprobs_are_near(got, wanted)
+    if compiled == "wait":
+        assert got == wanted, "to the bit"
     assert [s.exit_layers for s in made] == [s.exit_layers for s in wanted_states]
     assert {k for s in made for k in s.exit_layers} == {1, 2, 3}
     assert loop.decode.counters.drafted > 0
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("form", ["bfloat16", "float16", "int8", Kind.Q8_0, Kind.Q4_0])
+def test_every_form_of_weights_is_that_of_one_rank_to_the_bit(
+    form: Any, size: int, tmp_path: Path, load: Callable[..., NativeRunner]
+) -> None:
+    """No blocks of inputs, nor of weights, divide among four ranks."""
+    torch.manual_seed(size)
+    model = randomise(AutoModel.from_config(LlamaConfig(**BLOCKS)).eval())
+    if isinstance(form, str):
+        path, weights, kept = save(model, tmp_path / "model"), form, FORM_OF_SETTING[form]
+    else:
+        file = write_model(tmp_path / "model.gguf", model, kind=form)
+        path, weights, kept = converted_folder(file, tmp_path / "cache"), "auto", Form[form.name]
+    (path / "exits.json").write_text(EXITS)
+    spec = spec_of(path, weights=weights)
+    one, many = load(spec), load(spec, size)
+    for runner in (one, many):
+        assert {m.form for m in matrices(runner.weights)} == {kept}
+    got = run(make_loop(many, chunk_tokens=16), states(mixed, PROMPTS))
+    assert got == run(make_loop(one, chunk_tokens=16), states(mixed, PROMPTS))
 
 
 def test_a_token_is_the_same_to_the_bit_whoever_is_beside_it(
@@ -226,6 +261,36 @@ def test_rebuilt_from_its_tokens_alone(
     assert [done[s.sequence_id].output_ids for s in wanted] == [s.output_ids for s in wanted]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_numbers_of_16_bits_are_near_those_of_one_rank(
+    dtype: str, checkpoints: dict[str, Path], load: Callable[..., NativeRunner]
+) -> None:
+    """Plain torch computes them, and chooses the order of sums by the shape of a product."""
+    spec, found = spec_of(checkpoints["llama"], compile="off", dtype=dtype), []
+    for size in (1, 2):
+        runner, state = load(spec, size), make_state(list(range(3, 40)))
+        runner.attach(0, state)
+        run_prompt(runner, state)
+        found.append(runner.read_kv(0, 0, runner.num_layers, 0, 37).float())
+    assert (found[1] - found[0]).norm() < 0.03 * found[0].norm()
+
+
+def test_ranks_that_compute_unlike_have_a_name_of_their_own(
+    checkpoints: dict[str, Path],
+    load: Callable[..., NativeRunner],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a node without a compiler a rank computes in plain torch."""
+    init = Part.__init__
+
+    def uncompiled(part: Part, spec: EngineSpec, whole: Any, shard: Any) -> None:
+        init(part, replace(spec, compile="off") if shard.rank else spec, whole, shard)
+
+    monkeypatch.setattr(Part, "__init__", uncompiled)
+    spec = spec_of(checkpoints["llama"])
+    assert load(spec, 2).numerics.startswith(f"{load(spec).numerics} | torch ")
+
+
 def test_a_rank_holds_its_share(
     checkpoints: dict[str, Path], load: Callable[..., NativeRunner]
 ) -> None:
@@ -289,7 +354,7 @@ def test_an_interrupt_in_the_midst_of_a_pass_ends_the_ranks_and_is_raised(
     monkeypatch.setattr(ranks_module, "SILENCE_TIMEOUT_S", SILENCE_S)
     spec = spec_of(checkpoints["llama"], compile=compiled, tensor_parallel=2)
     runner = NativeRunner.load(spec)
-    runner.model.decoder._part.eager.total = interrupted  # type: ignore[attr-defined]
+    runner.model.decoder._part.eager.gather = interrupted  # type: ignore[attr-defined]
     state = make_state([3, 4, 5])
     runner.attach(0, state)
     with pytest.raises(KeyboardInterrupt):

@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGMLQuantizationType
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from quadriga.config.kv_memory import NodeMemory
 from quadriga.config.loader import load_config
 from quadriga.config.resolve import Hardware, resolve
 from quadriga.errors import ConfigError
-from tests.equivalence.models import GATED
-from tests.gguf_files import write_model
 from tests.unit.test_config import checkpoint
 
 __all__ = ["checkpoint"]
@@ -76,7 +72,11 @@ def test_what_ranks_cannot_do_is_refused(
 
 @pytest.mark.parametrize(
     ("change", "what"),
-    [({"intermediate_size": 641}, "641 columns of the MLP"), ({"vocab_size": 615}, "615 tokens")],
+    [
+        ({"intermediate_size": 641}, "641 columns of the MLP"),
+        ({"vocab_size": 615}, "615 tokens"),
+        ({"hidden_size": 65, "head_dim": 16}, "65 columns of the hidden states"),
+    ],
 )
 def test_what_does_not_divide_is_named(checkpoint: Path, change: dict[str, int], what: str) -> None:
     file = checkpoint / "config.json"
@@ -86,12 +86,17 @@ def test_what_does_not_divide_is_named(checkpoint: Path, change: dict[str, int],
         resolve(config, CPU)
 
 
-def test_quantised_rows_that_do_not_divide_in_blocks_are_named(tmp_path: Path) -> None:
-    """32 weights of a row have one scale; 96 columns are three such blocks."""
-    sizes = GATED | {"vocab_size": 260, "hidden_size": 64, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(**(sizes | {"intermediate_size": 96})))
-    file = write_model(tmp_path / "odd.gguf", model, kind=GGMLQuantizationType.Q8_0)
-    given = {"model": str(file), "engine.cache_dir": str(tmp_path / "cache")}
-    with pytest.raises(ConfigError, match=r"3 blocks of 32 columns of the MLP .* one of 1$"):
-        resolve(load_config(given | {"engine.tensor_parallel": 2}), CPU)
-    assert resolve(load_config(given | {"engine.tensor_parallel": 1}), CPU).replicas
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [({"head_dim": 24}, "rows of the keys"), ({"intermediate_size": 48}, "rows of the MLP")],
+)
+def test_rows_whose_groups_do_not_divide_are_named(
+    checkpoint: Path, change: dict[str, int], what: str
+) -> None:
+    """48 rows are three groups of 16; half of them would stay float32 in int8."""
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    given = {"model": str(checkpoint), "engine.tensor_parallel": 2}
+    with pytest.raises(ConfigError, match=rf"3 groups of 16 {what} .* one of 1$"):
+        resolve(load_config(given | {"engine.weights": "int8"}), CPU)
+    assert resolve(load_config(given), CPU).replicas

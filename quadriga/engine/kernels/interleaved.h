@@ -16,7 +16,7 @@
 
 namespace quadriga {
 
-constexpr int64_t kGroupRows = 16;  // `GROUP_ROWS` of matrix.py
+constexpr int64_t kGroupRows = 16;  // `GROUP_ROWS` of stored_forms.py
 constexpr int kGroupVecs = kGroupRows / kLanes;
 
 typedef int8_t SignedByteVec __attribute__((vector_size(kLanes)));

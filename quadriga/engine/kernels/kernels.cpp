@@ -234,14 +234,17 @@ class PassRunner {
     });
   }
 
-  // x += y · Wᵀ + bias, over all ranks; `buffer` [tokens, hidden] takes the product.
-  void project_total(const float* y, int64_t k, const QuadrigaLinear& a, float* buffer, float* x,
-                     const QuadrigaLowRank* loras) {
-    if (!model_.total) return project_add(y, k, a, buffer, x, loras);
-    const int64_t n = model_.hidden;
-    project(y, k, a, n, buffer, loras);
-    model_.total(buffer, tokens_ * n);
-    for (int64_t i = 0; i < tokens_ * n; ++i) x[i] += buffer[i];
+  // x += y · Wᵀ + bias, where each rank has k columns of y and as many rows of W as any other;
+  // `buffer` [tokens, hidden] takes the product.
+  void project_back(const float* y, int64_t k, const QuadrigaLinear& a, float* buffer, float* x,
+                    const QuadrigaLowRank* loras) {
+    if (!model_.gather) return project_add(y, k, a, buffer, x, loras);
+    const int64_t n = model_.hidden / model_.ranks;
+    const float* all = model_.gather(y, tokens_, k);
+    if (!all) return;
+    project(all, k * model_.ranks, a, n, buffer, loras);
+    all = model_.gather(buffer, tokens_, n);
+    for (int64_t i = 0; all && i < tokens_ * model_.hidden; ++i) x[i] += all[i];
   }
 
   // The same of this rank alone.
@@ -425,11 +428,11 @@ void quadriga_layers(void* pool, const QuadrigaModel* model, int64_t first, int6
     pass.project(m.pre_norm ? h : x, m.hidden, layer.qkv, width, qkv, layer.qkv_loras);
     pass.place_heads(qkv, m.heads, layer, rows, positions);
     pass.attention(qkv, i, rows, positions, mixed);
-    pass.project_total(mixed, q, layer.out, h, x, layer.out_loras);
+    pass.project_back(mixed, q, layer.out, h, x, layer.out_loras);
     if (!m.pre_norm) pass.normalise(x, layer.attn_norm, x);
     if (m.pre_norm) pass.normalise(x, layer.mlp_norm, h);
     pass.project_activate(m.pre_norm ? h : x, layer.up, m.ffn, up, spare, layer.up_loras);
-    pass.project_total(up, m.ffn, layer.down, h, x, layer.down_loras);
+    pass.project_back(up, m.ffn, layer.down, h, x, layer.down_loras);
     if (!m.pre_norm) pass.normalise(x, layer.mlp_norm, x);
   }
 }

@@ -58,8 +58,10 @@ struct QuadrigaModel {
   const uint8_t* depths;
   const int64_t* adapter_of;  // [num_rows]: adapter of a row's tokens, -1 for none; null: of no row
   int64_t max_rank;           // largest `rank` of all adapters and projections
-  // Makes n summands of this engine the totals over all ranks, in place; null where it is whole.
-  void (*total)(float* summands, int64_t n);
+  int64_t ranks;  // that share the model: heads, kv_heads and ffn are of this one
+  // Puts columns [tokens, width] of all ranks side by side: [tokens, ranks · width], good until the
+  // next call; null: it failed. Null itself where there is one rank.
+  const float* (*gather)(const float* columns, int64_t tokens, int64_t width);
 };
 
 struct QuadrigaHead {

@@ -84,8 +84,8 @@ class CLayer(Structure):
     )
 
 
-CTotal = ctypes.CFUNCTYPE(None, c_void_p, c_int64)
-"""See `QuadrigaModel.total`."""
+CGather = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_int64, c_int64)
+"""See `QuadrigaModel.gather`."""
 
 
 class CModel(Structure):
@@ -109,7 +109,8 @@ class CModel(Structure):
         ("depths", c_void_p),
         ("adapter_of", c_void_p),
         ("max_rank", c_int64),
-        ("total", CTotal),
+        ("ranks", c_int64),
+        ("gather", CGather),
     )
 
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from quadriga.checkpoint.model_config import ModelConfig
 from quadriga.engine.kv_cache import Ints, RowKVCache
 from quadriga.engine.models.layers import (
+    Gather,
     Pass,
     TokenSpan,
-    Total,
     apply_head,
     embed,
     layer_forward,
@@ -124,7 +124,8 @@ class Decoder(AnyDecoder):
     Attributes:
         adapter_of: int64 [num_rows]: the adapter of each row's sequence, −1 for none; the runner
             sets it, every pass reads it. None where the model has no adapters.
-        total: Adds up what the ranks of a tensor-parallel engine have; None where there is one.
+        gather: Puts together what the ranks of a tensor-parallel engine have; None where there is
+            one.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Decoder(AnyDecoder):
         self.cache = cache
         self.depths = depths
         self.adapter_of: Ints | None = None
-        self.total: Total | None = None
+        self.gather: Gather | None = None
         if weights.adapters:
             self.adapter_of = np.full(cache.num_rows, -1, dtype=np.int64)
         self.cos: torch.Tensor | None = None
@@ -206,7 +207,7 @@ class Decoder(AnyDecoder):
                 self.config,
                 self.config.windows[i],
                 loras[i] if batch.adapted else None,
-                self.total,
+                self.gather,
             )
         return x
 

@@ -31,13 +31,13 @@ from quadriga.engine.weights.checkpoint_weights import (
 
 Adapted = Mapping[int, torch.Tensor]
 """See `Pass.adapted`."""
-Total = Callable[[torch.Tensor], torch.Tensor]
-"""Of the summands [T, hidden] that the ranks of a tensor-parallel engine hold, on each of them."""
+Gather = Callable[[torch.Tensor], torch.Tensor]
+"""Columns [T, n] that each rank of a tensor-parallel engine holds, side by side: [T, ranks · n]."""
 
 
-def _own(summand: torch.Tensor) -> torch.Tensor:
-    """The total of one rank."""
-    return summand
+def _own(columns: torch.Tensor) -> torch.Tensor:
+    """What one rank has is all."""
+    return columns
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ def run_layer(
     attend: Callable[[torch.Tensor], torch.Tensor],
     loras: LayerAdapters | None = None,
     adapted: Adapted = MappingProxyType({}),
-    total: Total = _own,
+    gather: Gather = _own,
 ) -> torch.Tensor:
     """One layer: [T, hidden] → [T, hidden].
 
@@ -143,18 +143,18 @@ def run_layer(
             KV lies and who reads it is its business.
         loras: The layer's adapters; None without any.
         adapted: See `Pass`.
-        total: Of what the ranks add to the hidden states.
+        gather: Of the ranks' heads, their parts of the MLP, and what they add to the hidden states.
     """
-    mixed = attend(norm(x, layer.attn_norm, config) if config.pre_norm else x)
+    mixed = gather(attend(norm(x, layer.attn_norm, config) if config.pre_norm else x))
     added = add_low_rank(linear(mixed, layer.out), mixed, loras.out if loras else None, adapted)
-    x = x + total(added)
+    x = x + gather(added)
     if not config.pre_norm:
         x = norm(x, layer.attn_norm, config)
     h = norm(x, layer.mlp_norm, config) if config.pre_norm else x
     inner = add_low_rank(linear(h, layer.up), h, loras.up if loras else None, adapted)
-    inner = activate(inner, config)
+    inner = gather(activate(inner, config))
     added = add_low_rank(linear(inner, layer.down), inner, loras.down if loras else None, adapted)
-    x = x + total(added)
+    x = x + gather(added)
     return x if config.pre_norm else norm(x, layer.mlp_norm, config)
 
 
@@ -167,7 +167,7 @@ def layer_forward(
     config: ModelConfig,
     window: int,
     loras: LayerAdapters | None = None,
-    total: Total | None = None,
+    gather: Gather | None = None,
 ) -> torch.Tensor:
     """Run one layer: [T, hidden] → [T, hidden]; stores the tokens' K and V on the way.
 
@@ -175,7 +175,7 @@ def layer_forward(
         keys, values: This layer's buffers, [rows, blocks, num_kv_heads, KV_BLOCK, head_dim].
         window: Positions a token sees, itself included; 0 is all.
         loras: The layer's adapters; None without any.
-        total: See `run_layer`; None for an engine that is whole.
+        gather: See `run_layer`; None for an engine that is whole.
     """
 
     def attend(h: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ def layer_forward(
         form = _attend_decode if batch.is_decode else _attend_spans
         return form(by_group(q, config), keys, values, batch, window).to(h.dtype)
 
-    return run_layer(x, layer, config, attend, loras, batch.adapted, total or _own)
+    return run_layer(x, layer, config, attend, loras, batch.adapted, gather or _own)
 
 
 def embed(weights: ModelWeights, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

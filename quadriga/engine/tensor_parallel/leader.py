@@ -14,10 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from quadriga.checkpoint.model_config import ModelConfig
-from quadriga.engine.compiled import CompiledDecoder
 from quadriga.engine.kv_cache import Ints, check_range, check_shape
 from quadriga.engine.models.decoder import AnyDecoder
-from quadriga.engine.numerics import torch_code
 from quadriga.engine.tensor_parallel.part import Part
 from quadriga.engine.tensor_parallel.ranks import Op, Ranks, Tokens
 from quadriga.engine.weights.checkpoint_weights import ModelWeights
@@ -29,17 +27,24 @@ class ParallelDecoder(AnyDecoder):
     Args:
         config: The whole model's.
         part: Rank 0's.
+        codes: Names of what computes on each rank.
         end: Lets the other ranks end; called once, by `close`, without the decoder, or at exit.
     """
 
     reads_depths = False
 
     def __init__(
-        self, config: ModelConfig, part: Part, ranks: Ranks, end: Callable[[], None]
+        self,
+        config: ModelConfig,
+        part: Part,
+        ranks: Ranks,
+        codes: Sequence[str],
+        end: Callable[[], None],
     ) -> None:
         self.config = config
         self.ranks = ranks
         self._part = part
+        self._codes = codes
         self._end = weakref.finalize(self, end)
 
     @property
@@ -53,14 +58,11 @@ class ParallelDecoder(AnyDecoder):
 
     @property
     def code(self) -> str:
-        """See `LoadedModel.numerics`: sums are those of so many ranks."""
-        decoder = self._part.decoder
-        own = (
-            decoder.code
-            if isinstance(decoder, CompiledDecoder)
-            else torch_code(self.weights.device)
+        """See `LoadedModel.numerics`; confidences of exits are plain torch's, whatever computes."""
+        alike = len(set(self._codes)) == 1
+        return (
+            f"{self._codes[0]} over {self.ranks.size} ranks" if alike else " | ".join(self._codes)
         )
-        return f"{own} over {self.ranks.size} ranks"
 
     def plan_tokens(self, rows: Ints, positions: Ints) -> Tokens:
         """See `Decoder.plan_tokens`."""

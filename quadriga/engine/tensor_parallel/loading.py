@@ -104,6 +104,7 @@ def load_parallel(spec: EngineSpec, config: ModelConfig, starter: RankStarter) -
     finally:
         store.set(_loaded(0), "")  # the last: nobody meets the others before
     dtype = part.eager.weights.dtype
+    codes = [part.decoder.code, *(store.get(_code(rank)).decode() for rank in range(1, size))]
     ranks = part.join(Ranks(store, rank=0, size=size, host=starter.host, dtype=dtype))
     ranks.lost = starter.lost
     cache = ParallelCache(config.num_kv_heads, part, ranks)
@@ -113,7 +114,7 @@ def load_parallel(spec: EngineSpec, config: ModelConfig, starter: RankStarter) -
         ranks.close()
         starter.join()
 
-    return EngineParts(spec, ParallelDecoder(config, part, ranks, end), cache, skipped)
+    return EngineParts(spec, ParallelDecoder(config, part, ranks, codes, end), cache, skipped)
 
 
 def serve_rank(spec: EngineSpec, rank: int, host: str, port: int) -> None:
@@ -135,6 +136,7 @@ def serve_rank(spec: EngineSpec, rank: int, host: str, port: int) -> None:
     except Exception as exc:  # a border: rank 0 would wait for all of its time
         store.set(_loaded(rank), str(exc) or repr(exc))
         raise
+    store.set(_code(rank), part.decoder.code)
     store.set(_loaded(rank), "")
     store.wait([_loaded(0)], timedelta(seconds=LOAD_TIMEOUT_S))  # a meeting allows less
     part.join(
@@ -152,3 +154,8 @@ def serve_rank(spec: EngineSpec, rank: int, host: str, port: int) -> None:
 def _loaded(rank: int) -> str:
     """Key under which a rank says that it is ready, or, in words, why not."""
     return f"loaded-{rank}"
+
+
+def _code(rank: int) -> str:
+    """Key under which a rank names what it computes with."""
+    return f"code-{rank}"

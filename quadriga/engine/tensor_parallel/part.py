@@ -42,7 +42,7 @@ class Part:
             budget_tokens=budget_tokens(spec),
         )
         self.eager = Decoder(config, weights, self.cache)
-        self.eager.total = self._total
+        self.eager.gather = self._gather
         self.decoder: Decoder | CompiledDecoder = (
             KernelSwap(spec, self.eager, kernels).take() or self.eager
         )
@@ -60,8 +60,8 @@ class Part:
         assert self.ranks is not None, "a part computes with the others alone"
         return self.ranks
 
-    def _total(self, summands: torch.Tensor) -> torch.Tensor:
-        return self._met.total(summands.contiguous())
+    def _gather(self, columns: torch.Tensor) -> torch.Tensor:
+        return self._met.all_gather(columns.contiguous())
 
     def plan(self, tokens: Tokens) -> Any:
         """This rank's plan of a pass, made once."""

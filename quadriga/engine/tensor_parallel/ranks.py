@@ -122,18 +122,18 @@ class Ranks:
     # Collectives; inside an order only.
 
     def total(self, summands: torch.Tensor) -> torch.Tensor:
-        """Add up in place what all ranks have.
+        """Add up in place numbers of which one rank at most has one that is not zero.
 
-        Always in the same order, so that a row's sum does not depend on those beside it. What gloo
-        adds up at once it divides among the ranks, each of which begins with another one's.
+        The sum of others would depend on their order, which gloo chooses.
         """
-        if self.size == 2:  # a + b is b + a
-            self._wait(self._group.allreduce([summands]))
-            return summands
-        found = self.gather(summands)
-        if found:
-            torch.sum(torch.stack(found), 0, out=summands)
-        return self.broadcast(summands)
+        self._wait(self._group.allreduce([summands]))
+        return summands
+
+    def all_gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """The columns [T, n] that each rank has, side by side: [T, size · n], on each of them."""
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        self._wait(self._group.allgather([found], [mine]))
+        return torch.cat(found, dim=-1)
 
     def gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """What each rank has, of one shape: at rank 0; nothing elsewhere."""

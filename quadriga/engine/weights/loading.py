@@ -275,7 +275,7 @@ def _rope_family_layer(files: TensorFiles, config: ModelConfig, index: int) -> L
     layer = LayerWeights(
         attn_norm=Norm(files.read(f"{at}.input_layernorm.weight", c.hidden_size)),
         qkv=_qkv(files, c, attn),
-        out=_linear(files, f"{attn}.o_proj", c.hidden_size, c.q_size, c.out_bias),
+        out=_linear_back(files, f"{attn}.o_proj", c, c.q_size, c.out_bias),
         mlp_norm=Norm(files.read(f"{at}.post_attention_layernorm.weight", c.hidden_size)),
         up=_stacked(
             files,
@@ -284,7 +284,7 @@ def _rope_family_layer(files: TensorFiles, config: ModelConfig, index: int) -> L
             c.hidden_size,
             c.mlp_bias,
         ),
-        down=_linear(files, f"{mlp}.down_proj", c.hidden_size, c.ffn_size, c.mlp_bias),
+        down=_linear_back(files, f"{mlp}.down_proj", c, c.ffn_size, c.mlp_bias),
     )
     if c.qk_norm:
         layer.q_norm = files.read(f"{attn}.q_norm.weight", c.head_dim)
@@ -299,10 +299,10 @@ def _opt_layer(files: TensorFiles, config: ModelConfig, index: int) -> LayerWeig
     return LayerWeights(
         attn_norm=_layer_norm(files, f"{at}.self_attn_layer_norm", c),
         qkv=_qkv(files, c, attn),
-        out=_linear(files, f"{attn}.out_proj", c.hidden_size, c.q_size, c.out_bias),
+        out=_linear_back(files, f"{attn}.out_proj", c, c.q_size, c.out_bias),
         mlp_norm=_layer_norm(files, f"{at}.final_layer_norm", c),
         up=_linear(files, f"{at}.fc1", c.ffn_size, c.hidden_size, c.mlp_bias),
-        down=_linear(files, f"{at}.fc2", c.hidden_size, c.ffn_size, c.mlp_bias),
+        down=_linear_back(files, f"{at}.fc2", c, c.ffn_size, c.mlp_bias),
     )
 
 
@@ -332,6 +332,13 @@ def _linear(
         files.matrix(f"{name}.weight", outputs, inputs, parts=parts),
         files.read(f"{name}.bias", outputs) if bias else None,
     )
+
+
+def _linear_back(
+    files: TensorFiles, name: str, config: ModelConfig, inputs: int, bias: bool
+) -> Linear:
+    """A projection into the hidden states: a part of them, of the inputs of all ranks."""
+    return _linear(files, name, config.hidden_size // config.ranks, inputs * config.ranks, bias)
 
 
 def _layer_norm(files: TensorFiles, name: str, config: ModelConfig) -> Norm:

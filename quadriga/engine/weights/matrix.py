@@ -18,10 +18,8 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from quadriga.checkpoint.stored_forms import BLOCK_FORMS, BLOCK_WEIGHTS, BlockForm
+from quadriga.checkpoint.stored_forms import BLOCK_FORMS, BLOCK_WEIGHTS, GROUP_ROWS, BlockForm
 
-GROUP_ROWS = 16
-"""Rows that lie interleaved; `kGroupRows` of interleaved.h."""
 LANE_BYTES = 4
 """Of one row, before those of the next."""
 INPUT_BLOCK = 64

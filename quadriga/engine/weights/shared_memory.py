@@ -37,7 +37,7 @@ from quadriga.files import file_lock
 
 logger = logging.getLogger(__name__)
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Raise it when the order or the form of the tensors inside a part changes."""
 LOCK_TIMEOUT_S = 120.0
 """Longest wait for another process that is filling the part that is wanted here."""
