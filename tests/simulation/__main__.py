@@ -2,8 +2,8 @@
 
 Every seed is a run of a whole cluster with at least 30 requests and 5 faults; see `cluster`. With
 `--log FILE` every run is a line of it, and what the file has of this commit is not run again. The
-last line is one JSON object. `--history SEED` prints what happened in one; `--idle-hours` leaves out
-its faults, has nobody ask for so long after the requests, and sends them once more.
+last line is one JSON object. `--history SEED` prints what happened in one; `--idle-hours` leaves
+out its faults, has nobody ask for so long after the requests, and sends them once more.
 """
 
 from __future__ import annotations

@@ -191,11 +191,12 @@ class Cluster:
         """Send the requests of the plan, and let things go wrong meanwhile."""
         strike = Faults(self).strike
         faults = [background(self._later(f.at_s, lambda f=f: strike(f))) for f in strikes]
-        client, first = SimulatedClient(self), self._num_asked
-        self._num_asked += len(self.plan.requests)
+        client, requests = SimulatedClient(self), self.plan.requests
         asked = [
-            background(self._ask(client, first + i, one)) for i, one in enumerate(self.plan.requests)
+            background(self._ask(client, number, one))
+            for number, one in enumerate(requests, self._num_asked)
         ]
+        self._num_asked += len(requests)
         await asyncio.wait([*asked, *faults], timeout=END_S)
         for task in [*asked, *faults]:
             if not task.done():

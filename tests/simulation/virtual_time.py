@@ -105,7 +105,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     raise RuntimeError("the run waits for something that no timer will bring")
                 self.now_s = max(self.now_s, later[0][0])
                 if self.now_s > self._max_s:
-                    raise RuntimeError(f"the run is not over after {self._max_s:.0f} virtual seconds")
+                    why = f"the run is not over after {self._max_s:.0f} virtual seconds"
+                    raise RuntimeError(why)
             now_s = self.now_s
             while later and later[0][0] <= now_s:
                 due.append(heappop(later)[2])
