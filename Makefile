@@ -20,7 +20,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup audit serve demo test test-fast test-gpu test-ray test-e2e test-clients test-deploy test-slow chart check format bench bench-engine bench-serve bench-migration bench-scheduler bench-rescheduling bench-simulator paper-helios chaos soak overload upgrade simulate-faults fuzz docs protos evaluate clean
+.PHONY: help setup audit serve demo test test-fast test-gpu test-ray test-e2e test-clients test-deploy test-slow chart check format bench bench-engine bench-serve bench-migration bench-scheduler bench-rescheduling bench-simulator paper-helios chaos soak overload upgrade simulate-faults simulate-idle fuzz docs protos evaluate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -139,6 +139,9 @@ upgrade: setup ## 20 rounds of deployments and SIGTERM, then 5 nodes that leave 
 
 simulate-faults: setup ## Whole clusters in virtual time under faults: SEEDS=FIRST-LAST
 	$(BIN)/python -W ignore -m tests.simulation $(or $(SEEDS),0-1999)
+
+simulate-idle: setup ## A cluster in virtual time that nobody asks for HOURS=48: nothing grows
+	$(BIN)/python -W ignore -m tests.simulation $(or $(SEEDS),7) --idle-hours $(or $(HOURS),48)
 
 fuzz: setup ## Hostile input, many examples: EXAMPLES=5000
 	QUADRIGA_FUZZ_EXAMPLES=$(or $(EXAMPLES),5000) $(BIN)/python -m pytest --timeout 3600 \

@@ -2,7 +2,8 @@
 
 Every seed is a run of a whole cluster with at least 30 requests and 5 faults; see `cluster`. With
 `--log FILE` every run is a line of it, and what the file has of this commit is not run again. The
-last line is one JSON object. `--history SEED` prints what happened in one.
+last line is one JSON object. `--history SEED` prints what happened in one; `--idle-hours` leaves
+out its faults, has nobody ask for so long after the requests, and sends them once more.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("seeds", nargs="+", help="one seed, or FIRST-LAST, or files of plans")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--history", action="store_true", help="print what happened")
+    parser.add_argument("--idle-hours", type=float, default=0.0, help="nobody asks for so long")
     parser.add_argument("--log", type=Path, help="append every run to this file, and go on there")
     parser.add_argument("--plans", type=Path, help="folder for the shrunk plans of what fails")
     parser.add_argument("--planted", metavar="NAME", help="one of the faults of `planted`")
@@ -35,13 +37,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.execv(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]])
     from tests.simulation.campaign import Log, run_seeds, shrink, summary
     from tests.simulation.cluster import run
-    from tests.simulation.plans import Plan, plan
+    from tests.simulation.plans import Plan, idle, plan
     from tests.simulation.planted import planted
 
-    if options.history or options.seeds[0].endswith(".json"):
+    if options.history or options.idle_hours or options.seeds[0].endswith(".json"):
         has_failed = False
         for path in map(Path, options.seeds):
             chosen = Plan.from_json(path.read_text()) if path.suffix else plan(int(path.name))
+            if options.idle_hours:
+                chosen = idle(chosen, 3600 * options.idle_hours)
             with planted(options.planted):
                 result = run(chosen)
             print("\n".join([*map(str, chosen.faults), *result.history]))

@@ -19,7 +19,7 @@ import random
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,14 +41,16 @@ from serve_app.grpc.server import GrpcServer
 from serve_app.openai.models import ModelDirectory
 from serve_app.request.cluster_client import ClusterClient
 from serve_app.request.engine_client import EngineClient
+from tests.simulation import growth
 from tests.simulation.clients import KEY, SimulatedClient
 from tests.simulation.faults import Faults
 from tests.simulation.oracles import MAX_REFUSALS, Oracles
-from tests.simulation.plans import APP, MODEL, TIMEOUT_S, Asked, Plan, expected
+from tests.simulation.plans import APP, MODEL, TIMEOUT_S, Asked, Fault, Plan, expected
 from tests.simulation.plans import plan as make_plan
 from tests.simulation.processes import Process, ProcessEnded, ProcessLoop, Wires
 from tests.simulation.ray_in_virtual_time import Actor, VirtualRay
 from tests.simulation.stand_ins import VirtualEngineThread, in_virtual_time
+from tests.simulation.virtual_time import MAX_S
 
 STARTS_WITHIN_S = 60.0
 SETTLED_S = 90.0
@@ -56,6 +58,8 @@ SETTLED_S = 90.0
 LOOK_EVERY_S = 2.0
 END_S = 1200.0
 DRAIN_S = 60.0
+FILLED_S = 1000.0
+"""Of an idle cluster: whatever keeps the newest so many, or so long, has them by then."""
 LATE_S = 1.0
 """Behind its deadline, until a client must have an error."""
 IN_TIME = (DeadlineExceeded, Overloaded, Unavailable, ReplicaError)
@@ -143,6 +147,7 @@ class Cluster:
         self.config = self.wanted.model_dump(mode="json", exclude={"auth"})
         self._model = AUTO_MODEL if self.wanted.helios.enabled else MODEL
         self._began_s = 0.0
+        self._num_asked = 0
 
     def note(self, what: str) -> None:
         """Write one line of the history."""
@@ -170,12 +175,28 @@ class Cluster:
         self._began_s = self.loop.time()
         if plan.counts:
             background(self.oracles.watch_counters())
+        await self._serve(plan.faults)
+        await self._settle()
+        if plan.idle_s:
+            await self._idle()
+        for why in VirtualEngineThread.broken:
+            self.fail(f"a contradiction was found: {why}")
+        self.result.virtual_s = self.loop.time()
+        self.result.num_calls = self.ray.num_calls
+        self.result.digest = hashlib.sha256(
+            "\n".join([*self.result.history, str(self.ray.num_calls)]).encode()
+        ).hexdigest()[:16]
+
+    async def _serve(self, strikes: Sequence[Fault]) -> None:
+        """Send the requests of the plan, and let things go wrong meanwhile."""
         strike = Faults(self).strike
-        faults = [background(self._later(f.at_s, lambda f=f: strike(f))) for f in plan.faults]
-        client = SimulatedClient(self)
+        faults = [background(self._later(f.at_s, lambda f=f: strike(f))) for f in strikes]
+        client, requests = SimulatedClient(self), self.plan.requests
         asked = [
-            background(self._ask(client, number, one)) for number, one in enumerate(plan.requests)
+            background(self._ask(client, number, one))
+            for number, one in enumerate(requests, self._num_asked)
         ]
+        self._num_asked += len(requests)
         await asyncio.wait([*asked, *faults], timeout=END_S)
         for task in [*asked, *faults]:
             if not task.done():
@@ -185,14 +206,21 @@ class Cluster:
         for request_id, num_refused in client.calls.num_refused.items():
             if num_refused > MAX_REFUSALS:
                 self.fail(f"{request_id} was told to come back {num_refused} times")
+
+    async def _idle(self) -> None:
+        """Nobody asks for long: nothing grows, and the same requests are answered as before."""
+        gc.enable()  # as in a service
+        await asyncio.sleep(FILLED_S)
+        before, counted = await growth.least(self.loop), await self.oracles.counted()
+        await asyncio.sleep(self.plan.idle_s - FILLED_S)
+        for what in growth.grown(before, await growth.least(self.loop)):
+            self.fail(f"an idle cluster grows: {what}")
+        if await self.oracles.counted() != counted:
+            self.fail("an idle cluster counts requests")
+        self.note(f"nobody has asked for {self.plan.idle_s:.0f} s")
+        gc.disable()
+        await self._serve(())
         await self._settle()
-        for why in VirtualEngineThread.broken:
-            self.fail(f"a contradiction was found: {why}")
-        self.result.virtual_s = self.loop.time()
-        self.result.num_calls = self.ray.num_calls
-        self.result.digest = hashlib.sha256(
-            "\n".join([*self.result.history, str(self.ray.num_calls)]).encode()
-        ).hexdigest()[:16]
 
     # Serve
 
@@ -362,13 +390,20 @@ def _run(plan: Plan, is_wanted: Callable[[str], bool] | None) -> Result:
     logging.disable(logging.CRITICAL)
     gc.disable()  # a run is small: all of it goes at its end
     random.seed(plan.seed)
-    loop = ProcessLoop()
+    loop = ProcessLoop(MAX_S + plan.idle_s)
     cluster = Cluster(plan, loop, is_wanted)
     try:
         asyncio.set_event_loop(loop)
         with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patched:
             put = patched.setattr
-            in_virtual_time(put, loop, cluster.ray, cluster.rng, pushes=plan.counts)
+            in_virtual_time(
+                put,
+                loop,
+                cluster.ray,
+                cluster.rng,
+                pushes=plan.counts,
+                counts_all=plan.idle_s > 0,
+            )
             for hook in cluster.oracles.hooks():
                 put(*hook)
             # Of calls that reach a process as it dies.

@@ -39,6 +39,10 @@ MAX_REFUSALS = 12
 MAX_GIVEN_UP = 3
 """Requests that a run may lose `ingress.max_rebuilds` times in a row."""
 COUNTED_EVERY_S, COUNTED_WITHIN_S = 1.0, 5.0
+COUNTED_IDLE_S = 60.0
+"""Between two pages where nothing happens for hours."""
+OF_REQUESTS = "vllm:"
+"""What counters of requests and tokens begin with."""
 
 Hook = tuple[Any, str, Callable[..., Any]]
 
@@ -137,18 +141,25 @@ class Oracles:
         """No counter falls from one page to the next, whoever dies; for ever."""
         last: dict[str, float] = {}
         while True:
-            await asyncio.sleep(COUNTED_EVERY_S)
+            await asyncio.sleep(COUNTED_IDLE_S if self._cluster.plan.idle_s else COUNTED_EVERY_S)
             try:
-                async with asyncio.timeout(COUNTED_WITHIN_S):
-                    page = await call(controller_name(APP), "metrics", timeout_s=COUNTED_WITHIN_S)
+                counters = await self._page()
             except (TimeoutError, QuadrigaError):
                 continue
-            counters = _counters(page.decode())
             for name, value in last.items():
                 if counters.get(name, 0.0) < value:
                     self._cluster.fail(f"{name} fell from {value} to {counters.get(name)}")
             self.counts["pages"] += 1
             last = counters
+
+    async def counted(self) -> dict[str, float]:
+        """What has been counted of requests so far."""
+        return {n: v for n, v in (await self._page()).items() if n.startswith(OF_REQUESTS)}
+
+    async def _page(self) -> dict[str, float]:
+        async with asyncio.timeout(COUNTED_WITHIN_S):
+            page = await call(controller_name(APP), "metrics", timeout_s=COUNTED_WITHIN_S)
+        return _counters(page.decode())
 
     # In the end
 

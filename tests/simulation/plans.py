@@ -70,6 +70,7 @@ class Plan:
         settings: Of the deployment.
         pace_s: Seconds a step of an engine takes.
         counts: All processes push their metrics, and the page is read every second.
+        idle_s: Behind the requests nobody asks for so long; then they are sent once more.
     """
 
     seed: int
@@ -79,6 +80,7 @@ class Plan:
     requests: tuple[Asked, ...]
     faults: tuple[Fault, ...]
     counts: bool = False
+    idle_s: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -227,6 +229,11 @@ def plan(seed: int, *, num_requests: int = 30, num_faults: int = 8) -> Plan:
         tuple(sorted(faults, key=lambda f: f.at_s)),
         rng.random() < COUNTS_SHARE,
     )
+
+
+def idle(one: Plan, idle_s: float) -> Plan:
+    """A plan without faults whose requests come twice, with a long silence in between."""
+    return replace(one, faults=(), counts=True, idle_s=idle_s)
 
 
 def _request(rng: random.Random, lengths: Sequence[int]) -> Asked:

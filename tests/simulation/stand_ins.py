@@ -288,12 +288,14 @@ def in_virtual_time(
     rng: random.Random,
     *,
     pushes: bool,
+    counts_all: bool,
 ) -> None:
     """Have the modules of the cluster run on `loop` and `ray`.
 
     Args:
         put: `MonkeyPatch.setattr`.
         pushes: Metrics go to the controller; else none are pushed, which takes a third less time.
+        counts_all: Replicas count their load, and the last ten minutes are sampled.
     """
 
     def unix_s() -> float:
@@ -340,14 +342,14 @@ def in_virtual_time(
     put(controller_store, "internal_kv", Store(ray))
     put(drain.LeavingNodes.__init__, "__defaults__", (draining_nodes, unix_s))
     put(node_reports.NodeReports, "while_pending", _none)
-    put(metrics_page.MetricsPage, "sample_forever", _none)
+    if not counts_all:
+        put(metrics_page.MetricsPage, "sample_forever", _none)
+        for name in ("gauges", "forecast", "sent"):
+            put(ReplicaMetrics, name, _nothing)
     if not pushes:
         put(metrics_page.MetricsPage, "keep", _none)
         put(push, "push_metrics", _none)
         put(engine_client.EngineClient, "_push_metrics", _none)
-    put(ReplicaMetrics, "gauges", _nothing)
-    put(ReplicaMetrics, "forecast", _nothing)
-    put(ReplicaMetrics, "sent", _nothing)
     put(cluster_client, "own_actor", _own_name)
     for module in (replica, controller_module, scheduler_module):
         put(module, "configure_logging", _nothing)

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from quadriga.scheduling.output_dispatcher import OutputDispatcher
 from tests.simulation.campaign import Log, Ran, run_seed, same_failure, shrink
-from tests.simulation.plans import Plan, plan
+from tests.simulation.plans import Plan, idle, plan
 from tests.simulation.planted import PLANTED, planted
 
 ROOT = Path(__file__).parents[2]
 PLANS = sorted((Path(__file__).parent / "plans").glob("*.json"))
 """Each broke a promise once: the smallest plan that did, before the product was mended."""
 SEEDS = "0-99"
+IDLE_SEED = "7"
+"""One ingress, one prefill and two decode replicas; some requests have short deadlines."""
 LEAST = {"moves": 150, "rebuilds": 40, "adoptions": 5, "suspends": 30, "pages": 30}
 """What the seeds are to be about happens in them, so often at least."""
 FOUND_SOON = (
@@ -84,6 +87,31 @@ def test_faults_in_the_code_are_found() -> None:
     ran = _run("tests.simulation.planted", *FOUND_SOON, "--seeds", "50")
     missed = [name for name in FOUND_SOON if f"{name}: found after" not in ran.stdout]
     assert not missed, ran.stdout + ran.stderr
+
+
+def test_an_idle_cluster_keeps_no_more_and_answers_as_before() -> None:
+    """`make simulate-idle` does it for 48 hours."""
+    ran = _run("tests.simulation", IDLE_SEED, "--idle-hours", "0.4")
+    assert ran.returncode == 0, ran.stdout
+    before, after = ran.stdout.split("nobody has asked for 1440 s")
+    assert min(before.count("got its"), after.count("got its")) > 15, ran.stdout
+
+
+def test_what_an_idle_cluster_keeps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.simulation import cluster
+
+    kept: list[list[str]] = []
+    hear = OutputDispatcher.hear
+
+    def keeps(mail: OutputDispatcher, ingress_id: str) -> None:
+        kept.append([ingress_id])
+        hear(mail, ingress_id)
+
+    monkeypatch.setattr(cluster, "FILLED_S", 20.0)
+    monkeypatch.setattr(OutputDispatcher, "hear", keeps)
+    silent = idle(plan(int(IDLE_SEED)), 120.0)
+    failures = cluster.run(replace(silent, requests=silent.requests[:1])).failures
+    assert any("of builtins.list" in failure for failure in failures), failures
 
 
 def test_a_run_that_breaks_is_a_failure_and_the_next_one_is_made(

@@ -41,6 +41,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     What is due at one moment runs in the order in which it was asked for.
 
+    Args:
+        max_s: See `MAX_S`.
+
     Attributes:
         now_s: Virtual seconds since the loop was made.
         failures: What tasks raised that nobody awaited.
@@ -49,8 +52,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     owner: ContextVar[Any] = ContextVar("owner", default=None)
 
-    def __init__(self) -> None:
+    def __init__(self, max_s: float = MAX_S) -> None:
         super().__init__()
+        self._max_s = max_s
         self.now_s = 0.0
         self.failures: list[BaseException] = []
         self.num_callbacks = 0
@@ -100,8 +104,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 if not later:
                     raise RuntimeError("the run waits for something that no timer will bring")
                 self.now_s = max(self.now_s, later[0][0])
-                if self.now_s > MAX_S:
-                    raise RuntimeError(f"the run is not over after {MAX_S:.0f} virtual seconds")
+                if self.now_s > self._max_s:
+                    why = f"the run is not over after {self._max_s:.0f} virtual seconds"
+                    raise RuntimeError(why)
             now_s = self.now_s
             while later and later[0][0] <= now_s:
                 due.append(heappop(later)[2])
