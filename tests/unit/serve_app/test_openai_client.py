@@ -18,9 +18,8 @@ ASK: dict[str, Any] = {"model": "quadriga-s", "messages": [USER], "seed": 1}
 
 
 def client_of(stand: Stand) -> AsyncOpenAI:
-    return AsyncOpenAI(
-        base_url="http://test/v1", api_key="none", http_client=stand.http, max_retries=0
-    )
+    http: Any = stand.http
+    return AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http, max_retries=0)
 
 
 def called(call: Any) -> tuple[str, str]:
