@@ -122,7 +122,7 @@ class StreamCheck:
             choice.finish_reason = str(reason)
         elif text or num_tokens != 0 or choice.calls != had_calls:
             return
-        elif is_ours or choice.has_role is had_role:
+        elif choice.has_role is had_role or (is_ours and len(verdict.choices) == 1):
             verdict.add(FaultKind.ORDER, f"{where}: brings neither text, tokens nor an end")
 
     def _text(self, found: dict[str, Any], choice: AnswerChoice, where: str) -> str:

@@ -274,7 +274,7 @@ def grammar_source(grammar: Grammar) -> str:
             return str(matcher.grammar_from_json_schema(text, defaults=defaults))
         if grammar.kind == "regex":
             return str(matcher.grammar_from_regex(_PART.sub(_ascii_digit, text)))
-        if grammar.kind == "lark":
+        if grammar.kind == "lark" or "::=" not in text:
             return str(matcher.grammar_from_lark(text))
         return str(_llguidance().grammar_from("grammar", text))
     except ValueError as exc:

@@ -185,7 +185,8 @@ class ToolFormat:
             return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         if calls:
-            written = json.dumps([{"name": c["name"], "arguments": c["arguments"]} for c in calls])
+            named = [{"name": c["name"], "arguments": c["arguments"]} for c in calls]
+            written = json.dumps(named, ensure_ascii=False)
             content = f"{content}{self.opening}{written}{self.closing}"
         others = {k: v for k, v in message.items() if k not in ("tool_calls", "tool_call_id")}
         return others | {"content": content}

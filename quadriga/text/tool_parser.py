@@ -117,6 +117,12 @@ class ToolParser:
         self._num_read = 0  # characters of what is held that the call has read
         self._said = False  # text, since the last call
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer ended within the arguments of a call that was shown."""
+        call, is_left_out = self._call, self.num_calls > self._max_calls
+        return call is not None and call.is_shown and call.is_cut and not is_left_out
+
     def push(self, text: str) -> ToolNews:
         """Take in more of the answer."""
         news = ToolNews(max_calls=self._max_calls)
@@ -253,6 +259,11 @@ class _Call:
         self._value: list[str] = []
         self._news: list[str] = []  # of the arguments
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether its arguments are not whole yet."""
+        return not self.has_arguments or (self.in_arguments and not self._next)
+
     def take(self) -> str:
         """The arguments that were not taken yet, but for blanks that may stand behind them."""
         written = "".join(self._news)
@@ -362,6 +373,7 @@ class _TagCall(_Call):
     """Reads `<function=NAME><parameter=KEY>…</parameter></function>`, an argument at its end."""
 
     opening = "<function="
+    is_cut = True
 
     def read(self, text: str) -> int:
         left = text

@@ -24,7 +24,6 @@ from serve_app.openai.tool_output import (
     call_id,
     read_answer,
     read_news,
-    shown_finish,
     stream_finish,
 )
 
@@ -262,8 +261,7 @@ def delta_message(stream: OutputStream, delta: OutputDelta) -> Any:
 def choice_message(request: Request, sequence: SequenceRequest) -> Any:
     """A finished sequence as a message."""
     prompt = request.prompt_text(sequence.index) if request.echo else ""
-    text, calls = read_answer(request, sequence)
-    finish = shown_finish(sequence.finish, len(calls))
+    text, calls, finish = read_answer(request, sequence)
     return pb.Choice(
         index=sequence.index,
         text=prompt + text,

@@ -302,7 +302,9 @@ class ToolCallChunk(Answer):
 class ChatDelta(Answer):
     """What is new of a message."""
 
-    role: Literal["assistant"] | None = Field(None, description="With the first text.")
+    role: Literal["assistant"] | None = Field(
+        None, description="With the first text; before it where there are several choices."
+    )
     content: str | None = Field(description="More text; null with news of calls alone.")
     tool_calls: list[ToolCallChunk] | None = Field(None, description="News of calls.")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 
@@ -23,7 +24,6 @@ from serve_app.openai.tool_output import (
     call_id,
     read_answer,
     read_news,
-    shown_finish,
     stream_finish,
 )
 from serve_app.request.request import OutputDelta, OutputStream, Request
@@ -164,12 +164,15 @@ class CompletionFormat(ChoicesFormat):
     id_prefix = "cmpl-"
 
     def _news(self, stream: OutputStream, delta: OutputDelta, tokenizer: TextTokenizer) -> str:
-        request = stream.request
+        request, state = stream.request, stream.request.sequences[delta.choice].state
         text, echoed = delta.text, None
-        if request.echo and delta.is_first and delta.first_index == 0:
-            text = request.prompt_text(delta.choice) + text
-            stream.text_offsets[delta.choice] = len(text) - len(delta.text)
-            echoed = request.sequences[delta.choice].state.prompt_logprobs
+        if delta.is_first:
+            prompt = request.prompt_text(delta.choice) if request.echo else ""
+            before = state.output_ids[: delta.first_index]
+            offset = len(prompt) + sum(map(tokenizer.num_characters, before))
+            stream.text_offsets[delta.choice] = offset
+            if not before:
+                text, echoed = prompt + text, state.prompt_logprobs
         table = "null"
         if delta.logprobs is not None or echoed is not None:
             start = stream.text_offsets[delta.choice]
@@ -194,11 +197,22 @@ class CompletionFormat(ChoicesFormat):
 
 
 class ChatFormat(ChoicesFormat):
-    """`chat.completion` and its chunks; the role comes with the first text, not before it."""
+    """`chat.completion` and its chunks; the role of an only choice comes with its first text."""
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
+
+    def events(
+        self, stream: OutputStream, deltas: Sequence[OutputDelta], tokenizer: TextTokenizer
+    ) -> bytes:
+        """Everything new as one write. Where there may be calls, an end has an event of its own.
+
+        By it OpenAI's client tells that the last call is over, but not of one that it begins.
+        """
+        if stream.request.tools is not None:
+            deltas = [part for delta in deltas for part in _end_apart(delta)]
+        return super().events(stream, deltas, tokenizer)
 
     def _news(self, stream: OutputStream, delta: OutputDelta, tokenizer: TextTokenizer) -> str:
         role = '"role":"assistant",' if delta.is_first else ""
@@ -214,7 +228,7 @@ class ChatFormat(ChoicesFormat):
         self, request: Request, sequence: SequenceRequest, tokenizer: TextTokenizer
     ) -> dict[str, Any]:
         wants = request.sampling.num_logprobs is not None
-        text, calls = read_answer(request, sequence)
+        text, calls, finish = read_answer(request, sequence)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message["content"] = text or None
@@ -229,8 +243,17 @@ class ChatFormat(ChoicesFormat):
         return {
             "message": message,
             "logprobs": _chat_logprobs(sequence.state.logprobs, tokenizer) if wants else None,
-            "finish_reason": shown_finish(sequence.finish, len(calls)),
+            "finish_reason": finish,
         }
+
+
+def _end_apart(delta: OutputDelta) -> list[OutputDelta]:
+    """News without the end, and the end behind them, if they bring both."""
+    if delta.finish is None or not delta.text:
+        return [delta]
+    at = delta.first_index + len(delta.token_ids)
+    end = replace(delta, first_index=at, token_ids=[], text="", logprobs=None, is_first=False)
+    return [replace(delta, finish=None), end]
 
 
 def _content_and_calls(stream: OutputStream, delta: OutputDelta) -> str:

@@ -373,7 +373,8 @@ class ChatMessage(RequestBody):
         None, max_length=512, description="Of a tool's message: the call that it answers."
     )
     reasoning_content: str | None = Field(None, description="Passed on to the chat template.")
-    refusal: str | None = Field(None, description="Accepted; changes nothing.")
+    reasoning: str | None = Field(None, description="The same by vLLM's newer name.")
+    refusal: str | None = Field(None, description="The content where there is no other.")
 
 
 def _bounded_parts(messages: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quadriga.core.request import FinishReason
-from quadriga.text.tool_parser import ToolNews
+from quadriga.text.tool_parser import ToolNews, ToolParser
 
 if TYPE_CHECKING:
     from serve_app.request.request import OutputDelta, OutputStream, Request
@@ -45,18 +45,28 @@ def read_news(stream: OutputStream, delta: OutputDelta) -> ToolNews:
     return news
 
 
-def read_answer(request: Request, sequence: SequenceRequest) -> tuple[str, list[FinishedCall]]:
-    """The text and the calls of a finished sequence."""
-    items = read_items(request, sequence)
+def read_answer(
+    request: Request, sequence: SequenceRequest
+) -> tuple[str, list[FinishedCall], FinishReason | None]:
+    """The text and the calls of a finished sequence, and why it ended, as clients see it."""
+    items, parser = _read(request, sequence)
     calls = [item for item in items if isinstance(item, FinishedCall)]
-    return "".join([item for item in items if isinstance(item, str)]), calls
+    text = "".join([item for item in items if isinstance(item, str)])
+    return text, calls, _shown_finish(sequence.finish, parser)
 
 
 def read_items(request: Request, sequence: SequenceRequest) -> list[str | FinishedCall]:
     """Texts and calls of a finished sequence, in order."""
+    return _read(request, sequence)[0]
+
+
+def _read(
+    request: Request, sequence: SequenceRequest
+) -> tuple[list[str | FinishedCall], ToolParser | None]:
+    """Texts and calls of a finished sequence, and what has read them, where it may call."""
     text = "".join(sequence.pieces) + sequence.tail
     if request.tools is None:
-        return [text]
+        return [text], None
     parser = request.tools.parser()
     items: list[str | FinishedCall] = []
     for piece in parser.push(text).pieces + parser.flush().pieces:
@@ -70,18 +80,18 @@ def read_items(request: Request, sequence: SequenceRequest) -> list[str | Finish
             items.append(FinishedCall(name, piece.name, piece.arguments))
         elif isinstance(last, FinishedCall):
             last.arguments += piece.arguments
-    return items
+    return items, parser
 
 
 def stream_finish(stream: OutputStream, delta: OutputDelta) -> FinishReason | None:
     """Why a sequence ended, as its reader sees it; None while it goes on."""
-    parser = stream.tool_parsers.get(delta.choice)
-    return shown_finish(delta.finish, parser.num_calls if parser is not None else 0)
+    return _shown_finish(delta.finish, stream.tool_parsers.get(delta.choice))
 
 
-def shown_finish(finish: FinishReason | None, num_calls: int) -> FinishReason | None:
-    """The reason as clients see it: an answer that stopped and calls ends in `tool_calls`."""
-    return FinishReason.TOOL_CALLS if finish is FinishReason.STOP and num_calls else finish
+def _shown_finish(finish: FinishReason | None, parser: ToolParser | None) -> FinishReason | None:
+    """An answer that stopped ends in `tool_calls` where it calls, and no call of it is cut."""
+    calls = parser is not None and parser.num_calls and not parser.is_cut
+    return FinishReason.TOOL_CALLS if finish is FinishReason.STOP and calls else finish
 
 
 def call_id(request: Request, choice: int, index: int) -> str:

@@ -110,6 +110,7 @@ DECODING = (
     _Field("stop_regex", ([], "")),
     _Field("prediction"),
     _Field("repeat_penalty", (1,), instead="repetition_penalty"),
+    _Field("watermarking", (False,)),
 )
 """Which tokens are chosen."""
 
@@ -196,6 +197,7 @@ CHAT = _table(
         _Field("function_call", ("none", "auto"), instead="tool_choice"),
         _Field("modalities", ([], ["text"])),
         _Field("web_search_options"),
+        _Field("moderation"),
         _Field("reasoning", ({},)),
         _Field("reasoning_effort", (NO_REASONING,)),
         _Field("thinking"),
@@ -223,6 +225,9 @@ RESPONSES = _table(
     (
         _Field("previous_response_id", instead="input, with the whole conversation"),
         _Field("conversation", instead="input, with the whole conversation"),
+        _Field("previous_response", instead="input, with the whole conversation"),
+        _Field("previous_input_messages", instead="input, with the whole conversation"),
+        _Field("moderation"),
         _Field("prompt"),
         _Field("background", (False,)),
         _Field("include", ([], ["reasoning.encrypted_content"])),

@@ -310,6 +310,8 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
                     )
                 texts.append(value)
             content = "".join(texts)
+        elif content is None:
+            content = message.refusal
         role = "system" if message.role == "developer" else message.role
         entry: dict[str, Any] = {"role": role, "content": content or ""}
         if message.tool_calls:
@@ -319,9 +321,9 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
                     param=f"messages.{i}.tool_calls",
                 )
             entry["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
-        for name in ("name", "tool_call_id", "reasoning_content"):
+        for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
             if (value := getattr(message, name)) is not None:
-                entry[name] = value
+                entry["reasoning_content" if name == "reasoning" else name] = value
         plain.append(entry)
     return plain
 

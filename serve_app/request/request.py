@@ -356,8 +356,8 @@ class OutputStream:
     one; the last ones, and all before an error, at once.
 
     Attributes:
-        text_offsets: Characters shown so far of each sequence, which completions name in their
-            log-probabilities.
+        text_offsets: Characters of each sequence before what is read next, which completions name
+            in their log-probabilities.
         head: What all its chunks begin with, once there was one.
         tool_parsers: By sequence, where calls are read out of the answer.
         finished: Whether the end of each sequence was read.
@@ -369,6 +369,7 @@ class OutputStream:
         "_gone",
         "_pacers",
         "_started",
+        "_to_begin",
         "finished",
         "head",
         "news",
@@ -387,7 +388,10 @@ class OutputStream:
         self.tool_parsers: dict[int, ToolParser] = {}
         self._cursors = list(cursors)
         self._digests: list[int | None] = [*digests] if digests else [None] * len(cursors)
-        self._started = [False] * len(cursors)
+        # OpenAI's client counts the choices of a chat as they begin: in order, and with nothing.
+        is_counted = request.stream and not request.continues and len(cursors) > 1
+        self._to_begin = [*enumerate(cursors)] if is_counted else []
+        self._started = [is_counted] * len(cursors)
         self.finished = [False] * len(cursors)
         self._gone = False
         gap_s = request.exits.sla_tbt_s
@@ -476,9 +480,6 @@ class OutputStream:
                 continue
             self._verify(i, sequence)
             start = min(start, stop)
-            if start and not self._started[i]:
-                before = [self.request.prompt_text(i)] if self.request.echo else []
-                self.text_offsets[i] = sum(map(len, [*before, *sequence.pieces[:start]]))
             logprobs = sequence.state.logprobs
             text = "".join(sequence.pieces[start:stop])
             if ends:
@@ -497,6 +498,9 @@ class OutputStream:
             )
             self._started[i] = True
             self._cursors[i] = stop
+        if deltas and self._to_begin:
+            begun = [OutputDelta(i, at, [], "", None, None, True) for i, at in self._to_begin]
+            deltas, self._to_begin = begun + deltas, []
         return deltas
 
 

@@ -108,6 +108,8 @@ def test_quadriga_alone_sends_no_role_by_itself_and_echoes_ids(
     capture = exchange.capture(spec := make_spec(**CHAT), fault=fault)
     kind = FaultKind.ORDER if fault == "role_only_first" else FaultKind.HEADERS
     assert kind in {one.kind for one in exchange.judge(capture, spec).faults}
+    several = exchange(make_spec(num_choices=2, **CHAT), fault=fault).faults
+    assert [f.kind for f in several] == ([] if kind is FaultKind.ORDER else [kind])
     exchange.target = Target(MODEL, 4096, is_ours=False)
     assert exchange.judge(capture, spec).faults == []
 

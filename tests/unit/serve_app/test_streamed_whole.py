@@ -88,16 +88,18 @@ async def test_offsets_count_characters(stand: Stand, prompt: str) -> None:
     assert offsets[0] == 0 and offsets[-4:] == [end, end + 1, end + 2, end + 3] and all(begins)
 
 
-@pytest.mark.parametrize("fields", [{}, ECHOED, ECHOED | {"prompt": MARKED}])
+@pytest.mark.parametrize("fields", [{}, {"stop": "wörx"}, ECHOED, ECHOED | {"prompt": MARKED}])
 async def test_offsets_go_on_after_a_resumption(stand: Stand, fields: dict[str, Any]) -> None:
     asked = {"logprobs": 0, "stream": True} | fields
-    headers, offsets = {"idempotency-key": "k"}, []
-    for more in ({}, {"x-resume-index": "2"}):
-        reply = await stand.complete(headers=headers | more, **asked)
-        choices, _ = put_together(reply.content)
-        offsets.append(choices[0]["logprobs"]["text_offset"])
-    whole, rest = offsets
-    assert rest == whole[len(whole) - len(rest) :]
+
+    async def offsets(cursor: int) -> list[int]:
+        headers = {"idempotency-key": "k", "x-resume-index": str(cursor)}
+        choices, _ = put_together((await stand.complete(headers=headers, **asked)).content)
+        return list(choices[0]["logprobs"]["text_offset"])
+
+    whole = await offsets(0)
+    for cursor in range(1, min(len(stand.cluster.script), fields.get("max_tokens", 100))):
+        assert (rest := await offsets(cursor)) == whole[-len(rest) :], cursor
 
 
 async def test_log_probabilities_that_no_memory_holds_are_refused(

@@ -65,6 +65,7 @@ def is_in(grammar: Grammar, text: str) -> bool:
         (Grammar.choice(["yes", 'a "b"\n', "ü\x7f"]), 'a "b"\n', "ye"),
         (Grammar.ebnf('start: "a" b*\nb: "b" | "c"'), "abcb", "aba"),
         (Grammar.ebnf('root ::= "x" [0-9]+'), "x12", "x"),
+        (Grammar.ebnf('?start: "a" | b\nb: "::" "c"'), "::c", ":"),
     ],
 )
 def test_a_text_is_inside_or_outside(grammar: Grammar, inside: str, outside: str) -> None:

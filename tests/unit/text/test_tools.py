@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -185,6 +186,23 @@ def test_a_mark_without_a_call_is_text() -> None:
     )
 
 
+@pytest.mark.parametrize("form", [*FORMS, MISTRAL_ARGS, QWEN_TAGS])
+def test_an_answer_is_cut_where_its_last_calls_arguments_are_no_json(form: ToolFormat) -> None:
+    add = '{"a": [1, "}"], "b": {}}'
+    text = {
+        "object": written(form, [("add", add), TWO]),
+        "named": f"{form.opening}add[ARGS]{add}{form.opening}add[ARGS]{{}}",
+        "tags": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n",
+    }[form.style]
+    for end in range(len(text) + 1):
+        parser = ToolParser(form, NAMES)
+        news = parser.push(text[:end]).calls
+        parser.flush()
+        last = [c.arguments for c in news if c.index == parser.num_calls - 1] or ["{}"]
+        with pytest.raises(json.JSONDecodeError) if parser.is_cut else nullcontext():
+            json.loads("".join(last))
+
+
 def test_arguments_come_as_they_are_written_and_a_cut_call_stays_cut() -> None:
     parser = ToolParser(HERMES, NAMES)
     seen = [parser.push(char).calls for char in '<tool_call>\n{"name": "add", "arguments": {"a": 1']
@@ -361,7 +379,7 @@ CHAT: list[dict[str, Any]] = [
             {
                 "id": "call_1",
                 "type": "function",
-                "function": {"name": "get_weather", "arguments": {"city": "Rome"}},
+                "function": {"name": "get_weather", "arguments": {"city": "Zürich"}},
             }
         ],
     },
@@ -376,7 +394,7 @@ def test_a_template_that_knows_no_tools_is_told_in_words() -> None:
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user"]
     assert messages[0]["content"].startswith("Be short.\n\n")
     assert '"get_weather"' in messages[0]["content"]
-    assert read(LISTED, [messages[2]["content"]]) == ("", [("get_weather", '{"city": "Rome"}')])
+    assert read(LISTED, [messages[2]["content"]]) == ("", [("get_weather", '{"city": "Zürich"}')])
     assert "rain" in messages[3]["content"]
     assert LISTED.messages(CHAT[1:2], TOLD)[0]["role"] == "system"
     assert LISTED.messages(CHAT[1:2], ()) == CHAT[1:2]
