@@ -168,27 +168,28 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         for coroutine in (self._report_forever(), self._watch_ingresses()):
             background(self._never_ending(coroutine))
 
-    def loaded(self, engine: EngineSpec, numerics: str) -> None:
+    def loaded(self, engine: EngineSpec, arithmetic: str) -> None:
         """Note what was loaded: on a GPU, the KV capacity is known only then.
 
         Called on the engine's thread before the core is there, so no capacity was reported yet.
 
         Args:
-            numerics: Of the runner; see `ReplicaInfo.numerics`.
+            arithmetic: `numerics` of the runner.
         """
         self.spec = replace(self.spec, engine=engine)
         self.info_record = replace(
             self.info_record,
             num_slots=engine.num_rows,
+        exact = f"{arithmetic} " if self.config.deterministic else ""
             kv_capacity_tokens=engine.kv_capacity_tokens,
             max_model_len=engine.row_capacity_tokens,
-            numerics=numerics if self.config.deterministic else "",
+            numerics=exact + engine.checkpoint.fingerprint,
             usable_bytes=engine.usable_bytes or 0,
         )
 
     def resized(self, engine: EngineSpec) -> None:
         """Another depth is served from now on."""
-        self.loaded(engine, self.info_record.numerics)
+        self.loaded(engine, self.info_record.numerics.rpartition(" ")[0])
         self.info_record = replace(self.info_record, depth_class=engine.depth_class)
         self._news.set()
 
