@@ -403,6 +403,26 @@ async def test_the_first_call_goes_through_ray_and_later_ones_do_not(callee: Cal
     ray_rpc.forget_actor("callee")
 
 
+class OldHandle(Handle):
+    """Of an actor of the version before: Ray knows what it can be asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "new_call":
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+
+@pytest.mark.parametrize("is_connected", [False, True])
+async def test_what_an_older_actor_cannot_be_asked(callee: Callee, is_connected: bool) -> None:
+    await until_connected(OldHandle(callee))
+    if not is_connected:
+        await drop()
+    with pytest.raises(ReplicaError, match="may be of another version") as raised:
+        await ray_rpc.call("callee", "new_call", timeout_s=WAIT_S)
+    assert raised.value.code == "unknown_method"
+    ray_rpc.forget_actor("callee")
+
+
 @pytest.mark.parametrize("is_broken_first", [False, True])
 async def test_a_call_under_way_fails_as_ray_says_that_the_actor_died(
     callee: Callee, is_broken_first: bool, monkeypatch: pytest.MonkeyPatch
