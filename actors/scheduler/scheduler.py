@@ -66,6 +66,7 @@ class Scheduler(BatchedCalls):
         self._models: frozenset[str] | None = None
         self._snapshots: dict[str, ReplicaSnapshot] = {}
         self._inflight = InflightTracker()
+        self._misread: set[str] = set()
         self._prefixes = PrefixAffinity()
         self._calls = RpcBatcher(call)
         self._waiting = WaitEstimator()
@@ -326,7 +327,7 @@ class Scheduler(BatchedCalls):
         Returns:
             What is asked of it.
         """
-        snapshot, name = checked(snapshot), snapshot.info.name
+        snapshot, name = checked(snapshot, self._misread), snapshot.info.name
         known = self._snapshots.get(name)
         if known is None or known.sent_s <= snapshot.sent_s:
             self._snapshots[name] = snapshot
@@ -346,6 +347,7 @@ class Scheduler(BatchedCalls):
 
     async def configure(
         self, config: dict[str, Any], models: Sequence[str], ingress_age_s: float
+        self._misread.discard(name)
     ) -> None:
         """What the controller wants served; repeated with each of its heartbeats.
 
