@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord
-from quadriga.core.replica import PARTS, DepthClass, Role
+from quadriga.core.replica import PARTS, Role
 
 SURGE_PATIENCE_S = 10.0
 """A successor that is pending for longer needs the room of the one it replaces."""
@@ -47,10 +48,7 @@ def _waits_long(replica: ReplicaRecord, now_s: float) -> bool:
 
 def _has_partners(replica: ReplicaRecord, everyone: Iterable[ReplicaRecord]) -> bool:
     """Whether it is ready, and so are replicas of its kind for the other part of the work."""
-
-    def kind(m: ReplicaRecord) -> tuple[DepthClass, str]:
-        return m.depth_class, m.info.numerics
-
+    kind = attrgetter("depth_class", "info.numerics")
     alike = [m for m in everyone if m.is_ready and replica.is_ready and kind(m) == kind(replica)]
     return all(any(m.key[0].does(part) for m in alike) for part in PARTS)
 

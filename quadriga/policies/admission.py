@@ -73,9 +73,8 @@ def admit(
     if not able:
         names = {s.info.numerics for s in (*prefills, *decodes)}
         why = (
-            f", and those that are have other weights, as while these are exchanged, or compute "
-            f"differently, which a deterministic deployment does not mix "
-            f"({', '.join(sorted(names))}): give them the same CPUs, compiler and settings"
+            f", and those that are differ in weights or, which a deterministic deployment does not "
+            f"mix, in code ({', '.join(sorted(names))}): give them the same CPUs and settings"
         )
         raise Unavailable(
             f"no prefill and decode replica of {request.model!r} "

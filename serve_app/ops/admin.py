@@ -127,9 +127,7 @@ class AdminServer:
             found = await client.cluster.kv_events(name, int(after))
         except ReplicaError as exc:
             if exc.code == "unknown_method":
-                why = (
-                    f"{name} is of a version that tells of no blocks; ask again once it is replaced"
-                )
+                why = f"{name} is of an earlier version; ask again once it is replaced"
                 raise NotFound(why, param="replica") from exc
             if not is_known_death(exc):
                 raise
