@@ -13,7 +13,7 @@ from quadriga.core.output import EngineOutput, PollReply
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import FinishReason, ResumableSequence, SequenceState, TokenLogprob
 from quadriga.core.routing import Admission, AdmitRequest, AutoReport, ClusterView
-from quadriga.errors import QuadrigaError, ReplicaDied, TakenOver
+from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError, TakenOver
 from quadriga.observability.metrics import MetricsHub
 
 PREFILL, DECODE = "prefill-0", "decode-0"
@@ -202,6 +202,8 @@ class FakeCluster:
         return ""
 
     async def kv_events(self, replica: str, after: int) -> dict[str, Any] | None:
+        if after == 11:
+            raise ReplicaError(f"{replica} takes no such call", code="unknown_method")
         if after > 9:
             raise ReplicaDied(f"{replica} is gone")
         return {"seq": after, "events": []} if after < 9 else None

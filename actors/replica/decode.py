@@ -50,7 +50,7 @@ class DecodeReplica(Replica[DecodeEngine]):
         from quadriga.replica.handoff_receiver import HandoffReceiver
 
         kind = self.config.transport.kind
-        transports = ("gloo", "object_store") if kind == "auto" else (kind,)
+        transports = ("nccl", "gloo", "object_store") if kind == "auto" else (kind,)
         self.receiver = HandoffReceiver(
             self.spec.engine.depth_class,
             self,

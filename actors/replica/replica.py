@@ -41,6 +41,7 @@ from quadriga.errors import (
     Cancelled,
     DeadlineExceeded,
     InvariantViolation,
+    Overloaded,
     QuadrigaError,
     ReplicaDied,
     ReplicaError,
@@ -74,6 +75,8 @@ MAX_REMEMBERED = 4096
 END_DELAY_S = 0.05
 FORGET_FACTOR = 10.0
 """Of `orphan_request_s`: after this long a silent ingress's mailbox is dropped."""
+EVENTS_SHARE, EVENTS_AHEAD_S = 0.05, 1.0
+"""Of the engine's time, that telling which blocks are kept may take; counted ahead for so long."""
 _compiling = ThreadPoolExecutor(2, thread_name_prefix="grammar")
 """Threads of their own: behind slow grammars no KV waits to be stored."""
 
@@ -134,6 +137,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self.is_ending = False
         self._leave_by_s: float | None = None
         self.report_options = ReportOptions()
+        self._events_due_s = 0.0  # of the engine's thread
         kind, sink = self.config.transport.kind, self._make_sink()
         self.transport = TransportHub(kind, name, sink, self._host_for, device=spec.engine.device)
         self.sender = HandoffSender(name, self.transport, self.calls, self.config.transport)
@@ -168,27 +172,28 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         for coroutine in (self._report_forever(), self._watch_ingresses()):
             background(self._never_ending(coroutine))
 
-    def loaded(self, engine: EngineSpec, numerics: str) -> None:
+    def loaded(self, engine: EngineSpec, arithmetic: str) -> None:
         """Note what was loaded: on a GPU, the KV capacity is known only then.
 
         Called on the engine's thread before the core is there, so no capacity was reported yet.
 
         Args:
-            numerics: Of the runner; see `ReplicaInfo.numerics`.
+            arithmetic: `numerics` of the runner.
         """
+        exact = f"{arithmetic} " if self.config.deterministic else ""
         self.spec = replace(self.spec, engine=engine)
         self.info_record = replace(
             self.info_record,
             num_slots=engine.num_rows,
             kv_capacity_tokens=engine.kv_capacity_tokens,
             max_model_len=engine.row_capacity_tokens,
-            numerics=numerics if self.config.deterministic else "",
+            numerics=exact + engine.checkpoint.fingerprint,
             usable_bytes=engine.usable_bytes or 0,
         )
 
     def resized(self, engine: EngineSpec) -> None:
         """Another depth is served from now on."""
-        self.loaded(engine, self.info_record.numerics)
+        self.loaded(engine, self.info_record.numerics.rpartition(" ")[0])
         self.info_record = replace(self.info_record, depth_class=engine.depth_class)
         self._news.set()
 
@@ -282,12 +287,24 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         return {s.state.sequence_id: s.shown for s in found if s is not None}
 
     async def kv_events(self, after: int) -> dict[str, Any] | None:
-        """See `PrefixCache.events`; None: no blocks are kept here. Raises: Unavailable."""
+        """See `PrefixCache.events`; None: none are kept. Raises: Unavailable, Overloaded."""
         prefixes: PrefixCache | None = self.engine.require_core().loop.prefixes
         if prefixes is None:
             return None
-        found = await self.engine.call(lambda _: prefixes.events(after))
+        found = await self.engine.call(lambda _: self._events(prefixes, after))
         return {"model": self.info_record.depth_class.model} | found
+
+    def _events(self, prefixes: PrefixCache, after: int) -> dict[str, Any]:
+        """On the engine's thread, where sequences wait for it."""
+        began_s = self.clock.now_s()
+        wait_s = self._events_due_s - began_s - EVENTS_AHEAD_S
+        if wait_s > 0.0:
+            why = f"{self.name} has told of its blocks too often; ask again in {wait_s:.1f} s"
+            raise Overloaded(why, retry_after_s=wait_s)
+        found = prefixes.events(after)
+        took_s = self.clock.now_s() - began_s
+        self._events_due_s = max(began_s, self._events_due_s) + took_s / EVENTS_SHARE
+        return found
 
     # RPC: the cluster's side.
 

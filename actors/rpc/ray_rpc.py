@@ -144,13 +144,20 @@ async def call(name: str, method: str, *args: Any, timeout_s: float) -> Any:
         ReplicaDied: The actor is gone, or its process died under the call; code "unreachable" where
             that is not known.
         ReplicaError: Code "timeout" when no answer came in time; the call may still take effect.
+            Code "unknown_method" where the actor has no such method.
     """
     began_s = time.monotonic()
     handle = await find_actor(name, timeout_s)
     left_s = max(0.0, timeout_s - (time.monotonic() - began_s))
-    if (connection := _connection(name, handle)) is not None:
-        return await connection.call(method, *args, timeout_s=left_s)
-    return await call_handle(name, handle, method, *args, timeout_s=left_s)
+    try:
+        if (connection := _connection(name, handle)) is not None:
+            return await connection.call(method, *args, timeout_s=left_s)
+        return await call_handle(name, handle, method, *args, timeout_s=left_s)
+    except (AttributeError, ReplicaError):
+        if hasattr(handle, method):
+            raise
+        why = f"{name} takes no call {method}; it may be of another version"
+        raise ReplicaError(why, code="unknown_method") from None
 
 
 def _connection(name: str, handle: ActorHandle[Any]) -> Connection | None:

@@ -17,6 +17,7 @@ from actors.scheduler.rescheduling import Rescheduling
 from quadriga.background import background, overslept_s
 from quadriga.clock import SystemClock
 from quadriga.config.loader import QuadrigaConfig
+from quadriga.config.resolve import num_replicas
 from quadriga.control.model_routing import AutoRouter, Route
 from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.migration import MigrationOrder, MigrationReport
@@ -25,7 +26,7 @@ from quadriga.core.request import AUTO_MODEL, ResumableSequence
 from quadriga.core.routing import Admission, AdmitRequest, ClusterView, PlaceRequest, ReportOptions
 from quadriga.errors import Overloaded, QuadrigaError, Unavailable, UnknownModel
 from quadriga.observability.logs import configure_logging
-from quadriga.policies.admission import admit, check_room, find_room, line_of
+from quadriga.policies.admission import admit, check_room, check_size, find_room, line_of
 from quadriga.policies.ares.forecast import checked, promised_to
 from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.baselines.placement import Placement
@@ -65,6 +66,7 @@ class Scheduler(BatchedCalls):
         )
         self._models: frozenset[str] | None = None
         self._snapshots: dict[str, ReplicaSnapshot] = {}
+        self._misread: set[str] = set()
         self._inflight = InflightTracker()
         self._prefixes = PrefixAffinity()
         self._calls = RpcBatcher(call)
@@ -89,10 +91,14 @@ class Scheduler(BatchedCalls):
             Unavailable: Its replicas are starting, draining or gone.
             Overloaded: The queues are full; says when to come back.
             ContextTooLong: One fits no decode replica.
+            InvalidRequest: Their prompts are more than all queues hold.
         """
         self._heard_s = self._clock.now_s()
         names = [request.sequence_id for request in requests]
         await self.finished([], names)  # where they are asked for again
+        counts = [num_replicas(pool).items() for pool in self._config.pools]
+        num_queues = sum(n for of in counts for role, n in of if role.does(Role.PREFILL))
+        check_size(requests, num_queues, self._config.prefill)
         found = FoundRoom(list)
         prefixes = PrefixAffinity()  # of those before; what is refused says nothing of a replica
         choose = self._admit if self._auto.route is None else self._admit_auto
@@ -326,7 +332,7 @@ class Scheduler(BatchedCalls):
         Returns:
             What is asked of it.
         """
-        snapshot, name = checked(snapshot), snapshot.info.name
+        snapshot, name = checked(snapshot, self._misread), snapshot.info.name
         known = self._snapshots.get(name)
         if known is None or known.sent_s <= snapshot.sent_s:
             self._snapshots[name] = snapshot
@@ -341,6 +347,7 @@ class Scheduler(BatchedCalls):
     async def replica_died(self, name: str) -> None:
         """Forget a replica that is gone."""
         self._snapshots.pop(name, None)
+        self._misread.discard(name)
         self._inflight.forget(name)
         self._rescheduling.replica_died(name)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord
-from quadriga.core.replica import Role
+from quadriga.core.replica import PARTS, Role
 
 SURGE_PATIENCE_S = 10.0
 """A successor that is pending for longer needs the room of the one it replaces."""
@@ -45,9 +46,16 @@ def _waits_long(replica: ReplicaRecord, now_s: float) -> bool:
     return replica.phase is ReplicaPhase.PENDING and now_s - replica.since_s > SURGE_PATIENCE_S
 
 
+def _has_partners(replica: ReplicaRecord, everyone: Iterable[ReplicaRecord]) -> bool:
+    """Whether it is ready, and so are replicas of its kind for the other part of the work."""
+    kind = attrgetter("depth_class", "info.numerics")
+    alike = [m for m in everyone if m.is_ready and replica.is_ready and kind(m) == kind(replica)]
+    return all(any(m.key[0].does(part) for m in alike) for part in PARTS)
+
+
 def turn_over(
     key: PlaceKey,
-    everyone: Iterable[ReplicaRecord],
+    everyone: Collection[ReplicaRecord],
     wanted: Mapping[PlaceKey, str],
     failing: Collection[Role] = (),
     *,
@@ -59,7 +67,8 @@ def turn_over(
 
     Of a role one after the other: while a successor starts, or waits for the room of a replica that
     is on its way out, no other outdated replica gets one, or goes without. None goes without while
-    successors die before they are ready.
+    successors die before they are ready. One that serves stays until its successor does: of another
+    depth, or with other weights, that needs such replicas of the other role.
 
     Args:
         everyone: All replicas.
@@ -85,12 +94,13 @@ def turn_over(
     current = [m for m in replicas if m.fingerprint == wanted[key] and due_s[m.name] is None]
     by_worth = sorted(current, key=lambda m: (m.phase is not ReplicaPhase.READY, m.name))
     going = [DepartingReplica(m, "there are two for one place") for m in by_worth[1:]]
-    is_replaced = any(m.phase is ReplicaPhase.READY for m in current)
     has_no_room = any(_waits_long(m, now_s) for m in current)
-    may_give_room = may_go is None and not (is_leaving or is_under_way or key[0] in failing)
-    # Those first that go anyway: their time is not decided here.
-    others = sorted((m for m in replicas if m not in current), key=lambda m: due_s[m.name] is None)
-    for replica in others[:1]:
+    may_give_room = may_go is None and not (is_leaving or is_under_way or failing)
+    # Those first that go anyway: their time is not decided here; then those that serve nobody yet.
+    others = [m for m in replicas if m not in current]
+    for replica in sorted(others, key=lambda m: (due_s[m.name] is None, m.is_ready))[:1]:
+        is_spare = may_go is not None or not _has_partners(replica, everyone)
+        is_replaced = any(m.is_ready and (is_spare or _has_partners(m, everyone)) for m in current)
         within_s = due_s[replica.name]
         if within_s is not None:
             # A node that goes takes no successor: giving up the room there helps nobody.

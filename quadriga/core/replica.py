@@ -56,9 +56,9 @@ class ReplicaInfo(CompactPickleMixin):
         kv_capacity_tokens: Tokens of KV cache it can hold at its depth.
         max_model_len: Most tokens of one sequence; 0 until it is known.
         num_layers: Of the whole model; 0: those that are loaded are all.
-        numerics: Names its arithmetic: the form of its weights and the code that multiplies them.
-            KV goes only between equal names. Empty where the deployment is not deterministic, and
-            until the weights are loaded: KV goes anywhere.
+        numerics: Names what its KV is made with: the weights and, in a deterministic deployment,
+            their form and the code that multiplies them. KV goes only between equal names. Empty
+            until the weights are loaded.
         usable_bytes: Of a GPU's memory, for weights and KV together; 0 until it is known.
         chunk_tokens: Prompt tokens that it computes together, at most; 0: it computes none.
     """

@@ -10,7 +10,7 @@ from quadriga.config.engine import PrefillConfig
 from quadriga.config.scheduling import SchedulerConfig
 from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import Admission, AdmitRequest
-from quadriga.errors import ContextTooLong, Overloaded, Unavailable
+from quadriga.errors import ContextTooLong, InvalidRequest, Overloaded, Unavailable
 from quadriga.policies.ares.overload import may_hold_more
 from quadriga.policies.least_work import expected_answer_tokens, expected_work
 from quadriga.policies.load import candidates
@@ -73,8 +73,8 @@ def admit(
     if not able:
         names = {s.info.numerics for s in (*prefills, *decodes)}
         why = (
-            f", and those that are compute differently, which a deterministic deployment does not "
-            f"mix ({', '.join(sorted(names))}): give them the same CPUs, compiler and settings"
+            f", and those that are differ in weights, or in code, which a deterministic deployment "
+            f"does not mix ({', '.join(sorted(names))}): give them the same CPUs and settings"
         )
         raise Unavailable(
             f"no prefill and decode replica of {request.model!r} "
@@ -122,6 +122,20 @@ def admit(
             ),
         )
     return Admission(best.info.name, best.info.depth_class)
+
+
+def check_size(requests: Sequence[AdmitRequest], num_queues: int, prefill: PrefillConfig) -> None:
+    """Refuse what so many queues could not hold, were they empty. Raises: InvalidRequest."""
+    most, most_tokens = prefill.max_queued_sequences, prefill.max_queued_tokens
+    sizes = sorted((request.num_prompt_tokens for request in requests), reverse=True)
+    # A prompt of any length may wait in a queue alone.
+    rest = [(sum(sizes[alone:]), num_queues - alone) for alone in range(num_queues + 1)]
+    if len(sizes) > num_queues * most or all(tokens > n * most_tokens for tokens, n in rest):
+        raise InvalidRequest(
+            f"{len(sizes)} prompts (times n) of {sum(sizes)} tokens are more than the prefill "
+            f"queues hold ({num_queues}, each prefill.max_queued_sequences: {most} and "
+            f"prefill.max_queued_tokens: {most_tokens}); send them apart"
+        )
 
 
 def find_room(

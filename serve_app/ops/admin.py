@@ -126,6 +126,9 @@ class AdminServer:
         try:
             found = await client.cluster.kv_events(name, int(after))
         except ReplicaError as exc:
+            if exc.code == "unknown_method":
+                why = f"{name} is of an earlier version; ask again once it is replaced"
+                raise NotFound(why, param="replica") from exc
             if not is_known_death(exc):
                 raise
             raise NotFound(f"{name} is gone: forget its blocks", param="replica") from exc

@@ -309,13 +309,16 @@ def check_forecast(forecast: LoadForecast) -> None:
         raise ConfigError(f"forecast: front_share {forecast.front_share} must lie in 0..1")
 
 
-def checked(snapshot: ReplicaSnapshot) -> ReplicaSnapshot:
-    """A snapshot from another process, without its forecast where that is malformed."""
+def checked(snapshot: ReplicaSnapshot, told: set[str]) -> ReplicaSnapshot:
+    """A snapshot from another process, without a malformed forecast; the log says so once of each
+    replica, of which `told` keeps the names."""
     try:
         if snapshot.forecast is not None:
             check_forecast(snapshot.forecast)
     except ConfigError as exc:  # a replica of another version, perhaps: the others' stay
-        logger.warning("the forecast of %s is left out: %s", snapshot.info.name, exc)
+        if snapshot.info.name not in told:
+            told.add(snapshot.info.name)
+            logger.warning("forecasts of %s are left out: %s", snapshot.info.name, exc)
         return replace(snapshot, forecast=None)
     return snapshot
 

@@ -112,6 +112,8 @@ class Recording:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if not self._is_begun:
+                if self._path.is_file():
+                    next(read_ticks(self._path), None)  # as it is: of another version?
                 cut_half_line(self._path)
                 self._is_begun = True
             with self._path.open("a", encoding="utf-8") as stream:
@@ -119,8 +121,9 @@ class Recording:
                 self._is_over = stream.tell() >= self._max_bytes
             if self._is_over:
                 logger.warning("the recording has its %d bytes; it ends", self._max_bytes)
-        except OSError as exc:
-            logger.warning("the recording ends: scheduler.ares.record_file: %s", exc)
+        except (OSError, ConfigError) as exc:
+            why = "the recording ends: scheduler.ares.record_file: %s; move it, or name another"
+            logger.warning(why, exc)
             self._is_over = True
 
 

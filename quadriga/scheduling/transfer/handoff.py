@@ -432,7 +432,7 @@ def check_numerics(offer: TransferOffer, numerics: str) -> None:
     if numerics not in ("", offer.numerics):
         raise MigrationFailed(
             f"the KV of {offer.sequence_id} was computed with {offer.numerics or 'unnamed code'}; "
-            f"this replica computes with {numerics}, and the deployment is deterministic",
+            f"this replica computes with {numerics}",
             code="wrong_numerics",
         )
 

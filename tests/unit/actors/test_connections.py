@@ -364,6 +364,9 @@ class Handle:
         self.death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "new_call":  # of a later version
+            raise AttributeError(name)
+
         async def made(*args: Any) -> Any:
             self.through_ray.append(name)
             self.contexts[name] = REQUEST.get()
@@ -400,6 +403,17 @@ async def test_the_first_call_goes_through_ray_and_later_ones_do_not(callee: Cal
     second = await connect("callee", await address_of(callee), WAIT_S)
     await ray_rpc._keep("callee", handle, second)  # type: ignore[arg-type]
     assert ray_rpc._connections["callee"] is first and not second.is_usable
+    ray_rpc.forget_actor("callee")
+
+
+@pytest.mark.parametrize("is_connected", [False, True])
+async def test_what_an_older_actor_cannot_be_asked(callee: Callee, is_connected: bool) -> None:
+    await until_connected(Handle(callee))
+    if not is_connected:
+        await drop()
+    with pytest.raises(ReplicaError, match="may be of another version") as raised:
+        await ray_rpc.call("callee", "new_call", timeout_s=WAIT_S)
+    assert raised.value.code == "unknown_method"
     ray_rpc.forget_actor("callee")
 
 

@@ -192,13 +192,15 @@ async def test_a_partitioned_controller_acts_on_nothing_and_marks_no_replica_dea
 
     async with controller(monkeypatch) as made:
         await until(lambda: made._desired is not None)
-        is_held = False
+        is_held, num_asked = False, 0
 
         async def held() -> bool:
+            nonlocal num_asked
+            num_asked += 1
             return is_held
 
         monkeypatch.setattr(made._leader_lease, "is_held", held)
-        await asyncio.sleep(0.02)
+        await until(lambda: num_asked > 0)  # the turn before is over
         clock = ManualClock(1000.0)
         monkeypatch.setattr(made, "_clock", clock)
         monkeypatch.setattr(made._scheduler, "_clock", clock)

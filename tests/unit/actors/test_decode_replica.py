@@ -6,6 +6,8 @@ import asyncio
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +16,18 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from actors.replica.decode import DecodeReplica
+from actors.replica.replica import Replica
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.clock import ManualClock
+from quadriga.config.loader import load_config
+from quadriga.config.resolve import Hardware
+from quadriga.control.desired import resolve_on
 from quadriga.core.grammar import Grammar
 from quadriga.core.kv import TransferOffer
+from quadriga.core.replica import ReplicaInfo, Role
 from quadriga.errors import MigrationFailed, Overloaded, Unavailable
 from quadriga.replica.spans import SequenceSpans
+from quadriga.scheduling.transfer.handoff import check_numerics
 from quadriga.text.grammar import MAX_KEPT, grammars_of
 from tests.settled import settled
 from tests.unit.actors.test_sequence_handoff import CLASS, FORM, a_state
@@ -119,4 +127,53 @@ async def test_a_running_sequence_is_promised_a_row_once_its_grammar_is_compiled
         await DecodeReplica.reserve(replica, offer)
     assert raised.value.code == "busy"
     may_end.set()
-    await settled()
+
+
+@pytest.mark.parametrize("transport", ["nccl", "nixl"])
+async def test_while_the_transport_changes_to_auto_nccl_is_taken(transport: str) -> None:
+    replica: Any = Mock(config=load_config({"transport.kind": "auto"}), clock=ManualClock())
+    replica.spec.engine.depth_class, replica.reserve_row = CLASS, AsyncMock(return_value=(0, 0))
+    DecodeReplica._make_sink(replica)
+    offer = TransferOffer("t", "s", CLASS, "source", 1, 3, 32, transport, 5.0)
+    with nullcontext() if transport == "nccl" else pytest.raises(MigrationFailed):
+        assert await replica.receiver.reserve(offer) == 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_kv_of_other_weights_of_one_name_is_refused(deterministic: bool) -> None:
+    """As of `org/name@one` while `org/name@two` takes its place: both are called `name`."""
+    config = load_config({"deterministic": deterministic})
+    first, *_ = resolve_on(config.model_dump(mode="json"), Hardware(8.0)).places.values()
+    unknown = ReplicaInfo("r", Role.DECODE, first.engine.depth_class, "", "i", 8, 512)
+    replica: Any = SimpleNamespace(config=config, spec=first, info_record=unknown, _news=Mock())
+    replica.loaded = partial(DecodeReplica.loaded, replica)
+    names = []
+    for fingerprint in ("one", "one", "two"):
+        weights = replace(first.engine.checkpoint, fingerprint=fingerprint)
+        replica.loaded(replace(first.engine, checkpoint=weights), "float32 kernels of a CPU")
+        names.append(replica.info_record.numerics)
+        Replica.resized(replica, replica.spec.engine)
+        assert replica.info_record.numerics == names[-1]
+    assert ("kernels" in names[0]) is deterministic
+    offer = TransferOffer("t", "s", CLASS, "source", 1, 3, 32, "gloo", 5.0, numerics=names[0])
+    check_numerics(offer, names[1])
+    with pytest.raises(MigrationFailed, match="was computed with"):
+        check_numerics(offer, names[2])
+
+
+def test_telling_of_blocks_takes_a_twentieth_of_the_engines_time_at_most() -> None:
+    clock, waits_s, num_told = ManualClock(), [0.0], 0
+    replica: Any = SimpleNamespace(name="r", clock=clock, _events_due_s=0.0)
+    kept: Any = SimpleNamespace(events=lambda after: clock.advance(0.04))
+    while clock.now_s() < 40.0:
+        try:
+            Replica._events(replica, kept, 3)
+            num_told += 1
+        except Overloaded as exc:
+            waits_s.append(exc.retry_after_s or 0.0)
+        clock.advance(0.001)
+    assert 50 <= num_told <= 53 and 0.5 < max(waits_s) < 1.0
+    clock.advance(2.0)
+    kept.events = lambda after: clock.advance(0.00001)
+    for _ in range(1000):  # what has changed is told whenever somebody asks
+        Replica._events(replica, kept, 3)

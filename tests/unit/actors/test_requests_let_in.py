@@ -17,7 +17,7 @@ from quadriga.control.model_routing import Route
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import AdmitRequest
-from quadriga.errors import Overloaded
+from quadriga.errors import InvalidRequest, Overloaded
 from tests.unit.actors.test_scheduler import FULL, SMALL, plain
 
 SLOTS = 16
@@ -285,3 +285,24 @@ async def test_places_in_a_profile_are_given_back_where_the_request_is_refused(
     assert await service.told_s(*four) > 0.0
     (admission,) = await service.scheduler.admit([asked("one", model=AUTO_MODEL)])
     assert admission.profile == profile
+
+
+@pytest.mark.parametrize(
+    ("prompts", "is_final"),
+    [
+        ([50] * 8, False),
+        ([50] * 9, True),
+        ([1] * 17, True),
+        ([900, 99, 99], False),
+        ([999] * 3, True),
+    ],
+)
+async def test_a_request_that_all_queues_could_never_hold_is_refused_for_good(
+    prompts: list[int], is_final: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the replicas that there shall be: of two one is away. One long prompt may wait alone."""
+    limits = {"prefill.max_queued_tokens": 200, "prefill.max_queued_sequences": 8}
+    service = Service(monkeypatch, prefill_replicas=2, **limits)
+    await service.busy(0)
+    with pytest.raises(InvalidRequest if is_final else Overloaded):
+        await service.scheduler.admit([asked(str(i), size) for i, size in enumerate(prompts)])

@@ -55,6 +55,7 @@ def decide(
         KEY,
         [*members, *options.get("others", ())],
         {KEY: "new", (Role.DECODE, 1): "new"},
+        options.get("failing", ()),
         left_s=lambda m: left.get(m.name),
         may_go=options.get("may_go"),
         now_s=options.get("now_s", 0.0),
@@ -137,6 +138,37 @@ def test_an_outdated_replica_waits_for_its_successor_or_makes_room() -> None:
     waiting = member("new", ReplicaPhase.PENDING)
     assert gone(decide(old, waiting, now_s=SURGE_PATIENCE_S)) == []
     assert gone(decide(old, waiting, now_s=SURGE_PATIENCE_S + 1)) == ["old"]
+
+
+@pytest.mark.parametrize("other", [{"depth_class": DepthClass("m", 6)}, {"numerics": "weights 2"}])
+def test_a_replica_serves_until_its_successor_finds_partners(other: dict[str, Any]) -> None:
+    """KV goes between replicas of one depth and of the same weights alone."""
+
+    def changed(name: str, phase: ReplicaPhase, role: Role = Role.DECODE) -> ReplicaRecord:
+        made = member(name, phase, role=role)
+        assert made.status is not None
+        made.status = replace(made.status, info=replace(made.info, **other))
+        return made
+
+    old, new = member("old", fingerprint="old"), changed("new", ReplicaPhase.READY)
+    before = member("p0", fingerprint="old", role=Role.PREFILL)
+    for role in (Role.PREFILL, Role.MIXED):
+        starting = changed("p1", ReplicaPhase.STARTING, role)
+        assert gone(decide(old, new, others=[before, starting], now_s=FAR_S)) == []
+        assert gone(decide(old, new, others=[starting])) == ["old"], "neither serves"
+        soon = decide(old, new, others=[before, starting], leaving={"old": LEAVE_S - 1})
+        assert gone(soon) == ["old"]
+        ready = changed("p1", ReplicaPhase.READY, role)
+        assert gone(decide(old, new, others=[before, ready])) == ["old"]
+
+
+def test_none_makes_room_while_successors_die_and_the_one_that_serves_goes_last() -> None:
+    serving, waiting = member("a", fingerprint="first"), member("c", ReplicaPhase.PENDING)
+    for failing, going in (((), ["a"]), ((Role.DECODE,), []), ((Role.PREFILL,), [])):
+        assert gone(decide(serving, waiting, failing=failing, now_s=FAR_S)) == going
+    for phase in (ReplicaPhase.STARTING, ReplicaPhase.PENDING):
+        between = member("b", phase, fingerprint="second")
+        assert gone(decide(serving, between, waiting, now_s=FAR_S)) == ["b"]
 
 
 def test_helios_is_asked_before_a_replica_goes() -> None:

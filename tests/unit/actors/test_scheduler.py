@@ -246,14 +246,18 @@ async def test_without_a_route_any_depth_of_the_model_will_do() -> None:
     assert await scheduler.place_now(replace(PREFILLED, exclude=("d1",))) == "d0"
 
 
-async def test_a_malformed_forecast_is_left_out_and_all_else_goes_on() -> None:
+async def test_a_malformed_forecast_is_left_out_and_all_else_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     config = plain(**{"scheduler.placement": "ares", "scheduler.ares.mode": "ares"})
     scheduler = Scheduler(config)
     for one in uneven(num_idle=3):
         assert one.forecast is not None
         if one.info.name == "idle0":
             one = replace(one, forecast=replace(one.forecast, rows=b"cut"))
-        await scheduler.report(replace(one, taken_unix_s=time.time()))
+        for _ in range(3):
+            await scheduler.report(replace(one, taken_unix_s=time.time()))
+    assert caplog.text.count("forecasts of idle0 are left out") == 1
     assert {s.info.name for s in await scheduler.loads() if s.forecast is None} == {"idle0"}
     scheduler._rescheduling._send = AsyncMock(return_value=MigrationReport("", "finished"))
     (order,) = scheduler._rescheduling.tick()

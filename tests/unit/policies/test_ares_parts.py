@@ -338,6 +338,9 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text + "\n")
     with pytest.raises(ConfigError, match="line 1"):
         list(read_ticks(path))
+    recorded(tmp_path / "own.jsonl", random_cluster(np.random.default_rng(0)))
+    Recording(path, max_bytes=10**9).add(next(read_ticks(tmp_path / "own.jsonl")))
+    assert path.read_text() == text + "\n", "nobody could read what is behind it"
 
 
 def test_a_recording_with_a_malformed_forecast_is_refused(tmp_path: Path) -> None:

@@ -407,8 +407,8 @@ def test_malformed_forecasts_are_left_out_and_lone_replicas_left_alone() -> None
     other_grid = replace(good.forecast, grid_s=tuple(2 * s for s in good.forecast.grid_s))
     assert not Rescheduler().tick([good, replace(even("b", 0), forecast=other_grid)], FAST)
     cut = replace(good.forecast, rows=good.forecast.rows[:-4])
-    assert checked(replace(good, forecast=cut)) == replace(good, forecast=None)
-    assert checked(good) is good
+    assert checked(replace(good, forecast=cut), set()) == replace(good, forecast=None)
+    assert checked(good, set()) is good
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ async def test_what_has_no_events_says_why(stand: Stand) -> None:
             (f"?replica={REPLICA}&after=-1", 400, "after"),
             (f"?replica={REPLICA}&after=9", 404, "replica"),  # the fake one keeps no blocks
             (f"?replica={REPLICA}&after=10", 404, "replica"),  # it is gone
+            (f"?replica={REPLICA}&after=11", 404, "replica"),  # of the version before
         ):
             reply = await http.get(f"/cluster/kv_events{query}")
             assert (reply.status_code, reply.json()["error"]["param"]) == (status, param)
