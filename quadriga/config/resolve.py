@@ -452,7 +452,7 @@ def _check_ranks(
         return
     where = None
     if device != "cpu":
-        where = f"engine.device {device}, and ranks add up over gloo, on CPUs"
+        where = f"engine.device {device}, and ranks meet over gloo, on CPUs"
     elif runner != "native":
         where = f"{checkpoint.id} in the relay batch, which runs unmodified models whole"
     elif config.helios.enabled:

@@ -56,7 +56,7 @@ def test_named_memory_is_that_of_all_ranks() -> None:
         ),
         ({"helios.enabled": True}, CPU, "helios.enabled, and ranks keep the layers"),
         ({"adapters": "/nowhere"}, CPU, "ranks take no LoRA adapters"),
-        ({"engine.device": "cuda"}, Hardware(16, num_gpus=8), "engine.device cuda, and ranks add"),
+        ({"engine.device": "cuda"}, Hardware(16, num_gpus=8), "engine.device cuda, and ranks meet"),
         ({"pools": [{"model": "quadriga-s", "runner": "baton"}], "model": None}, CPU, "relay"),
     ],
 )
