@@ -82,7 +82,7 @@ class Controller(DirectlyCalled):
         self._resolving: dict[str, asyncio.Task[Desired]] = {}
         self._restoring: asyncio.Task[None] | None = None
         self._num_asked = self._newest_wanted = 0
-        self._leaving = LeavingNodes(self._wake.set)
+        self._leaving = LeavingNodes(self._wake.set, self._clock)
         self._manager = ReplicaManager(
             app,
             self._clock,

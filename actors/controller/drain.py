@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ray.exceptions import RayError
 
 from actors.rpc.rpc_batcher import Caller
+from quadriga.clock import Clock
 from quadriga.core.migration import MigrationReport
 from quadriga.errors import QuadrigaError, is_known_death
 
@@ -97,12 +97,12 @@ class LeavingNodes:
     def __init__(
         self,
         changed: Callable[[], None],
+        clock: Clock,
         ask: Callable[[], Mapping[str, float]] = draining_nodes,
-        unix_s: Callable[[], float] = time.time,
     ) -> None:
         self._changed = changed
         self._ask = ask
-        self._unix_s = unix_s
+        self._clock = clock
         self._until: Mapping[str, float] = {}
         self._is_asking = False
 
@@ -127,4 +127,4 @@ class LeavingNodes:
     def left_s(self, node_id: str) -> float | None:
         """Seconds until a node goes; None for one that stays."""
         until = self._until.get(node_id)
-        return None if until is None else max(0.0, until - self._unix_s())
+        return None if until is None else max(0.0, until - self._clock.unix_s())

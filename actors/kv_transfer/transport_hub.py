@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +11,7 @@ import torch
 
 from actors.kv_transfer.object_store import ObjectStoreTransport
 from actors.rpc.ray_rpc import call
+from quadriga.clock import Clock
 from quadriga.config.engine_spec import Device
 from quadriga.core.kv import KVPart
 from quadriga.errors import ConfigError, KVTransportError
@@ -78,9 +78,9 @@ class TransportHub:
         sink: KVSink | None,
         host_for: Callable[[str], str],
         *,
+        clock: Clock,
         device: Device = "cpu",
         nccl: NcclLibrary | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name: str = kind
         self.num_fallbacks = 0
@@ -111,9 +111,9 @@ class TransportHub:
         return tuple(way.name for way in self._ways)
 
     async def send(self, peer: str, part: KVPart, kv: torch.Tensor, *, deadline_s: float) -> None:
-        end_s = self._clock() + deadline_s
+        end_s = self._clock.now_s() + deadline_s
         for way in self._ways[:-1]:
-            now_s = self._clock()
+            now_s = self._clock.now_s()
             if now_s < self._again_s.get((way.name, peer), 0.0):
                 continue
             share_s = (end_s - now_s) * SHARE
@@ -127,22 +127,22 @@ class TransportHub:
                 if exc.code != TOO_LARGE and not is_hasty:
                     self._fall_back(way.name, peer, exc)
         last = self._ways[-1]
-        await self._send_by(last, peer, part, kv, end_s - self._clock())
+        await self._send_by(last, peer, part, kv, end_s - self._clock.now_s())
 
     async def _send_by(
         self, way: KVTransport, peer: str, part: KVPart, kv: torch.Tensor, deadline_s: float
     ) -> None:
         """Send by one transport, and count it. Raises: KVTransportError."""
-        began_s = self._clock()
+        began_s = self._clock.now_s()
         try:
             await way.send(peer, part, kv, deadline_s=deadline_s)
         except KVTransportError as exc:
             self.counts.failed(way.name, exc.code)
             raise
-        self.counts.arrived(way.name, kv.nbytes, self._clock() - began_s)
+        self.counts.arrived(way.name, kv.nbytes, self._clock.now_s() - began_s)
 
     def _fall_back(self, way: str, peer: str, reason: KVTransportError) -> None:
-        now_s = self._clock()
+        now_s = self._clock.now_s()
         self._again_s = {key: t for key, t in self._again_s.items() if t > now_s}
         pause_s = NO_ROUTE_RETRY_S if reason.code == NO_ROUTE else RETRY_S
         self._again_s[way, peer] = now_s + pause_s

@@ -139,7 +139,10 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self.report_options = ReportOptions()
         self._events_due_s = 0.0  # of the engine's thread
         kind, sink = self.config.transport.kind, self._make_sink()
-        self.transport = TransportHub(kind, name, sink, self._host_for, device=spec.engine.device)
+        device = spec.engine.device
+        self.transport = TransportHub(
+            kind, name, sink, self._host_for, clock=self.clock, device=device
+        )
         self.sender = HandoffSender(name, self.transport, self.calls, self.config.transport)
         decodes = spec.role.does(Role.DECODE)
         self.info_record = ReplicaInfo(

@@ -14,7 +14,7 @@ from actors.kv_transfer.handoff_sender import HandoffSender, OutgoingTransfer
 from actors.kv_transfer.transport_hub import TransportHub
 from actors.rpc.ray_rpc import NAMESPACE, call
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
-from quadriga.clock import ManualClock
+from quadriga.clock import ManualClock, SystemClock
 from quadriga.config.engine import TransportConfig
 from quadriga.core.kv import Accepted, KVPart, ResumePoint, TransferOffer
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
@@ -83,6 +83,7 @@ class Peer(BatchedCalls):
             name,
             self._receiver,
             lambda _: "127.0.0.1",
+            clock=SystemClock(),
             nccl=self.nccl.library() if self.nccl is not None else None,
         )
         config = TransportConfig(lease_s=lease_s, deadline_s=deadline_s)

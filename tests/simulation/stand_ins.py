@@ -340,7 +340,7 @@ def in_virtual_time(
     put(placement_groups, "PlacementGroupSchedulingStrategy", lambda *_: None)
     put(placement_groups, "has_compiler", lambda: True)
     put(controller_store, "internal_kv", Store(ray))
-    put(drain.LeavingNodes.__init__, "__defaults__", (draining_nodes, unix_s))
+    put(drain.LeavingNodes.__init__, "__defaults__", (draining_nodes,))
     put(node_reports.NodeReports, "while_pending", _none)
     if not counts_all:
         put(metrics_page.MetricsPage, "sample_forever", _none)

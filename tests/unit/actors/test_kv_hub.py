@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from actors.kv_transfer.transport_hub import NO_ROUTE_RETRY_S, RETRY_S, TransportHub
+from quadriga.clock import Clock, ManualClock, SystemClock
 from quadriga.core.kv import KVPart
 from quadriga.errors import ConfigError, KVTransportError
 from quadriga.kv_transport import nccl_library, nixl
@@ -39,14 +40,19 @@ class RoutingDecision:
     async def close(self) -> None: ...
 
 
+def hub(kind: Any, clock: Clock | None = None, **options: Any) -> TransportHub:
+    """One without a sink."""
+    return TransportHub(
+        kind, "me", None, lambda _: "127.0.0.1", clock=clock or SystemClock(), **options
+    )
+
+
 class Bench:
     """A hub over three such transports, and its clock."""
 
     def __init__(self) -> None:
-        self.now_s = 100.0
-        self.hub = TransportHub(
-            "object_store", "me", None, lambda _: "127.0.0.1", clock=lambda: self.now_s
-        )
+        self.clock = ManualClock(100.0)
+        self.hub = hub("object_store", self.clock)
         self.ways = {name: RoutingDecision(name) for name in ("nccl", "gloo", "object_store")}
         self.hub._ways = list(self.ways.values())
 
@@ -68,7 +74,7 @@ async def test_a_transport_that_failed_is_left_out_for_a_while_for_that_peer(ben
     assert await bench.send() == ["gloo"]
     assert await bench.send("another") == ["nccl", "gloo"]
     assert bench.hub.num_fallbacks == 2
-    bench.now_s += RETRY_S
+    bench.clock.advance(RETRY_S)
     bench.ways["nccl"].code = None
     assert await bench.send() == ["nccl"]
 
@@ -76,10 +82,10 @@ async def test_a_transport_that_failed_is_left_out_for_a_while_for_that_peer(ben
 async def test_a_transport_without_a_route_is_left_out_for_long(bench: Bench) -> None:
     bench.ways["nccl"].code = NO_ROUTE
     assert await bench.send() == ["nccl", "gloo"]
-    bench.now_s += 10 * RETRY_S
+    bench.clock.advance(10 * RETRY_S)
     assert await bench.send() == ["gloo"]
     assert bench.hub.num_fallbacks == 1
-    bench.now_s += NO_ROUTE_RETRY_S
+    bench.clock.advance(NO_ROUTE_RETRY_S)
     await bench.send("another")
     assert set(bench.hub._again_s) == {("nccl", "another")}, "what is over is forgotten"
 
@@ -115,7 +121,7 @@ async def test_each_transport_leaves_time_for_the_next(bench: Bench) -> None:
 
 async def test_each_kind_names_its_transports() -> None:
     def names(kind: Any, **options: Any) -> tuple[str, ...]:
-        return TransportHub(kind, "me", None, lambda _: "127.0.0.1", **options).names
+        return hub(kind, **options).names
 
     library = FakeNccl("A").library()
     assert names("auto") == ("gloo", "object_store")
@@ -131,24 +137,24 @@ def test_nccl_that_is_asked_for_and_missing_is_an_error(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="torch sees no GPU") as refusal:
-        TransportHub("nccl", "me", None, lambda _: "127.0.0.1", device="cuda")
+        hub("nccl", device="cuda")
     assert refusal.value.param == "transport.kind"
-    hub = TransportHub("auto", "me", None, lambda _: "127.0.0.1", device="cuda")
-    assert hub.names == ("gloo", "object_store")
+    made = hub("auto", device="cuda")
+    assert made.names == ("gloo", "object_store")
     assert "without NCCL: torch sees no GPU" in caplog.text
 
 
 async def test_an_offer_of_a_transport_that_is_not_here_finds_no_route() -> None:
-    hub = TransportHub("gloo", "me", None, lambda _: "127.0.0.1")
+    made = hub("gloo")
     with pytest.raises(KVTransportError, match="receives over gloo alone") as refusal:
-        hub.connect(NixlOffer("p", "127.0.0.1", 1, 1, "token"))
+        made.connect(NixlOffer("p", "127.0.0.1", 1, 1, "token"))
     assert refusal.value.code == NO_ROUTE
 
 
 def test_nixl_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "PACKAGES", ("no_such_package",))
     with pytest.raises(ConfigError, match=r"pip install .\.\[nixl\]") as refusal:
-        TransportHub("nixl", "me", None, lambda _: "127.0.0.1")
+        hub("nixl")
     assert refusal.value.param == "transport.kind"
 
 

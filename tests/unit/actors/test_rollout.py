@@ -269,7 +269,7 @@ async def test_the_leaving_nodes_are_those_that_ray_named_last() -> None:
         found: Mapping[str, float] = answer
         return found
 
-    nodes = LeavingNodes(lambda: changes.append(len(said)), ask, unix_s=lambda: 100.0)
+    nodes = LeavingNodes(lambda: changes.append(len(said)), ManualClock(100.0), ask)
     assert nodes.left_s("n") is None
     for _ in range(2):  # the second time Ray says nothing
         await nodes.look()
