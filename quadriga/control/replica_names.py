@@ -26,6 +26,10 @@ def parse_replica_name(app: str, name: str) -> tuple[Role, int] | None:
     return (Role(parts[1]), int(parts[2])) if is_ordinal else None
 
 
+_PROTOCOL = "numerics name the weights"
+"""What replicas of earlier versions do otherwise when they hand KV over; they are exchanged."""
+
+
 def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:
     """Hash of all that a replica was started with and cannot change while it lives.
 
@@ -42,7 +46,7 @@ def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:
     own = [part.value for part in PARTS if spec.role.does(part)]
     sections = ("transport", "lifecycle", *own)
     facts = [engine, dict(spec.node_labels), *(config[section] for section in sections)]
-    facts += [config["deterministic"], config["helios"]["enabled"]]
+    facts += [config["deterministic"], config["helios"]["enabled"], _PROTOCOL]
     # The rest of the scheduler's section is the scheduler's alone, and may change at any time.
     scheduler = config["scheduler"]
     facts.append(scheduler["snapshot_interval_s"])

@@ -96,10 +96,14 @@ def turn_over(
     going = [DepartingReplica(m, "there are two for one place") for m in by_worth[1:]]
     has_no_room = any(_waits_long(m, now_s) for m in current)
     may_give_room = may_go is None and not (is_leaving or is_under_way or failing)
+    # Where successors die, and one waits for room, none would ever come from waiting for partners.
+    is_stuck = bool(failing) and any(
+        _waits_long(m, now_s) and m.fingerprint == wanted.get(m.key) for m in everyone
+    )
     # Those first that go anyway: their time is not decided here; then those that serve nobody yet.
     others = [m for m in replicas if m not in current]
     for replica in sorted(others, key=lambda m: (due_s[m.name] is None, m.is_ready))[:1]:
-        is_spare = may_go is not None or not _has_partners(replica, everyone)
+        is_spare = is_stuck or may_go is not None or not _has_partners(replica, everyone)
         is_replaced = any(m.is_ready and (is_spare or _has_partners(m, everyone)) for m in current)
         within_s = due_s[replica.name]
         if within_s is not None:

@@ -156,6 +156,7 @@ TIE = (
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
 """Sets PR_SET_PDEATHSIG: HAProxy takes no new connections once the actor that started it died."""
+HARD_STOP_VARIABLE = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
 
 
 # Hold space: whether there is an application (a `use_backend` line comes first).
@@ -166,7 +167,7 @@ REWRITE = """\
 /^ *timeout client /a\\
     timeout http-request {head_s}s\\
     timeout http-keep-alive {idle_s}s
-s/hard-stop-after 120s/hard-stop-after 3600s/
+{hard_stop}
 /^global$/a\\
     tune.http.maxhdr 4096
 /^defaults/a\\
@@ -331,7 +332,11 @@ def _rewrite(folder: Path) -> str:
 
     answers = {name: escaped(text) for name, text in _answers(folder).items()}
     errors = _error_lines(folder).replace("\\", "\\\\").replace("\n", "\\\n")
-    return REWRITE.format(head_s=HEAD_S, idle_s=IDLE_S, errors=errors, **answers)
+    is_chosen = HARD_STOP_VARIABLE in os.environ
+    hard_stop = "" if is_chosen else "s/hard-stop-after 120s/hard-stop-after 3600s/"
+    return REWRITE.format(
+        head_s=HEAD_S, idle_s=IDLE_S, hard_stop=hard_stop, errors=errors, **answers
+    )
 
 
 def _answers(folder: Path) -> dict[str, str]:

@@ -33,6 +33,8 @@ def read_news(stream: OutputStream, delta: OutputDelta) -> ToolNews:
     request, choice = stream.request, delta.choice
     if request.tools is None:
         return ToolNews([delta.text] if delta.text else [], delta.text)
+    if not delta.text and delta.finish is None:
+        return ToolNews()  # perhaps what is before it has not been sent again yet
     parser = stream.tool_parsers.get(choice)
     if parser is None:
         parser = stream.tool_parsers[choice] = request.tools.parser()

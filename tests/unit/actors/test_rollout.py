@@ -54,7 +54,7 @@ def decide(
     return turn_over(
         KEY,
         [*members, *options.get("others", ())],
-        {KEY: "new", (Role.DECODE, 1): "new"},
+        {(role, ordinal): "new" for role in Role for ordinal in (0, 1)},
         options.get("failing", ()),
         left_s=lambda m: left.get(m.name),
         may_go=options.get("may_go"),
@@ -160,6 +160,10 @@ def test_a_replica_serves_until_its_successor_finds_partners(other: dict[str, An
         assert gone(soon) == ["old"]
         ready = changed("p1", ReplicaPhase.READY, role)
         assert gone(decide(old, new, others=[before, ready])) == ["old"]
+        waiting = changed("p1", ReplicaPhase.PENDING, role)
+        for failing, going in (((), []), ((role,), ["old"])):
+            found = decide(old, new, others=[before, waiting], failing=failing, now_s=FAR_S)
+            assert gone(found) == going, "where successors die, nobody else makes room"
 
 
 def test_none_makes_room_while_successors_die_and_the_one_that_serves_goes_last() -> None:

@@ -109,8 +109,8 @@ def test_what_a_service_is_started_with() -> None:
     [
         (f"{RUN} --tasks 1 --extra {{", "--extra: not JSON"),
         (f'{RUN} --tasks 1 --extra {{"n":2}}', "--extra: n: set it with --choices"),
-        (f"{RUN} --trace nowhere.csv", "nowhere.csv: cannot be read"),
-        (f"{RUN} --sessions nowhere.jsonl", "nowhere.jsonl: cannot be read"),
+        (f"{RUN} --trace nowhere.csv", "there is no file nowhere.csv"),
+        (f"{RUN} --sessions nowhere.jsonl", "there is no file nowhere.jsonl"),
         (f"{RUN} --tasks 1 --turns 3", "--turns: not for --tasks, but for --sessions N"),
         (f"{RUN} --prompts x --fit-prompts --endpoint chat", "token ids have no chat form"),
         (f"{RUN} --trace x --endpoint both", "--trace: token ids have no chat form"),

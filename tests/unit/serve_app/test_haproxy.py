@@ -21,7 +21,7 @@ from quadriga.errors import ConfigError
 from quadriga.ports import free_port, is_free
 from serve_app.__main__ import main
 from serve_app.cli.environment import choose_proxy, haproxy_enabled
-from serve_app.http.haproxy import make_private, starter_script
+from serve_app.http.haproxy import HARD_STOP_VARIABLE, make_private, starter_script
 from serve_app.http.tls import BINARY_VARIABLE, HAPROXY_VARIABLE
 from tests.certificates import Authority
 
@@ -150,6 +150,12 @@ def test_many_headers_pass_and_streams_outlast_a_reload(tmp_path: Path) -> None:
             with inner:
                 assert inner.recv(4096).startswith(b"GET / ")
     assert "hard-stop-after 3600s" in (tmp_path / "haproxy.cfg.limited").read_text()
+
+
+def test_a_hard_stop_that_was_chosen_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HARD_STOP_VARIABLE, "120")
+    starter_script(tmp_path)
+    assert not any("hard-stop" in path.read_text() for path in tmp_path.iterdir())
 
 
 def test_haproxy_ends_with_the_process_that_started_it(tmp_path: Path) -> None:

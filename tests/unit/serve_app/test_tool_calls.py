@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from quadriga.text.tool_formats import HERMES
+from quadriga.text.tool_parser import ToolParser
 from serve_app.grpc.messages import generation_fields
 from serve_app.openai.bodies import parse_body
 from serve_app.openai.schema import ChatBody
+from serve_app.openai.tool_output import read_news
+from serve_app.request.request import OutputDelta
 from tests.unit.serve_app.conftest import MODEL, MakeStand, Stand
 
 PATH = "/v1/chat/completions"
@@ -291,3 +296,20 @@ def test_grpc_has_the_same_fields() -> None:
     assert [t.function.name for t in body.tools or ()] == ["add", "stop_it"]
     assert body.messages[1].tool_calls == over_http.messages[1].tool_calls
     assert body.messages[2].tool_call_id == "c1"
+
+
+def test_a_stream_that_begins_before_its_text_is_sent_again_keeps_its_calls() -> None:
+    """As where another choice of a resumed answer has news first, or begins anew elsewhere."""
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    pieces = list(text)
+    choice = SimpleNamespace(pieces=pieces[:3])
+    tools = SimpleNamespace(parser=lambda: ToolParser(HERMES, {"add": {}}))
+    stream: Any = SimpleNamespace(
+        request=SimpleNamespace(tools=tools, sequences=[choice]), tool_parsers={}
+    )
+    at = text.index("arguments")
+    begun = read_news(stream, OutputDelta(0, at, [], "", None, None, True))
+    assert not begun.pieces
+    choice.pieces = pieces
+    news = read_news(stream, OutputDelta(0, at, [1], text[at:], None, None, False))
+    assert "".join(call.arguments for call in news.calls) == '{"a": 1}'
