@@ -471,7 +471,7 @@ def _check_ranks(
     if config.engine.weights in (
         "int8",
         "bfloat16",
-    ):  # a part without whole groups has no such form
+    ):  # parts without whole groups have no such form
         rows = {"rows of the keys": model.kv_size, "rows of the MLP": model.ffn_size}
         shared |= {
             f"groups of {GROUP_ROWS} {what}": count // GROUP_ROWS

@@ -52,7 +52,9 @@ class Grammar:
     def choice(cls, texts: Sequence[str]) -> Grammar:
         """One of some texts. Raises: InvalidRequest: They are no list of texts, or none."""
         if isinstance(texts, str) or not texts or not all(isinstance(t, str) for t in texts):
-            raise InvalidRequest(f"choice: {texts!r:.80} must be a list of texts", param="grammar")
+            raise InvalidRequest(
+                f"choice: {texts!r:.80} must be a list of at least one text", param="grammar"
+            )
         return cls("lark", f"start: {' | '.join(map(quoted, texts))}")
 
     @classmethod

@@ -146,7 +146,11 @@ class SamplingParams(CompactPickleMixin):
             and form.kind in get_args(GrammarKind)
             and isinstance(form.text, str)
         ):
-            raise InvalidRequest(f"grammar: {self.grammar!r:.80} is no Grammar", param="grammar")
+            known = ", ".join(get_args(GrammarKind))
+            raise InvalidRequest(
+                f"grammar: {form!r:.80} is no Grammar with a text and one of the kinds {known}",
+                param="grammar",
+            )
         if self.grammar is not None and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise InvalidRequest(

@@ -73,8 +73,9 @@ def admit(
     if not able:
         names = {s.info.numerics for s in (*prefills, *decodes)}
         why = (
-            f", and those that are differ in weights, or in code, which a deterministic deployment "
-            f"does not mix ({', '.join(sorted(names))}): give them the same CPUs and settings"
+            f", as their weights differ, which passes where a model is being exchanged, or their "
+            f"code, which a deterministic deployment does not mix ({', '.join(sorted(names))}): "
+            f"give them the same CPUs and settings"
         )
         raise Unavailable(
             f"no prefill and decode replica of {request.model!r} "

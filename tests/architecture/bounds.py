@@ -15,14 +15,14 @@ class Bound(NamedTuple):
 BOUNDS = {
     # Of a running service; `tests/e2e/test_road.py`.
     "road_files": Bound(118, 50),
-    "road_lines": Bound(29_730, 10_000),
+    "road_lines": Bound(29_830, 10_000),
     "request_classes": Bound(10, 10),
-    "service_lines": Bound(50_105, 33_000),
+    "service_lines": Bound(50_300, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(105_549, 58_000),
-    "test_lines": Bound(88_120, 38_000),
+    "product_lines": Bound(105_772, 58_000),
+    "test_lines": Bound(88_770, 38_000),
     "reliability_lines": Bound(5_303, 4_000),
-    "actors_lines": Bound(7_175, 6_485),
+    "actors_lines": Bound(7_209, 6_485),
     "llm_lines": Bound(250, 250),
     "readme_words": Bound(900, 900),
     "architecture_words": Bound(2_500, 2_500),

@@ -1,4 +1,4 @@
-"""An engine over several ranks says what one over the whole model says, in float32."""
+"""An engine over several ranks says what one over the whole model says, whatever the weights."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_every_form_of_weights_is_that_of_one_rank_to_the_bit(
 def test_a_token_is_the_same_to_the_bit_whoever_is_beside_it(
     checkpoints: dict[str, Path], load: Callable[..., NativeRunner]
 ) -> None:
-    """With two ranks whatever the order; with four, where sums are made in one order."""
+    """As nothing is added up over ranks, the batch changes no sum."""
     runner, found = load(spec_of(checkpoints["llama"]), 4), []
     for num_beside in (0, 1, 4, 7):
         made = states(lambda i: FULL_DEPTH, 1 + num_beside)

@@ -36,10 +36,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.execv(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]])
     from tests.simulation.campaign import Log, run_seeds, shrink, summary
-    from tests.simulation.cluster import run
+    from tests.simulation.cluster import FILLED_S, run
     from tests.simulation.plans import Plan, idle, plan
     from tests.simulation.planted import planted
 
+    if 0 < 3600 * options.idle_hours <= FILLED_S:
+        parser.error(
+            f"--idle-hours: {options.idle_hours:g} must be more than {FILLED_S / 3600:.2f}"
+        )
     if options.history or options.idle_hours or options.seeds[0].endswith(".json"):
         has_failed = False
         for path in map(Path, options.seeds):

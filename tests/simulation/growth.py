@@ -12,7 +12,7 @@ from tests.simulation.virtual_time import VirtualLoop
 
 NUM_LOOKS, LOOK_EVERY_S = 3, 0.37
 """What is under way at one moment is not at all of these."""
-FEW = {"objects": 20, "bytes": 1 << 14, "blocks": 2000}
+FEW = {"tasks": 2, "timers": 2, "objects": 20, "bytes": 1 << 14, "blocks": 2000}
 """What may be more by chance; the looks themselves are among it."""
 
 

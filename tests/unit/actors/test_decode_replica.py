@@ -127,6 +127,7 @@ async def test_a_running_sequence_is_promised_a_row_once_its_grammar_is_compiled
         await DecodeReplica.reserve(replica, offer)
     assert raised.value.code == "busy"
     may_end.set()
+    await settled()
 
 
 @pytest.mark.parametrize("transport", ["nccl", "nixl"])

@@ -270,5 +270,5 @@ def test_tokens_that_settings_add_are_in_the_vocabulary_of_grammars(
 
 @pytest.mark.parametrize("texts", ["yes", [], ["a", 5], None])
 def test_a_choice_is_of_texts_in_a_list(texts: Any) -> None:
-    with pytest.raises(InvalidRequest, match="must be a list of texts"):
+    with pytest.raises(InvalidRequest, match="must be a list of at least one text"):
         Grammar.choice(texts)
