@@ -19,8 +19,8 @@ BOUNDS = {
     "request_classes": Bound(10, 10),
     "service_lines": Bound(50_300, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(105_772, 58_000),
-    "test_lines": Bound(88_770, 38_000),
+    "product_lines": Bound(105_779, 58_000),
+    "test_lines": Bound(88_790, 38_000),
     "reliability_lines": Bound(5_303, 4_000),
     "actors_lines": Bound(7_209, 6_485),
     "llm_lines": Bound(250, 250),

@@ -68,6 +68,17 @@ def at(app: App, role: str, depth: int) -> str:
     return found[0]
 
 
+def resize(app: App, replica: str, depth: int) -> None:
+    """Wait until the scheduler knows it: what it admits before may wait for what went."""
+    assert call(replica, "resize", depth, 30.0).depth == depth
+
+    def known() -> dict[str, int]:
+        snapshots = call(scheduler_name(app.name), "directory").snapshots
+        return {s.info.name: s.info.depth_class.depth for s in snapshots}
+
+    wait_until(lambda: known()[replica] == depth, 30.0)
+
+
 def breaches(app: App) -> int:
     """Tokens that left below their threshold, at all decode replicas."""
     actors: list[Any] = [get_actor(name) for name in app.replicas("decode")]
@@ -284,13 +295,13 @@ def test_who_stands_in_host_memory_is_moved_to_the_other_depth(
 def test_balance_goes_on_while_a_replica_has_fewer_layers(slow: App) -> None:
     """What the deeper replica ran is cancelled, and so it takes some of what the other runs."""
     shallow, deep = at(slow, "decode", SHALLOW), at(slow, "decode", DEEP)
-    assert call(shallow, "resize", DEEP, 30.0).depth == DEEP
+    resize(slow, shallow, DEEP)
     ingress = slow.ingress()
     streams = [
         ingress.submit([i] * 9, NUM_OUTPUT, exits=LIMITED, deadline_s=250.0) for i in range(7, 19)
     ]
     ingress.until(lambda: all(len(s.tokens) > 1 for s in streams), 60.0)
-    assert call(shallow, "resize", SHALLOW, 30.0).depth == SHALLOW
+    resize(slow, shallow, SHALLOW)
     kept = [s for s in streams if s.replica == shallow]
     ingress.cancel(*(s for s in streams if s.replica == deep))
     ingress.until(lambda: any(s.replica == deep for s in kept), 60.0)
