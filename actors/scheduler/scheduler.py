@@ -17,7 +17,7 @@ from actors.scheduler.rescheduling import Rescheduling
 from quadriga.background import background, overslept_s
 from quadriga.clock import SystemClock
 from quadriga.config.loader import QuadrigaConfig
-from quadriga.config.resolve import num_replicas
+from quadriga.config.resolve import num_queues
 from quadriga.control.model_routing import AutoRouter, Route
 from quadriga.core.forecast import LengthOutcome, LengthPrediction
 from quadriga.core.migration import MigrationOrder, MigrationReport
@@ -64,6 +64,7 @@ class Scheduler(BatchedCalls):
             self._config.logging.level,
             process=scheduler_name(self._config.name),
         )
+        self._num_queues = num_queues(self._config)
         self._models: frozenset[str] | None = None
         self._snapshots: dict[str, ReplicaSnapshot] = {}
         self._misread: set[str] = set()
@@ -96,9 +97,7 @@ class Scheduler(BatchedCalls):
         self._heard_s = self._clock.now_s()
         names = [request.sequence_id for request in requests]
         await self.finished([], names)  # where they are asked for again
-        counts = [num_replicas(pool).items() for pool in self._config.pools]
-        num_queues = sum(n for of in counts for role, n in of if role.does(Role.PREFILL))
-        check_size(requests, num_queues, self._config.prefill)
+        check_size(requests, self._num_queues, self._config.prefill)
         found = FoundRoom(list)
         prefixes = PrefixAffinity()  # of those before; what is refused says nothing of a replica
         choose = self._admit if self._auto.route is None else self._admit_auto
@@ -363,6 +362,7 @@ class Scheduler(BatchedCalls):
             self._plain, self._config = config, QuadrigaConfig.model_validate(config)
             self._rescheduling.configure(self._config)
             self._placement = self._make_placement()
+            self._num_queues = num_queues(self._config)
         self._models = frozenset(models)
         self._rescheduling.governor.served(self._models)
         self._heard_s = max(self._heard_s, self._clock.now_s() - ingress_age_s)

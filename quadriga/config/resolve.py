@@ -134,6 +134,12 @@ def num_replicas(
     return {Role.PREFILL: prefill, Role.DECODE: decode}
 
 
+def num_queues(config: QuadrigaConfig) -> int:
+    """How many replicas of all pools shall take prompts."""
+    counts = [num_replicas(pool) for pool in config.pools]
+    return sum(n for of in counts for role, n in of.items() if role.does(Role.PREFILL))
+
+
 def replica_room(config: QuadrigaConfig, hardware: Hardware, device: Device) -> int | None:
     """How many replicas of each pool fit the GPUs that are there; None without any."""
     each = _gpus(config, device)

@@ -59,7 +59,7 @@ def test_every_route_is_on_the_page(api: Any) -> None:
 
 def shorten(body: dict[str, Any], route: Operation) -> None:
     """Ask for few tokens, which show what many do, and with time enough."""
-    if isinstance(body.get("deadline_ms"), int):
+    if isinstance(body.get("deadline_ms"), int | float):
         body["deadline_ms"] = DEADLINE_MS
     at_least = body.get("min_tokens")
     most = max(MAX_TOKENS, at_least if isinstance(at_least, int) else 0)
