@@ -15,11 +15,11 @@ class Bound(NamedTuple):
 BOUNDS = {
     # Of a running service; `tests/e2e/test_road.py`.
     "road_files": Bound(118, 50),
-    "road_lines": Bound(29_830, 10_000),
+    "road_lines": Bound(29_730, 10_000),
     "request_classes": Bound(10, 10),
-    "service_lines": Bound(50_300, 33_000),
+    "service_lines": Bound(50_292, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(105_779, 58_000),
+    "product_lines": Bound(105_785, 58_000),
     "test_lines": Bound(88_790, 38_000),
     "reliability_lines": Bound(5_303, 4_000),
     "actors_lines": Bound(7_209, 6_485),
