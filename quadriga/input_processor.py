@@ -56,11 +56,8 @@ class InputProcessor:
         """
         find_adapter(self._spec.adapters, adapter, param="adapter")
         asked = _each(prompts)
-        given = (
-            sampling_params
-            if isinstance(sampling_params, Sequence)
-            else [sampling_params] * len(asked)
-        )
+        is_each = isinstance(sampling_params, Sequence)
+        given: Any = sampling_params if is_each else [sampling_params] * len(asked)
         if len(given) != len(asked):
             raise InvalidRequest(
                 f"sampling_params: {len(given)} for {len(asked)} prompts; give one for all, or one "

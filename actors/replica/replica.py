@@ -41,7 +41,6 @@ from quadriga.errors import (
     Cancelled,
     DeadlineExceeded,
     InvariantViolation,
-    Overloaded,
     QuadrigaError,
     ReplicaDied,
     ReplicaError,
@@ -56,6 +55,7 @@ from quadriga.replica.replica_metrics import ReplicaMetrics
 from quadriga.replica.resizing import Resizing
 from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.output_dispatcher import OutputDispatcher
+from quadriga.scheduling.prefixes.events import TimeShare
 from quadriga.text.grammar import grammars_of
 
 if TYPE_CHECKING:
@@ -75,8 +75,6 @@ MAX_REMEMBERED = 4096
 END_DELAY_S = 0.05
 FORGET_FACTOR = 10.0
 """Of `orphan_request_s`: after this long a silent ingress's mailbox is dropped."""
-EVENTS_SHARE, EVENTS_AHEAD_S = 0.05, 1.0
-"""Of the engine's time, that telling which blocks are kept may take; counted ahead for so long."""
 _compiling = ThreadPoolExecutor(2, thread_name_prefix="grammar")
 """Threads of their own: behind slow grammars no KV waits to be stored."""
 
@@ -137,11 +135,10 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         self.is_ending = False
         self._leave_by_s: float | None = None
         self.report_options = ReportOptions()
-        self._events_due_s = 0.0  # of the engine's thread
+        self._telling = TimeShare(name, self.clock)
         kind, sink = self.config.transport.kind, self._make_sink()
-        device = spec.engine.device
         self.transport = TransportHub(
-            kind, name, sink, self._host_for, clock=self.clock, device=device
+            kind, name, sink, self._host_for, clock=self.clock, device=spec.engine.device
         )
         self.sender = HandoffSender(name, self.transport, self.calls, self.config.transport)
         decodes = spec.role.does(Role.DECODE)
@@ -294,20 +291,9 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         prefixes: PrefixCache | None = self.engine.require_core().loop.prefixes
         if prefixes is None:
             return None
-        found = await self.engine.call(lambda _: self._events(prefixes, after))
+        spend = self._telling.spend
+        found = await self.engine.call(lambda _: spend(lambda: prefixes.events(after)))
         return {"model": self.info_record.depth_class.model} | found
-
-    def _events(self, prefixes: PrefixCache, after: int) -> dict[str, Any]:
-        """On the engine's thread, where sequences wait for it."""
-        began_s = self.clock.now_s()
-        wait_s = self._events_due_s - began_s - EVENTS_AHEAD_S
-        if wait_s > 0.0:
-            why = f"{self.name} has told of its blocks too often; ask again in {wait_s:.1f} s"
-            raise Overloaded(why, retry_after_s=wait_s)
-        found = prefixes.events(after)
-        took_s = self.clock.now_s() - began_s
-        self._events_due_s = max(began_s, self._events_due_s) + took_s / EVENTS_SHARE
-        return found
 
     # RPC: the cluster's side.
 

@@ -136,8 +136,8 @@ def num_replicas(
 
 def num_queues(config: QuadrigaConfig) -> int:
     """How many replicas of all pools shall take prompts."""
-    counts = [num_replicas(pool) for pool in config.pools]
-    return sum(n for of in counts for role, n in of.items() if role.does(Role.PREFILL))
+    each = (item for pool in config.pools for item in num_replicas(pool).items())
+    return sum(n for role, n in each if role.does(Role.PREFILL))
 
 
 def replica_room(config: QuadrigaConfig, hardware: Hardware, device: Device) -> int | None:
@@ -474,10 +474,8 @@ def _check_ranks(
         "columns of the hidden states": model.hidden_size,
         "tokens of the vocabulary": model.vocab_size,
     }
-    if config.engine.weights in (
-        "int8",
-        "bfloat16",
-    ):  # parts without whole groups have no such form
+    # Parts without whole groups of rows have no such form.
+    if config.engine.weights in ("int8", "bfloat16"):
         rows = {"rows of the keys": model.kv_size, "rows of the MLP": model.ffn_size}
         shared |= {
             f"groups of {GROUP_ROWS} {what}": count // GROUP_ROWS

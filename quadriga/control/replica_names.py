@@ -11,6 +11,8 @@ from typing import Any
 from quadriga.config.resolve import ReplicaSpec
 from quadriga.core.replica import PARTS, Role
 
+_PROTOCOL = "numerics name the weights"  # replicas of versions that differ in it are exchanged
+
 
 def new_replica_name(app: str, role: Role, ordinal: int) -> str:
     """A name no earlier incarnation had; the placement group carries the same."""
@@ -24,10 +26,6 @@ def parse_replica_name(app: str, name: str) -> tuple[Role, int] | None:
         return None
     is_ordinal = parts[2].isdecimal() and len(parts[2]) < 10
     return (Role(parts[1]), int(parts[2])) if is_ordinal else None
-
-
-_PROTOCOL = "numerics name the weights"
-"""What replicas of earlier versions do otherwise when they hand KV over; they are exchanged."""
 
 
 def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ BOUNDS = {
     "product_lines": Bound(105_785, 58_000),
     "test_lines": Bound(88_790, 38_000),
     "reliability_lines": Bound(5_303, 4_000),
-    "actors_lines": Bound(7_209, 6_485),
+    "actors_lines": Bound(7_195, 6_485),
     "llm_lines": Bound(250, 250),
     "readme_words": Bound(900, 900),
     "architecture_words": Bound(2_500, 2_500),

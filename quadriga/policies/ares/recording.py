@@ -122,8 +122,7 @@ class Recording:
             if self._is_over:
                 logger.warning("the recording has its %d bytes; it ends", self._max_bytes)
         except (OSError, ConfigError) as exc:
-            why = "the recording ends: scheduler.ares.record_file: %s; move it, or name another"
-            logger.warning(why, exc)
+            logger.warning("the recording ends: scheduler.ares.record_file: %s; name another", exc)
             self._is_over = True
 
 

@@ -13,11 +13,17 @@ Source: the kinds of events and their fields are those of vLLM's KV events; diff
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
+from quadriga.clock import Clock
+from quadriga.errors import Overloaded
+
 MAX_REMOVED = 8_192
 """Blocks that were let go and are remembered; the oldest are forgotten first."""
+SHARE, AHEAD_S = 0.05, 1.0
+"""Of the engine's time, that telling may take; it may be spent ahead for so long."""
 
 
 class KVEvents:
@@ -69,3 +75,21 @@ class KVEvents:
             events[-1]["block_hashes"].append(key.hex())
             last = key
         return {"seq": self._seq, "events": events}
+
+
+class TimeShare:
+    """Keeps what telling takes within its share of the time of an engine, whose thread owns it."""
+
+    def __init__(self, replica: str, clock: Clock) -> None:
+        self._replica, self._clock, self._due_s = replica, clock, 0.0
+
+    def spend(self, tell: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Tell, and count the time. Raises: Overloaded: Too much was; says when to come back."""
+        began_s = self._clock.now_s()
+        wait_s = self._due_s - began_s - AHEAD_S
+        if wait_s > 0.0:
+            why = f"{self._replica} has told of its blocks too often; ask again in {wait_s:.1f} s"
+            raise Overloaded(why, retry_after_s=wait_s)
+        told = tell()
+        self._due_s = max(began_s, self._due_s) + (self._clock.now_s() - began_s) / SHARE
+        return told

@@ -160,21 +160,3 @@ def test_kv_of_other_weights_of_one_name_is_refused(deterministic: bool) -> None
     check_numerics(offer, names[1])
     with pytest.raises(MigrationFailed, match="was computed with"):
         check_numerics(offer, names[2])
-
-
-def test_telling_of_blocks_takes_a_twentieth_of_the_engines_time_at_most() -> None:
-    clock, waits_s, num_told = ManualClock(), [0.0], 0
-    replica: Any = SimpleNamespace(name="r", clock=clock, _events_due_s=0.0)
-    kept: Any = SimpleNamespace(events=lambda after: clock.advance(0.04))
-    while clock.now_s() < 40.0:
-        try:
-            Replica._events(replica, kept, 3)
-            num_told += 1
-        except Overloaded as exc:
-            waits_s.append(exc.retry_after_s or 0.0)
-        clock.advance(0.001)
-    assert 50 <= num_told <= 53 and 0.5 < max(waits_s) < 1.0
-    clock.advance(2.0)
-    kept.events = lambda after: clock.advance(0.00001)
-    for _ in range(1000):  # what has changed is told whenever somebody asks
-        Replica._events(replica, kept, 3)

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from quadriga.clock import ManualClock
+from quadriga.errors import Overloaded
 from quadriga.scheduling.prefixes import events
-from quadriga.scheduling.prefixes.events import KVEvents
+from quadriga.scheduling.prefixes.events import KVEvents, TimeShare
 
 A, B, C, D = (bytes([i]) for i in range(4))
 CLEARED = {"type": "AllBlocksCleared"}
@@ -40,3 +42,19 @@ def test_readers_are_told_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> Non
     lost = [CLEARED, stored(None, "00", "02")]
     assert told.since(5)["events"] == lost, "more was let go than is remembered"
     assert told.since(10)["events"] == lost, "a number of another replica's"
+
+
+def test_telling_takes_a_twentieth_of_the_engines_time_at_most() -> None:
+    clock, waits_s, num_told = ManualClock(), [0.0], 0
+    share = TimeShare("r", clock)
+    while clock.now_s() < 40.0:
+        try:
+            share.spend(lambda: clock.advance(0.04) or {})
+            num_told += 1
+        except Overloaded as exc:
+            waits_s.append(exc.retry_after_s or 0.0)
+        clock.advance(0.001)
+    assert 50 <= num_told <= 53 and 0.5 < max(waits_s) < 1.0
+    clock.advance(2.0)
+    for _ in range(1000):  # what has changed is told whenever somebody asks
+        share.spend(lambda: clock.advance(0.00001) or {})
