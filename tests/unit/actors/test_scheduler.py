@@ -92,8 +92,8 @@ async def test_only_a_changed_configuration_is_validated(monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr(actors.scheduler.scheduler, "QuadrigaConfig", None)
         await scheduler.configure(plain(), ["quadriga-s"], 0.0)
-    await scheduler.configure(plain(**{"scheduler.max_wait_s": 7.0}), ["quadriga-s"], 0.0)
-    assert scheduler._config.scheduler.max_wait_s == 7.0
+    await scheduler.configure(plain(**{"scheduler.max_wait_s": 7, "prefill_replicas": 3}), [], 0.0)
+    assert (scheduler._config.scheduler.max_wait_s, scheduler._num_queues) == (7.0, 3)
 
 
 async def test_a_report_that_was_overtaken_is_ignored() -> None:
