@@ -291,8 +291,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
         prefixes: PrefixCache | None = self.engine.require_core().loop.prefixes
         if prefixes is None:
             return None
-        spend = self._telling.spend
-        found = await self.engine.call(lambda _: spend(lambda: prefixes.events(after)))
+        found = await self.engine.call(lambda _: self._telling.spend(prefixes.events, after))
         return {"model": self.info_record.depth_class.model} | found
 
     # RPC: the cluster's side.

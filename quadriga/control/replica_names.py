@@ -11,8 +11,6 @@ from typing import Any
 from quadriga.config.resolve import ReplicaSpec
 from quadriga.core.replica import PARTS, Role
 
-_PROTOCOL = "numerics name the weights"  # replicas of versions that differ in it are exchanged
-
 
 def new_replica_name(app: str, role: Role, ordinal: int) -> str:
     """A name no earlier incarnation had; the placement group carries the same."""
@@ -44,7 +42,8 @@ def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:
     own = [part.value for part in PARTS if spec.role.does(part)]
     sections = ("transport", "lifecycle", *own)
     facts = [engine, dict(spec.node_labels), *(config[section] for section in sections)]
-    facts += [config["deterministic"], config["helios"]["enabled"], _PROTOCOL]
+    # Replicas of earlier versions, which name no weights, are exchanged.
+    facts += [config["deterministic"], config["helios"]["enabled"], "numerics name the weights"]
     # The rest of the scheduler's section is the scheduler's alone, and may change at any time.
     scheduler = config["scheduler"]
     facts.append(scheduler["snapshot_interval_s"])

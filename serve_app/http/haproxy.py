@@ -157,7 +157,6 @@ TIE = (
 )
 """Sets PR_SET_PDEATHSIG: HAProxy takes no new connections once the actor that started it died."""
 HARD_STOP_VARIABLE = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
-HARD_STOP = "s/hard-stop-after 120s/hard-stop-after 3600s/"
 
 
 # Hold space: whether there is an application (a `use_backend` line comes first).
@@ -333,7 +332,8 @@ def _rewrite(folder: Path) -> str:
 
     answers = {name: escaped(text) for name, text in _answers(folder).items()}
     errors = _error_lines(folder).replace("\\", "\\\\").replace("\n", "\\\n")
-    answers["hard_stop"] = HARD_STOP if HARD_STOP_VARIABLE not in os.environ else ""
+    is_chosen = HARD_STOP_VARIABLE in os.environ
+    answers["hard_stop"] = "" if is_chosen else "s/hard-stop-after 120s/hard-stop-after 3600s/"
     return REWRITE.format(head_s=HEAD_S, idle_s=IDLE_S, errors=errors, **answers)
 
 

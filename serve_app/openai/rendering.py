@@ -206,10 +206,7 @@ class ChatFormat(ChoicesFormat):
     def events(
         self, stream: OutputStream, deltas: Sequence[OutputDelta], tokenizer: TextTokenizer
     ) -> bytes:
-        """Everything new as one write. Where there may be calls, an end has an event of its own.
-
-        By it OpenAI's client tells that the last call is over, but not of one that it begins.
-        """
+        """As one write; OpenAI's client ends the last call by an end, unless that begins it too."""
         if stream.request.tools is not None:
             deltas = [part for delta in deltas for part in _end_apart(delta)]
         return super().events(stream, deltas, tokenizer)

@@ -277,8 +277,7 @@ class EngineClient:
             if known is None and not may_begin and not all(c in resumable for c in wanted):
                 raise NotFound(
                     f"no request with the idempotency key {key!r} runs, or ended in the last "
-                    f"{self.config.ingress.orphan_request_s:g} s; send it again without a resume "
-                    "index, and read its answer from the beginning",
+                    f"{self.config.ingress.orphan_request_s:g} s; send it without a resume index",
                     param="idempotency-key",
                 )
         may_begin = may_begin or not is_resumption

@@ -19,10 +19,10 @@ BOUNDS = {
     "request_classes": Bound(10, 10),
     "service_lines": Bound(50_292, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(105_785, 58_000),
+    "product_lines": Bound(105_779, 58_000),
     "test_lines": Bound(88_790, 38_000),
     "reliability_lines": Bound(5_303, 4_000),
-    "actors_lines": Bound(7_195, 6_485),
+    "actors_lines": Bound(7_194, 6_485),
     "llm_lines": Bound(250, 250),
     "readme_words": Bound(900, 900),
     "architecture_words": Bound(2_500, 2_500),

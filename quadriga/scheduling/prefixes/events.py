@@ -83,13 +83,13 @@ class TimeShare:
     def __init__(self, replica: str, clock: Clock) -> None:
         self._replica, self._clock, self._due_s = replica, clock, 0.0
 
-    def spend(self, tell: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def spend(self, tell: Callable[[int], dict[str, Any]], after: int) -> dict[str, Any]:
         """Tell, and count the time. Raises: Overloaded: Too much was; says when to come back."""
         began_s = self._clock.now_s()
         wait_s = self._due_s - began_s - AHEAD_S
         if wait_s > 0.0:
             why = f"{self._replica} has told of its blocks too often; ask again in {wait_s:.1f} s"
             raise Overloaded(why, retry_after_s=wait_s)
-        told = tell()
+        told = tell(after)
         self._due_s = max(began_s, self._due_s) + (self._clock.now_s() - began_s) / SHARE
         return told

@@ -49,7 +49,7 @@ def test_telling_takes_a_twentieth_of_the_engines_time_at_most() -> None:
     share = TimeShare("r", clock)
     while clock.now_s() < 40.0:
         try:
-            share.spend(lambda: clock.advance(0.04) or {})
+            share.spend(lambda after: clock.advance(0.04) or {}, 3)
             num_told += 1
         except Overloaded as exc:
             waits_s.append(exc.retry_after_s or 0.0)
@@ -57,4 +57,4 @@ def test_telling_takes_a_twentieth_of_the_engines_time_at_most() -> None:
     assert 50 <= num_told <= 53 and 0.5 < max(waits_s) < 1.0
     clock.advance(2.0)
     for _ in range(1000):  # what has changed is told whenever somebody asks
-        share.spend(lambda: clock.advance(0.00001) or {})
+        share.spend(lambda after: clock.advance(0.00001) or {}, 3)
