@@ -6,7 +6,10 @@ request goes on holding its slot without a client. HAProxy's switch `-dS` turns 
 
 Nor does the template limit how long a client may take to send its headers, nor how long it may
 keep a connection for which it has no more requests: each holds one of HAProxy's connections for an
-hour. The script adds both limits to the file that it is given.
+hour. The script adds both limits to the file that it is given. Of connections Serve allows 4,096;
+whoever holds them all keeps everybody else waiting. The script allows as many as there may be open
+files for, and one address half of them: more are closed as they come. The machine itself
+is not limited (127.0.0.1): there stand the front end for TLS and proxies of the user's own.
 
 At a reload, as when ingresses are exchanged, streams stay with the HAProxy that has them. Serve
 ends it, and them, after 120 s, the script after an hour. HAProxy takes 100 headers of a request:
@@ -88,6 +91,8 @@ UNLOCKED_S = 60.0
 """A folder that is just being made is younger."""
 HEAD_S, IDLE_S = 10, 90
 """For a request's headers; between two requests on a connection."""
+MOST_CONNECTIONS = 16384
+"""With 32 KiB of buffers for each that is busy. `RAY_SERVE_HAPROXY_MAXCONN` sets another number."""
 _NO_SERVER = Unavailable("no process can take the request now; retry shortly", retry_after_s=1.0)
 ERRORS: dict[int, QuadrigaError] = {
     400: InvalidRequest("the request is not valid HTTP", code="invalid_http"),
@@ -120,6 +125,7 @@ defaults quadriga
 
 frontend quadriga_https
     bind {host}:{https_port} ssl crt {bundle} alpn h2,http/1.1 ssl-min-ver TLSv1.2{client}
+{addresses}
     # Serve's own routes, and what has the admin port.
     http-request return {no_route} if {{ path_beg /-/ }} || {{ path /metrics }}
     default_backend quadriga_http
@@ -130,6 +136,7 @@ backend quadriga_http
 GRPC_TLS_CONFIG = """
 frontend quadriga_grpc_tls
     bind {host}:{grpc_tls_port} ssl crt {bundle} alpn h2 ssl-min-ver TLSv1.2{client}
+{addresses}
     default_backend quadriga_grpc
 
 backend quadriga_grpc
@@ -138,7 +145,12 @@ backend quadriga_grpc
 
 SCRIPT = """\
 #!/bin/sh
-{before}last=
+{before}files=$(ulimit -Hn)
+[ "$files" -lt {files} ] 2>/dev/null || files={files}
+# HAProxy counts two and a half for each, and does not start where there may be fewer.
+export QUADRIGA_CONNECTIONS="${{RAY_SERVE_HAPROXY_MAXCONN:-$((files * 3 / 8))}}"
+export QUADRIGA_CONNECTIONS_OF_ONE="$((QUADRIGA_CONNECTIONS / 2))"
+last=
 for word do
     shift
     given=$word
@@ -159,6 +171,12 @@ TIE = (
 HARD_STOP_VARIABLE = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
 
 
+ADDRESSES = """\
+    stick-table type ipv6 size 100k expire 1m store conn_cur
+    tcp-request connection track-sc0 src
+    tcp-request connection reject if { sc0_conn_cur gt "${QUADRIGA_CONNECTIONS_OF_ONE}" } \
+!{ src 127.0.0.1 ::1 }"""
+"""Of a front end: connections of one address."""
 # Hold space: whether there is an application (a `use_backend` line comes first).
 REWRITE = """\
 /^frontend prometheus$/,/^ *no log$/d
@@ -168,6 +186,9 @@ REWRITE = """\
     timeout http-request {head_s}s\\
     timeout http-keep-alive {idle_s}s
 {hard_stop}
+s/^ *maxconn .*/    maxconn "${{QUADRIGA_CONNECTIONS}}"/
+/^frontend /a\\
+{addresses}
 /^global$/a\\
     tune.http.maxhdr 4096
 /^defaults/a\\
@@ -293,6 +314,7 @@ def _with_tls(folder: Path, tls: Tls, http_port: int, grpc_port: int | None) -> 
         idle_s=IDLE_S,
         bundle=out,
         client=client,
+        addresses=ADDRESSES,
         errors=_error_lines(folder),
         no_route=_answers(folder)["no_route"],
     )
@@ -316,6 +338,7 @@ def _script(folder: Path, *, before: str = "", after: str = "") -> str:
         tie=_quoted(TIE),
         binary=_quoted(_binary()),
         after=after,
+        files=MOST_CONNECTIONS * 8 // 3 + 1,
     )
 
 
@@ -330,11 +353,14 @@ def _rewrite(folder: Path) -> str:
     def escaped(text: str) -> str:
         return text.replace("\\", "\\\\").replace("&", "\\&").replace("|", "\\|")
 
+    def lines(text: str) -> str:
+        return text.replace("\\", "\\\\").replace("\n", "\\\n")
+
     answers = {name: escaped(text) for name, text in _answers(folder).items()}
-    errors = _error_lines(folder).replace("\\", "\\\\").replace("\n", "\\\n")
+    answers |= {"errors": lines(_error_lines(folder)), "addresses": lines(ADDRESSES)}
     is_chosen = HARD_STOP_VARIABLE in os.environ
     answers["hard_stop"] = "" if is_chosen else "s/hard-stop-after 120s/hard-stop-after 3600s/"
-    return REWRITE.format(head_s=HEAD_S, idle_s=IDLE_S, errors=errors, **answers)
+    return REWRITE.format(head_s=HEAD_S, idle_s=IDLE_S, **answers)
 
 
 def _answers(folder: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -89,13 +89,18 @@ def haproxy(script: Path, config: Path) -> Iterator[None]:
         process.wait(10)
 
 
-def connect(port: int) -> socket.socket:
+def connect(port: int, address: str = "127.0.0.1") -> socket.socket:
     give_up_s = time.monotonic() + 60
     while True:
         try:
-            return socket.create_connection(("127.0.0.1", port), timeout=10)
+            return socket.create_connection(("127.0.0.1", port), 10, (address, 0))
         except ConnectionRefusedError:
             assert time.monotonic() < give_up_s
+
+
+def ask(client: socket.socket) -> bytes:
+    client.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+    return client.recv(4096)
 
 
 def test_a_hang_up_reaches_the_server(tmp_path: Path) -> None:
@@ -135,6 +140,43 @@ def test_headers_that_do_not_come_are_not_waited_for(
         with haproxy(starter_script(tmp_path), config), connect(front) as client:
             client.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n")
             assert b" 408 " in client.recv(4096)
+
+
+def test_one_address_has_half_of_the_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of its connections are closed at once; other addresses and the machine have the rest."""
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_MAXCONN", "12")
+    front = free_port()
+    config = tmp_path / "haproxy.cfg"
+    text = OWN_ERRORS.format(front=front, folder=tmp_path, use="")
+    config.write_text(f"global\n    maxconn 4\n{text}")
+    with haproxy(starter_script(tmp_path), config):
+        connect(front).close()
+        num_answers = 0
+        with ExitStack() as stack:
+            many = [stack.enter_context(connect(front, "127.0.0.2")) for _ in range(9)]
+            for address in ("127.0.0.1", "127.0.0.3"):
+                with connect(front, address) as other:
+                    assert b" 503 " in ask(other)
+            for client in many:
+                with suppress(ConnectionError):
+                    num_answers += b" 503 " in ask(client)
+    assert num_answers == 6
+
+
+@pytest.mark.parametrize("files", [256, 1024, 10_000, "as here"])
+def test_it_starts_with_few_files_and_many(tmp_path: Path, files: int | str) -> None:
+    """HAProxy ends at once where it may not open as many as its connections could take."""
+    front, config = free_port(), tmp_path / "haproxy.cfg"
+    text = OWN_ERRORS.format(front=front, folder=tmp_path, use="")
+    config.write_text(f"global\n    maxconn 4096\n{text}")
+    limited = tmp_path / "limited"
+    most = "" if files == "as here" else f"ulimit -n {files}\n"
+    limited.write_text(f'#!/bin/sh\n{most}exec {starter_script(tmp_path)} "$@"\n')
+    limited.chmod(0o700)
+    with haproxy(limited, config), connect(front) as client:
+        assert b" 503 " in ask(client)
 
 
 def test_many_headers_pass_and_streams_outlast_a_reload(tmp_path: Path) -> None:
