@@ -14,7 +14,6 @@ import pytest
 import pytest_asyncio
 
 from serve_app.cli.environment import haproxy_enabled
-from serve_app.http.haproxy import HEAD_S
 from tests.e2e.conftest import Service
 from tests.e2e.observe import wait_until_free
 
