@@ -16,6 +16,7 @@ from quadriga.config.loader import load_config
 from quadriga.errors import Unavailable
 from quadriga.observability import tracing
 from quadriga.observability.logs import configure_logging
+from quadriga.replica.gc_tuning import collect_rarely, settle
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.cli.startup import announce_when_ready
 from serve_app.grpc.server import GrpcServer
@@ -43,6 +44,7 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: dict[str, Any], keys: ApiKeys, announces: bool
     ) -> None:
+        collect_rarely()
         loaded = load_config(config)
         ingress_id = f"{loaded.name}:ingress:{uuid.uuid4().hex[:12]}"
         configure_logging(loaded.logging.format, loaded.logging.level, process=ingress_id)
@@ -51,7 +53,6 @@ class Ingress:
         models = await asyncio.to_thread(ModelDirectory.load, loaded)
         from actors.rpc.lookup import ensure_cluster
         from actors.rpc.ray_rpc import num_connections
-        from quadriga.replica.gc_tuning import settle
 
         await asyncio.to_thread(ensure_cluster, loaded)
         self._engine_client = EngineClient(

@@ -51,6 +51,7 @@ from quadriga.observability import tracing
 from quadriga.observability.logs import configure_logging
 from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.replica.engine_thread import Core, EngineThread
+from quadriga.replica.gc_tuning import collect_rarely
 from quadriga.replica.replica_metrics import ReplicaMetrics
 from quadriga.replica.resizing import Resizing
 from quadriga.replica.spans import SequenceSpans
@@ -99,6 +100,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
     reply_spacing_s: ClassVar[float] = 0.0
 
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
+        collect_rarely()
         # Here, not above: the controller imports this module, and has no torch.
         from actors.kv_transfer.handoff_sender import HandoffSender
         from actors.kv_transfer.transport_hub import TransportHub

@@ -12,6 +12,9 @@ process some seconds later, whatever it does by then. Here the caller keeps it.
 Ray gives its node 30 s to come up, which a busy machine may not keep; here it has
 `NODE_PATIENCE_S`.
 
+Ray's log monitor, a process that reads every log for drivers that print them, is not started: here
+nobody prints them.
+
 Ray's own tie stays: a process of Ray's is killed with the process that started it.
 """
 
@@ -23,6 +26,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +47,7 @@ class RayProcesses:
     @contextmanager
     def starting(self) -> Iterator[None]:
         """In this block a process that Ray starts has a session of its own; SIGTERM stays ours."""
-        from ray._private import services, utils
+        from ray._private import parameter, services, utils
 
         def start(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
             process: subprocess.Popen[bytes] = popen(*words, start_new_session=True, **options)
@@ -60,7 +64,9 @@ class RayProcesses:
                         raise
                 time.sleep(LOOK_INTERVAL_S)
 
+        quieter = partial(parameter.RayParams, include_log_monitor=False)
         with (
+            _replaced(parameter, "RayParams", quieter),
             _replaced(services, "ConsolePopen", start) as popen,
             _replaced(services, "get_node", get_node) as get_node_once,
             _replaced(utils, "set_sigterm_handler", lambda handler: None),

@@ -46,3 +46,14 @@ def test_importing_the_package_loads_nothing() -> None:
     package, llm = loaded_by("quadriga", "quadriga.llm")
     assert not package & {"torch", "ray", "pydantic", "numpy", "transformers"}
     assert not llm & {"torch", "ray"}
+
+
+def test_actors_load_nothing_of_the_ingress() -> None:
+    """`ray.serve` with what it needs, and `transformers`, take a second or more of each process."""
+    modules = ["actors.controller.controller", "actors.scheduler.scheduler"]
+    modules += ["actors.replica.mixed", "actors.replica.prefill"]
+    loaded = loaded_by(*modules)[-1]
+    assert "ray" in loaded
+    assert not loaded & {"torch", "transformers", "fastapi", "starlette", "grpc", "scipy"}
+    engine = loaded_by("quadriga.engine.model_runner")[0]
+    assert "torch" in engine and not engine & {"transformers", "scipy", "fastapi"}

@@ -51,3 +51,11 @@ def test_sigterm_is_the_callers_again_after_the_start() -> None:
         assert heard == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, earlier)
+
+
+def test_no_process_reads_the_logs_for_drivers() -> None:
+    from ray._private import parameter
+
+    with RayProcesses().starting():
+        assert parameter.RayParams().include_log_monitor is False
+    assert parameter.RayParams().include_log_monitor is None  # Ray's own default
