@@ -30,7 +30,13 @@ from quadriga.control.control_metrics import ControllerMetrics
 from quadriga.control.desired import Desired, resolve_on
 from quadriga.control.replica_names import new_replica_name, parse_replica_name
 from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord, place_name
-from quadriga.control.rollout import fewer_wanted, is_relieved, kept_places, turn_over
+from quadriga.control.rollout import (
+    WaitingRollouts,
+    fewer_wanted,
+    is_relieved,
+    kept_places,
+    turn_over,
+)
 from quadriga.core.routing import AutoReport
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.observability.exits_view import exits_view
@@ -76,6 +82,7 @@ class Controller(DirectlyCalled):
         self._desired: Desired | None = None
         self._helios: HeliosController | None = None
         self._error: str | None = None
+        self._rollouts = WaitingRollouts()
         self._is_ending = False
         self._is_started = asyncio.Event()
         self._wanting = asyncio.Lock()
@@ -179,6 +186,7 @@ class Controller(DirectlyCalled):
         replicas = self._manager.replicas.values()
         ready = [m for m in replicas if m.phase is ReplicaPhase.READY]
         num_wanted = len(self._places(desired)) if desired is not None else 0
+        now_s = self._clock.now_s()
         return {
             "app": self._app,
             "models": desired.models if desired is not None else [],
@@ -197,6 +205,7 @@ class Controller(DirectlyCalled):
                     "depth_class": str(m.status.info.depth_class) if m.status else None,
                     "node_id": m.status.info.node_id if m.status else None,
                     "error": str(m.status.error) if m.status and m.status.error else None,
+                    "doing": m.doing(now_s) or self._rollouts.of(m.key),
                 }
                 for m in sorted(replicas, key=lambda m: m.name)
             ],
@@ -291,7 +300,11 @@ class Controller(DirectlyCalled):
                     self._helios.tick()
             if self._desired is not None:
                 self._strict.escalate(self._desired.deployment.config.transport.deadline_s)
-            self._error = None
+            limit_s = self._manager.lifecycle.replica_start_timeout_s
+            late = self._rollouts.overdue(limit_s, self._clock.now_s())
+            if late is not None and late != self._error:
+                logger.error("%s", late)
+            self._error = late
         except QuadrigaError as exc:
             if str(exc) != self._error:  # once, not at every turn
                 logger.error("what is wanted cannot run now: %s", exc)
@@ -403,6 +416,7 @@ class Controller(DirectlyCalled):
         wanted = {key: desired.fingerprint(spec) for key, spec in places.items()}
         work = {} if helios is not None else await self._keep_alike(wanted)
         failing = {role for (role, _), _ in self._manager.failing & wanted.items()}
+        waits: dict[PlaceKey, str] = {}
         for key, spec in places.items():
             if self._is_ending:
                 return
@@ -413,6 +427,7 @@ class Controller(DirectlyCalled):
             place = turn_over(
                 key, everyone, wanted, failing, left_s=self._left_s, may_go=may_go, now_s=now_s
             )
+            waits[key] = place.waits
             if place.lacks_one and self._manager.may_spawn(key):
                 name = new_replica_name(self._app, *key)
                 await self._manager.spawn(key, name, spec, desired.config)
@@ -422,6 +437,7 @@ class Controller(DirectlyCalled):
                     self._manager.retire(
                         replica, one.reason, moves=one.moves, within_s=one.within_s
                     )
+        self._rollouts.note(waits, self._clock.now_s())
         there = {k: [m for m in self._manager.of(k) if m.fingerprint == wanted[k]] for k in wanted}
         now_s = self._clock.now_s()
         for replica in list(self._manager.replicas.values()):

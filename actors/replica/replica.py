@@ -48,6 +48,7 @@ from quadriga.errors import (
 )
 from quadriga.interfaces import KVSink
 from quadriga.observability import tracing
+from quadriga.observability.load_progress import LOADING
 from quadriga.observability.logs import configure_logging
 from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.replica.engine_thread import Core, EngineThread
@@ -321,6 +322,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             self.load,
             self._fingerprint,
             None if self._leave_by_s is None else self._leave_by_s - self.clock.now_s(),
+            "" if self.engine.is_ready else LOADING.text,
         )
 
     async def resize(self, depth: int, deadline_s: float) -> ResizeReport:

@@ -38,6 +38,8 @@ from serve_app.ops.admin import check_admin
 DEFAULT_PLAIN_GRPC_PORT = 9000
 OBJECT_STORE_BYTES = 256 << 20
 POLL_INTERVAL_S = 0.2
+SAY_EVERY_S = 5.0
+"""Between two lines about replicas that are starting."""
 STATUS_TIMEOUT_S = 20.0
 
 
@@ -352,8 +354,10 @@ class LocalService:
         return self._processes.ended()
 
     def _await_ready(self) -> None:
+        from serve_app.request.cluster_client import starting_text  # behind Ray's start
+
         deadline_s = time.monotonic() + self.config.lifecycle.replica_start_timeout_s
-        num_ready, last = 0, ""
+        num_ready, last, said, say_s = 0, "", "", 0.0
         while True:
             try:
                 status = self.status()
@@ -364,13 +368,17 @@ class LocalService:
                 self._progress(f"{num_ready} of {status['num_desired']} replicas are ready")
             if status.get("is_ready") and self._is_healthy():
                 return
+            doing = starting_text(status)
+            if doing != said and time.monotonic() >= say_s:
+                said, say_s = doing, time.monotonic() + SAY_EVERY_S
+                if doing:
+                    self._progress(doing)
             failure = status.get("error") or status.get("last_failure")
             if failure and failure != last:
                 last = failure
                 self._progress(failure)
             if time.monotonic() > deadline_s:
-                states = ", ".join(f"{r['name']} {r['phase']}" for r in status["replicas"])
-                why = failure or states
+                why = failure or doing
                 raise Unavailable(
                     f"not ready within lifecycle.replica_start_timeout_s: "
                     f"{why or 'no replica was started'}"

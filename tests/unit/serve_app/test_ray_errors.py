@@ -116,7 +116,8 @@ def test_what_serve_does_not_say_is_said(
 
 def test_why_replicas_fail_is_said_while_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     failures, said = iter(["", "d-1: no room", "d-1: no room", "d-2: no room"]), list[str]()
-    state: dict[str, Any] = {"num_ready": 0, "replicas": [], "error": None}
+    loading = {"name": "q:decode:0:x", "role": "decode", "phase": "starting", "doing": "loads"}
+    state: dict[str, Any] = {"num_ready": 0, "replicas": [loading], "error": None}
     monkeypatch.setattr(
         launch.LocalService, "status", lambda _: state | {"last_failure": next(failures)}
     )
@@ -124,7 +125,7 @@ def test_why_replicas_fail_is_said_while_others_are_tried(monkeypatch: pytest.Mo
     service = LocalService(load_config({}), ApiKeys(), Addresses(), progress=said.append)
     with pytest.raises(StopIteration):
         service._await_ready()
-    assert said == ["d-1: no room", "d-2: no room"]
+    assert said == ["decode 0 loads", "d-1: no room", "d-2: no room"]
 
 
 def test_a_controller_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
