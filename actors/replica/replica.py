@@ -439,6 +439,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             waiting_tokens=load.waiting_tokens,
+            waiting_by_priority=load.waiting_by_priority,
             used_tokens=load.used_tokens,
             prompt_tokens=load.prompt_tokens,
             generated_tokens=load.generated_tokens,

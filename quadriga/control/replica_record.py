@@ -64,6 +64,7 @@ class ReplicaLoad(CompactPickleMixin):
     prefixes: PrefixTotals | None = None
     usual_tokens: int = 1
     ending: tuple[int, int] = (0, 0)
+    waiting_by_priority: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_held(self) -> int:

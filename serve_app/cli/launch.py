@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quadriga.catalogue.adapters import read_adapters
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.config.resolve import runner_of
@@ -132,7 +133,7 @@ def own_opener() -> urllib.request.OpenerDirector:
 def find_models(config: QuadrigaConfig) -> QuadrigaConfig:
     """Look for every model, fetching and converting what this machine does not have yet.
 
-    And for the models that may be chosen in the first one's place.
+    And for the models that may be chosen in the first one's place, and for LoRA adapters.
 
     Returns:
         The configuration, without HELIOS where there is nothing to choose.
@@ -146,6 +147,8 @@ def find_models(config: QuadrigaConfig) -> QuadrigaConfig:
     ]
     for index, (pool, checkpoint) in enumerate(zip(config.pools, found, strict=True)):
         runner_of(pool, index, checkpoint, pool.depth or checkpoint.num_layers)
+        if pool.adapters is not None:
+            read_adapters(pool.adapters)
     if config.helios.enabled:
         from quadriga.control.helios_setup import check_catalogue, with_a_choice
 

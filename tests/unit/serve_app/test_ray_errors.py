@@ -114,6 +114,12 @@ def test_what_serve_does_not_say_is_said(
     assert fail.called == is_found_later
 
 
+def test_adapters_that_are_not_there_are_named_before_ray_is_started(tmp_path: Path) -> None:
+    config = load_config({"model": "quadriga-s", "adapters": str(tmp_path / "nope")})
+    with pytest.raises(ConfigError, match=f"adapters: {tmp_path}/nope is no folder"):
+        launch.find_models(config)
+
+
 def test_why_replicas_fail_is_said_while_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     failures, said = iter(["", "d-1: no room", "d-1: no room", "d-2: no room"]), list[str]()
     loading = {"name": "q:decode:0:x", "role": "decode", "phase": "starting", "doing": "loads"}
