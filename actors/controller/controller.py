@@ -528,7 +528,7 @@ def resolved_before(app: str, config: dict[str, Any]) -> Desired | None:
     """What an earlier controller made of a configuration; None where that is not known.
 
     On a node without the model, to resolve it again is to fetch it first, and until then no replica
-    that dies is replaced.
+    that dies is replaced. HELIOS reads the models' files itself.
     """
     saved = controller_store.load(app, "resolved")
     if saved is None:
@@ -536,7 +536,9 @@ def resolved_before(app: str, config: dict[str, Any]) -> Desired | None:
     try:
         version, desired = pickle.loads(saved)
         is_same = version == __version__ and desired.config == config
-        return replace(desired) if is_same else None  # without fingerprints by addresses of then
+        if is_same and not desired.deployment.config.helios.enabled:
+            return replace(desired)  # without fingerprints by addresses of then
+        return None
     except Exception as exc:  # whatever the classes of another version raise
         logger.info("what an earlier controller resolved cannot be read: %r", exc)
         return None
