@@ -40,7 +40,7 @@ DEFAULT_PLAIN_GRPC_PORT = 9000
 OBJECT_STORE_BYTES = 256 << 20
 POLL_INTERVAL_S = 0.2
 SAY_EVERY_S = 5.0
-"""Between two lines about replicas that are starting."""
+"""Between two lines about replicas that are starting; a start that is over before has none."""
 STATUS_TIMEOUT_S = 20.0
 
 
@@ -360,7 +360,7 @@ class LocalService:
         from serve_app.request.cluster_client import starting_text  # behind Ray's start
 
         deadline_s = time.monotonic() + self.config.lifecycle.replica_start_timeout_s
-        num_ready, last, said, say_s = 0, "", "", 0.0
+        num_ready, last, said, say_s = 0, "", "", time.monotonic() + SAY_EVERY_S
         while True:
             try:
                 status = self.status()
@@ -372,16 +372,16 @@ class LocalService:
             if status.get("is_ready") and self._is_healthy():
                 return
             doing = starting_text(status)
-            if doing != said and time.monotonic() >= say_s:
+            if doing and doing != said and time.monotonic() >= say_s:
                 said, say_s = doing, time.monotonic() + SAY_EVERY_S
-                if doing:
-                    self._progress(doing)
+                self._progress(doing)
             failure = status.get("error") or status.get("last_failure")
             if failure and failure != last:
                 last = failure
                 self._progress(failure)
             if time.monotonic() > deadline_s:
-                why = failure or doing
+                states = ", ".join(f"{r['name']} {r['phase']}" for r in status["replicas"])
+                why = failure or doing or states
                 raise Unavailable(
                     f"not ready within lifecycle.replica_start_timeout_s: "
                     f"{why or 'no replica was started'}"

@@ -128,6 +128,7 @@ def test_why_replicas_fail_is_said_while_others_are_tried(monkeypatch: pytest.Mo
         launch.LocalService, "status", lambda _: state | {"last_failure": next(failures)}
     )
     monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(launch, "SAY_EVERY_S", 0.0)
     service = LocalService(load_config({}), ApiKeys(), Addresses(), progress=said.append)
     with pytest.raises(StopIteration):
         service._await_ready()
