@@ -1,4 +1,4 @@
-"""How far the engine of this process is before it serves: in the log, and for who asks a replica."""
+"""How far this process's engine is before it serves: in the log, and for who asks a replica."""
 
 from __future__ import annotations
 
