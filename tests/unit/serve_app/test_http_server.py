@@ -128,7 +128,7 @@ async def test_ids_of_the_prompt_come_once_where_vllm_has_them(stand: Stand) -> 
         else:
             found = [whole["prompt_token_ids"]]
             said = [c.get("prompt_token_ids") for c in chunks]
-            wanted = MODEL.tokenizer.encode(MODEL.tokenizer.render_chat(say["messages"]), False)
+            wanted = MODEL.tokenizer.prompt_ids(say["messages"])
         assert found == [ids for ids in said if ids is not None] == [wanted] * len(found)
 
 
