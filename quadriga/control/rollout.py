@@ -74,12 +74,12 @@ class WaitingRollouts:
     def overdue(self, limit_s: float, now_s: float) -> str | None:
         """What is wrong, once a place has waited for longer than `limit_s`; None until then."""
         late = [text for text, since_s in self._since.values() if now_s - since_s > limit_s]
+        if not late:
+            return None
         return (
             f"the roll-out has not gone on for {limit_s:.0f} s: {'; '.join(late)}. What served "
             "before serves on: mend what keeps that replica from starting, or go back to the "
             "configuration before"
-            if late
-            else None
         )
 
 

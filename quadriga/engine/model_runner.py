@@ -8,8 +8,6 @@ while sequences are in their rows.
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,8 +55,6 @@ from quadriga.scheduling.transfer.rebuild import num_open, replays_of
 
 if TYPE_CHECKING:
     from quadriga.engine.tensor_parallel.loading import RankStarter
-
-logger = logging.getLogger(__name__)
 
 _Given = torch.Tensor | list[int]
 """What tokens go into a pass with: states [n, hidden], or ids where it begins at layer 0."""
@@ -121,13 +117,6 @@ class NativeRunner:
         Raises:
             ConfigError: The checkpoint or the spec cannot be served.
         """
-        if (num_cpus := os.cpu_count() or spec.threads) < spec.threads:
-            logger.warning(
-                "engine.threads: %d threads share the %d CPUs of this machine, which is slower "
-                "than a thread for each",
-                spec.threads,
-                num_cpus,
-            )
         torch.set_num_threads(spec.threads)
         config = read_model_config(spec.checkpoint.path)
         if config.rope is None and spec.row_capacity_tokens > config.max_positions:
