@@ -534,6 +534,8 @@ def resolved_before(app: str, config: dict[str, Any]) -> Desired | None:
     if saved is None:
         return None
     try:
+        version: str
+        desired: Desired
         version, desired = pickle.loads(saved)
         is_same = version == __version__ and desired.config == config
         if is_same and not desired.deployment.config.helios.enabled:
