@@ -410,7 +410,7 @@ def _is_lost(result: object) -> bool:
 def starting_text(status: Mapping[str, Any]) -> str:
     """What replicas do that do not serve yet, in words; of many the first few."""
     said = [
-        f"{r['role']} {r['name'].split(':')[2]} {r['doing']}"
+        f"{r['role']} {r['name'].split(':')[2]}: {r['doing']}"
         for r in status["replicas"]
         if r["phase"] in ("pending", "starting")
     ]

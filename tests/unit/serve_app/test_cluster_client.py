@@ -144,7 +144,7 @@ async def test_who_asks_whether_it_is_ready_learns_what_replicas_do_until_they_s
     await state.refresh()
     with pytest.raises(Unavailable) as caught:
         state.check_ready()
-    said = "; ".join(f"decode {n} reads" for n in range(SHOWN_STARTING))
+    said = "; ".join(f"decode {n}: reads" for n in range(SHOWN_STARTING))
     assert caught.value.message == f"no prefill replica is ready: {said}; 2 more"
 
 

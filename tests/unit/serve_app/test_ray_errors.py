@@ -132,7 +132,7 @@ def test_why_replicas_fail_is_said_while_others_are_tried(monkeypatch: pytest.Mo
     service = LocalService(load_config({}), ApiKeys(), Addresses(), progress=said.append)
     with pytest.raises(StopIteration):
         service._await_ready()
-    assert said == ["decode 0 loads", "d-1: no room", "d-2: no room"]
+    assert said == ["decode 0: loads", "d-1: no room", "d-2: no room"]
 
 
 def test_a_controller_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
