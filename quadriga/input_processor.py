@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from numbers import Integral
 from typing import Any
@@ -81,14 +82,13 @@ class InputProcessor:
             full=spec.checkpoint.num_layers,
             deterministic=self._is_deterministic,
         )
+        for index, params in enumerate(given if is_each else [sampling_params]):
+            with _about(f"sampling_params.{index}" if is_each else ""):
+                self._check_sampling(params)
         states = []
         for index, (prompt, params) in enumerate(zip(asked, given, strict=True)):
-            try:
+            with _about(f"prompts.{index}"):
                 states.append(self._sequence(prompt, params, wanted, adapter))
-            except InvalidRequest as exc:
-                field = f"prompts.{index}"
-                text = f"{field}: {exc.message}"
-                raise type(exc)(text, param=exc.param or field, code=exc.code) from exc
         return states
 
     def answer_texts(
@@ -118,7 +118,7 @@ class InputProcessor:
         exits: ExitParams,
         adapter: str,
     ) -> SequenceState:
-        """Raises: InvalidRequest: Without a `param` where the prompt itself is at fault."""
+        """Raises: InvalidRequest, ContextTooLong: Without a `param`."""
         checkpoint, most = self._spec.checkpoint, self._max_tokens
         ids = self._prompt_ids(prompt)
         wrong = [
@@ -130,6 +130,21 @@ class InputProcessor:
         ids = [int(t) for t in ids]  # of numpy too
         if sampling is None:
             sampling = SamplingParams(max(1, most - len(ids)), **asdict(checkpoint.sampling))
+        if len(ids) + sampling.max_tokens > most:
+            raise ContextTooLong(
+                f"{len(ids)} tokens and max_tokens ({sampling.max_tokens}) are more than the "
+                f"{most} that {checkpoint.id} takes here; shorten it or lower max_tokens"
+            )
+        name, model = str(next(self._names)), checkpoint.id
+        return SequenceState(
+            name, name, model, ids, sampling, "", 0.0, math.inf, exits, adapter=adapter
+        )
+
+    def _check_sampling(self, sampling: SamplingParams | None) -> None:
+        """Raises: InvalidRequest: They are none, or ask for what this model cannot do."""
+        checkpoint = self._spec.checkpoint
+        if sampling is None:
+            return
         if not isinstance(sampling, SamplingParams):
             raise InvalidRequest(
                 f"sampling_params: must be SamplingParams, got {sampling!r:.40}",
@@ -146,15 +161,6 @@ class InputProcessor:
                 f"and {self._spec.depth} are loaded; leave depth out",
                 param="pooling",
             )
-        if len(ids) + sampling.max_tokens > most:
-            raise ContextTooLong(
-                f"{len(ids)} tokens and max_tokens ({sampling.max_tokens}) are more than the "
-                f"{most} that {checkpoint.id} takes here; shorten it or lower max_tokens"
-            )
-        name, model = str(next(self._names)), checkpoint.id
-        return SequenceState(
-            name, name, model, ids, sampling, "", 0.0, math.inf, exits, adapter=adapter
-        )
 
     def _prompt_ids(self, prompt: Prompt) -> list[Any]:
         """What a prompt is as token ids, which may be none. Raises: InvalidRequest."""
@@ -174,6 +180,18 @@ class InputProcessor:
                     "ids are prompts as they are"
                 )
         return self._tokenizer.prompt_ids(prompt)
+
+
+@contextmanager
+def _about(field: str) -> Iterator[None]:
+    """Have what is refused inside begin with a field; with an empty one it stays as it is."""
+    try:
+        yield
+    except InvalidRequest as exc:
+        if not field:
+            raise
+        text = f"{field}: {exc.message}"
+        raise type(exc)(text, param=exc.param or field, code=exc.code) from exc
 
 
 def _each(prompts: Prompt | Sequence[Prompt]) -> list[Any]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from actors.rpc.connections import DirectlyCalled
 from actors.rpc.lifecycle import controller_name, end_this_actor, scheduler_name
 from actors.rpc.ray_rpc import LOOK_UP_TIMEOUT_S, RAY_FAILED, call, find_actor
 from actors.rpc.signals import die_on_sigterm
+from quadriga import __version__
 from quadriga.background import background
 from quadriga.clock import SystemClock
 from quadriga.config.ingress import LoggingConfig
@@ -30,7 +32,13 @@ from quadriga.control.control_metrics import ControllerMetrics
 from quadriga.control.desired import Desired, resolve_on
 from quadriga.control.replica_names import new_replica_name, parse_replica_name
 from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord, place_name
-from quadriga.control.rollout import fewer_wanted, is_relieved, kept_places, turn_over
+from quadriga.control.rollout import (
+    WaitingRollouts,
+    fewer_wanted,
+    is_relieved,
+    kept_places,
+    turn_over,
+)
 from quadriga.core.routing import AutoReport
 from quadriga.errors import QuadrigaError, ReplicaDied
 from quadriga.observability.exits_view import exits_view
@@ -76,6 +84,7 @@ class Controller(DirectlyCalled):
         self._desired: Desired | None = None
         self._helios: HeliosController | None = None
         self._error: str | None = None
+        self._rollouts = WaitingRollouts()
         self._is_ending = False
         self._is_started = asyncio.Event()
         self._wanting = asyncio.Lock()
@@ -144,6 +153,9 @@ class Controller(DirectlyCalled):
         if last is None or last.hardware.num_gpus != desired.hardware.num_gpus:
             gpus = str(desired.hardware.num_gpus).encode()
             await asyncio.to_thread(controller_store.save, self._app, "gpus", gpus)
+        if last is None or last.config != desired.config or last.hardware != desired.hardware:
+            resolved = pickle.dumps((__version__, desired))
+            await asyncio.to_thread(controller_store.save, self._app, "resolved", resolved)
         if self._helios is not None and helios is None:
             background(self._helios.send_route(None))
         self._desired, self._helios = desired, helios  # a turn between them would mix two
@@ -179,6 +191,7 @@ class Controller(DirectlyCalled):
         replicas = self._manager.replicas.values()
         ready = [m for m in replicas if m.phase is ReplicaPhase.READY]
         num_wanted = len(self._places(desired)) if desired is not None else 0
+        now_s = self._clock.now_s()
         return {
             "app": self._app,
             "models": desired.models if desired is not None else [],
@@ -197,6 +210,7 @@ class Controller(DirectlyCalled):
                     "depth_class": str(m.status.info.depth_class) if m.status else None,
                     "node_id": m.status.info.node_id if m.status else None,
                     "error": str(m.status.error) if m.status and m.status.error else None,
+                    "doing": m.doing(now_s) or self._rollouts.of(m.key),
                 }
                 for m in sorted(replicas, key=lambda m: m.name)
             ],
@@ -291,7 +305,11 @@ class Controller(DirectlyCalled):
                     self._helios.tick()
             if self._desired is not None:
                 self._strict.escalate(self._desired.deployment.config.transport.deadline_s)
-            self._error = None
+            limit_s = self._manager.lifecycle.replica_start_timeout_s
+            late = self._rollouts.overdue(limit_s, self._clock.now_s())
+            if late is not None and late != self._error:
+                logger.error("%s", late)
+            self._error = late
         except QuadrigaError as exc:
             if str(exc) != self._error:  # once, not at every turn
                 logger.error("what is wanted cannot run now: %s", exc)
@@ -372,7 +390,9 @@ class Controller(DirectlyCalled):
                 saved = await asyncio.to_thread(controller_store.load, self._app, "desired")
                 config = self._first_config if saved is None else json.loads(saved)
                 gpus = await asyncio.to_thread(controller_store.load, self._app, "gpus")
-                desired = await asyncio.to_thread(resolve_here, config, float(gpus or 0))
+                desired = await asyncio.to_thread(resolved_before, self._app, config)
+                if desired is None:
+                    desired = await asyncio.to_thread(resolve_here, config, float(gpus or 0))
                 await self._want(desired)
             finally:
                 self._is_started.set()
@@ -403,6 +423,7 @@ class Controller(DirectlyCalled):
         wanted = {key: desired.fingerprint(spec) for key, spec in places.items()}
         work = {} if helios is not None else await self._keep_alike(wanted)
         failing = {role for (role, _), _ in self._manager.failing & wanted.items()}
+        waits: dict[PlaceKey, str] = {}
         for key, spec in places.items():
             if self._is_ending:
                 return
@@ -413,6 +434,7 @@ class Controller(DirectlyCalled):
             place = turn_over(
                 key, everyone, wanted, failing, left_s=self._left_s, may_go=may_go, now_s=now_s
             )
+            waits[key] = place.waits
             if place.lacks_one and self._manager.may_spawn(key):
                 name = new_replica_name(self._app, *key)
                 await self._manager.spawn(key, name, spec, desired.config)
@@ -422,6 +444,7 @@ class Controller(DirectlyCalled):
                     self._manager.retire(
                         replica, one.reason, moves=one.moves, within_s=one.within_s
                     )
+        self._rollouts.note(waits, self._clock.now_s())
         there = {k: [m for m in self._manager.of(k) if m.fingerprint == wanted[k]] for k in wanted}
         now_s = self._clock.now_s()
         for replica in list(self._manager.replicas.values()):
@@ -499,6 +522,28 @@ class Controller(DirectlyCalled):
                 await asyncio.to_thread(controller_store.forget, self._app)
         except (TimeoutError, *RAY_FAILED) as exc:
             logger.warning("stored values of %s stay in Ray's store: %s", self._app, exc)
+
+
+def resolved_before(app: str, config: dict[str, Any]) -> Desired | None:
+    """What an earlier controller made of a configuration; None where that is not known.
+
+    On a node without the model, to resolve it again is to fetch it first, and until then no replica
+    that dies is replaced. HELIOS reads the models' files itself.
+    """
+    saved = controller_store.load(app, "resolved")
+    if saved is None:
+        return None
+    try:
+        version: str
+        desired: Desired
+        version, desired = pickle.loads(saved)
+        is_same = version == __version__ and desired.config == config
+        if is_same and not desired.deployment.config.helios.enabled:
+            return replace(desired)  # without fingerprints by addresses of then
+        return None
+    except Exception as exc:  # whatever the classes of another version raise
+        logger.info("what an earlier controller resolved cannot be read: %r", exc)
+        return None
 
 
 def resolve_here(config: dict[str, Any], least_gpus: float) -> Desired:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Kind = Literal["auto", "nccl", "nixl", "gloo", "object_store"]
+RECEIVED = ("nccl", "gloo", "object_store")
+"""By which KV may be offered to any replica; by NCCL it comes where both have that."""
 
 RETRY_S = 60.0
 """A peer that a transport did not reach is tried again that way after this long."""
@@ -55,10 +57,11 @@ class TransportHub:
     """All transports of one replica behind one `KVTransport`, chosen by configuration.
 
     `auto` is NCCL where this replica has a GPU and CuPy with NCCL, then gloo, then the object
-    store.
+    store. What comes over gloo or the object store is received whatever the kind: in a roll-out
+    of another kind, replicas of both hand sequences to each other.
 
     Args:
-        kind: One transport alone, or `auto`.
+        kind: To send by: one transport alone, or `auto`.
         host_for: The local address under which a peer reaches this process.
         device: What the replica's engine runs on.
         nccl: NCCL as tests have it; None: as it is found here.
@@ -87,7 +90,6 @@ class TransportHub:
         self.counts = TransportCounts()
         self._clock = clock
         lines: dict[type[ChannelOffer], Channels] = {}
-        self._store: ObjectStoreTransport | None = None
         library = nccl or _library(kind, device)
         if library is not None:
             from quadriga.kv_transport.nccl import NcclChannels  # for GPUs alone
@@ -95,20 +97,17 @@ class TransportHub:
             lines[NcclOffer] = NcclChannels(me, host_for, library)
         if kind == "nixl":
             lines[NixlOffer] = _nixl(me, host_for, device)
-        if kind in ("auto", "gloo"):
-            lines[ChannelOffer] = GlooChannels(me, host_for)
+        lines[ChannelOffer] = GlooChannels(me, host_for)
         self._pairs = {o: PairTransport(me, sink, c, invite_actor) for o, c in lines.items()}
-        if kind in ("auto", "object_store"):
-            self._store = ObjectStoreTransport(me, sink)
-        self._ways: list[KVTransport] = [*self._pairs.values()]
-        if self._store is not None:
-            self._ways.append(self._store)
+        self._store = ObjectStoreTransport(me, sink)
+        self._all: list[KVTransport] = [*self._pairs.values(), self._store]
+        self._ways = [way for way in self._all if kind in ("auto", way.name)]
         self._again_s: dict[tuple[str, str], float] = {}  # by way and peer
 
     @property
     def names(self) -> tuple[str, ...]:
         """The transports a peer may use to reach this replica."""
-        return tuple(way.name for way in self._ways)
+        return tuple(way.name for way in self._all)
 
     async def send(self, peer: str, part: KVPart, kv: torch.Tensor, *, deadline_s: float) -> None:
         end_s = self._clock.now_s() + deadline_s
@@ -162,18 +161,14 @@ class TransportHub:
         self, source: str, part: KVPart, refs: list[ray.ObjectRef[Any]], deadline_s: float
     ) -> None:
         """A peer sends a part through the object store. Raises: KVTransportError."""
-        if self._store is None:
-            raise KVTransportError(
-                "this replica does not receive over the object store", code="refused"
-            )
         await self._store.deliver(source, part, refs, deadline_s)
 
     async def abort(self, peer: str, transfer_id: str) -> None:
-        for way in self._ways:
+        for way in self._all:
             await way.abort(peer, transfer_id)
 
     async def close(self) -> None:
-        for way in self._ways:
+        for way in self._all:
             await way.close()
 
     def channels(self) -> dict[str, dict[str, dict[str, int]]]:

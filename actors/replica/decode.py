@@ -47,15 +47,14 @@ class DecodeReplica(Replica[DecodeEngine]):
         background(self._never_ending(self._sweep()))
 
     def _make_sink(self) -> KVSink | None:
+        from actors.kv_transfer.transport_hub import RECEIVED
         from quadriga.replica.handoff_receiver import HandoffReceiver
 
-        kind = self.config.transport.kind
-        transports = ("nccl", "gloo", "object_store") if kind == "auto" else (kind,)
         self.receiver = HandoffReceiver(
             self.spec.engine.depth_class,
             self,
             self.clock,
-            transports,
+            (*RECEIVED, self.config.transport.kind),
             any_depth=bool(self.spec.engine.exit_plan.layers),
         )
         return self.receiver

@@ -13,6 +13,7 @@ from quadriga.core.replica import RelayMemory
 from quadriga.core.request import SequenceState
 from quadriga.errors import ConfigError
 from quadriga.interfaces import ModelRunner
+from quadriga.observability.load_progress import LOADING
 from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.policies.rebatching import Rebatcher
 from quadriga.replica.engine_thread import EngineBroken
@@ -68,6 +69,7 @@ class DecodeEngine:
         self._replica = replica
         self._receiver = receiver
         self._lengths = lengths
+        LOADING.begin("measures the times of passes")
         counters = ExitCounters()
         rebatcher = make_rebatcher(
             replica.config.decode.rebatching,

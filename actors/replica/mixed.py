@@ -100,6 +100,7 @@ class MixedEngine(DecodeEngine):
         load, prompts = super()._load(), self.prompts
         load.num_waiting += prompts.num_waiting
         load.waiting_tokens = prompts.waiting_tokens
+        load.waiting_by_priority = prompts.waiting_by_priority
         load.reserved_tokens += prompts.queued_tokens
         load.used_tokens += prompts.used_tokens
         load.prompt_tokens += prompts.used_tokens

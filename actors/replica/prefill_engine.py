@@ -132,6 +132,7 @@ class PrefillEngine:
                 num_running=loop.num_held,
                 num_waiting=loop.num_waiting,
                 waiting_tokens=loop.waiting_tokens,
+                waiting_by_priority=loop.waiting_by_priority,
                 used_tokens=loop.used_tokens,
                 reserved_tokens=loop.slots.reserved_tokens,
                 tokens_per_s=loop.tokens_per_s,

@@ -48,6 +48,7 @@ from quadriga.errors import (
 )
 from quadriga.interfaces import KVSink
 from quadriga.observability import tracing
+from quadriga.observability.load_progress import LOADING
 from quadriga.observability.logs import configure_logging
 from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.replica.engine_thread import Core, EngineThread
@@ -323,6 +324,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             self.load,
             self._fingerprint,
             None if self._leave_by_s is None else self._leave_by_s - self.clock.now_s(),
+            "" if self.engine.is_ready else LOADING.text,
         )
 
     async def resize(self, depth: int, deadline_s: float) -> ResizeReport:
@@ -439,6 +441,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             waiting_tokens=load.waiting_tokens,
+            waiting_by_priority=load.waiting_by_priority,
             used_tokens=load.used_tokens,
             prompt_tokens=load.prompt_tokens,
             generated_tokens=load.generated_tokens,

@@ -102,6 +102,11 @@ def locate(model: str, *, cache_dir: str | Path | None = None) -> Path:
         ConfigError: It is none of bundled id, installed packaged model, checkpoint directory, GGUF
             file, or reachable hub id.
     """
+    if not model.strip():
+        raise ConfigError(
+            "model: is empty; give a name, a folder ('.' for this one), a GGUF file or a hub id",
+            param="model",
+        )
     if _is_bundled(model):
         return ASSETS / model
     path = packaged_file(model) or placed(model)

@@ -474,9 +474,11 @@ def _check_ranks(
         "columns of the hidden states": model.hidden_size,
         "tokens of the vocabulary": model.vocab_size,
     }
-    # Parts without whole groups of rows have no such form.
+    # Parts of what is several matrices in one have no such form without whole groups of rows.
     if config.engine.weights in ("int8", "bfloat16"):
-        rows = {"rows of the keys": model.kv_size, "rows of the MLP": model.ffn_size}
+        rows = {"rows of the keys": model.kv_size}
+        if model.gated:
+            rows["rows of the MLP"] = model.ffn_size
         shared |= {
             f"groups of {GROUP_ROWS} {what}": count // GROUP_ROWS
             for what, count in rows.items()

@@ -64,6 +64,7 @@ class ReplicaLoad(CompactPickleMixin):
     prefixes: PrefixTotals | None = None
     usual_tokens: int = 1
     ending: tuple[int, int] = (0, 0)
+    waiting_by_priority: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_held(self) -> int:
@@ -76,6 +77,7 @@ class ReplicaStatus(CompactPickleMixin):
 
     Attributes:
         leave_s: Seconds until it ends by itself, because it was asked to go; None where not.
+        loading: What its engine does before it serves, in words.
     """
 
     info: ReplicaInfo
@@ -85,6 +87,7 @@ class ReplicaStatus(CompactPickleMixin):
     load: ReplicaLoad
     fingerprint: str
     leave_s: float | None = None
+    loading: str = ""
 
 
 class ReplicaPhase(StrEnum):
@@ -137,6 +140,14 @@ class ReplicaRecord:
         """Its load as of the last answer; it must have answered once."""
         assert self.status is not None
         return self.status.load
+
+    def doing(self, now_s: float) -> str:
+        """What it does before it serves, in words; empty where it serves, or ends."""
+        if self.phase is ReplicaPhase.PENDING:
+            return f"waits for room in the cluster, for {now_s - self.since_s:.0f} s"
+        if self.phase is ReplicaPhase.STARTING:
+            return (self.status and self.status.loading) or "its process starts"
+        return ""
 
     def has_room(self, parked: ParkedSequence) -> bool:
         """Whether it could take a sequence; it must have answered once."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from quadriga.control.replica_record import PlaceKey, ReplicaPhase, ReplicaRecord
 from quadriga.core.replica import PARTS, Role
+
+logger = logging.getLogger(__name__)
 
 SURGE_PATIENCE_S = 10.0
 """A successor that is pending for longer needs the room of the one it replaces."""
@@ -36,21 +39,59 @@ class DepartingReplica:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Whether a place needs another replica, and which of its replicas must go."""
+    """Whether a place needs another replica, and which of its replicas must go.
+
+    Attributes:
+        waits: Why a replica that was to go serves on though its successor is ready; empty where
+            none does.
+    """
 
     lacks_one: bool
     going: Sequence[DepartingReplica]
+    waits: str = ""
+
+
+class WaitingRollouts:
+    """The places whose `Rollout` waits; tells the log once what for."""
+
+    def __init__(self) -> None:
+        self._since: dict[PlaceKey, tuple[str, float]] = {}
+
+    def note(self, waits: Mapping[PlaceKey, str], now_s: float) -> None:
+        """Take what all places wait for now; those that do not wait are left out, or empty."""
+        before, self._since = self._since, {}
+        for key, text in waits.items():
+            if text and before.get(key, ("", 0.0))[0] == text:
+                self._since[key] = before[key]
+            elif text:
+                self._since[key] = (text, now_s)
+                logger.info("the roll-out waits: %s", text)
+
+    def of(self, key: PlaceKey) -> str:
+        """What a place waits for; empty where it does not."""
+        return self._since.get(key, ("", 0.0))[0]
+
+    def overdue(self, limit_s: float, now_s: float) -> str | None:
+        """What is wrong, once a place has waited for longer than `limit_s`; None until then."""
+        late = [text for text, since_s in self._since.values() if now_s - since_s > limit_s]
+        if not late:
+            return None
+        return (
+            f"the roll-out has not gone on for {limit_s:.0f} s: {'; '.join(late)}. What served "
+            "before serves on: mend what keeps that replica from starting, or go back to the "
+            "configuration before"
+        )
 
 
 def _waits_long(replica: ReplicaRecord, now_s: float) -> bool:
     return replica.phase is ReplicaPhase.PENDING and now_s - replica.since_s > SURGE_PATIENCE_S
 
 
-def _has_partners(replica: ReplicaRecord, everyone: Iterable[ReplicaRecord]) -> bool:
-    """Whether it is ready, and so are replicas of its kind for the other part of the work."""
+def _lacks(replica: ReplicaRecord, everyone: Iterable[ReplicaRecord]) -> list[Role]:
+    """Parts of the work that no ready replica of its kind does; all, where it is not ready."""
     kind = attrgetter("depth_class", "info.numerics")
     alike = [m for m in everyone if m.is_ready and replica.is_ready and kind(m) == kind(replica)]
-    return all(any(m.key[0].does(part) for m in alike) for part in PARTS)
+    return [part for part in PARTS if not any(m.key[0].does(part) for m in alike)]
 
 
 def turn_over(
@@ -100,11 +141,19 @@ def turn_over(
     is_stuck = bool(failing) and any(
         _waits_long(m, now_s) and m.fingerprint == wanted.get(m.key) for m in everyone
     )
+    waits = ""
     # Those first that go anyway: their time is not decided here; then those that serve nobody yet.
     others = [m for m in replicas if m not in current]
     for replica in sorted(others, key=lambda m: (due_s[m.name] is None, m.is_ready))[:1]:
-        is_spare = is_stuck or may_go is not None or not _has_partners(replica, everyone)
-        is_replaced = any(m.is_ready and (is_spare or _has_partners(m, everyone)) for m in current)
+        is_spare = is_stuck or may_go is not None or bool(_lacks(replica, everyone))
+        successors = [m for m in current if m.is_ready]
+        is_replaced = any(is_spare or not _lacks(m, everyone) for m in successors)
+        if successors and not is_replaced:
+            [lacking, *_] = _lacks(successors[0], everyone)
+            waits = (
+                f"{successors[0].name} is ready in the place of {replica.name}, and needs a "
+                f"{lacking} replica of {successors[0].depth_class} with the same weights"
+            )
         within_s = due_s[replica.name]
         if within_s is not None:
             # A node that goes takes no successor: giving up the room there helps nobody.
@@ -122,8 +171,8 @@ def turn_over(
                 going.append(DepartingReplica(replica, "another model takes its place", moves=True))
     stays = any(due_s[m.name] is None for m in replicas)
     may_be_filled = any(m.fingerprint is None and now_s - m.since_s < FIRST_ANSWER_S for m in alike)
-    waits = may_be_filled or (stays and is_under_way)
-    return Rollout(not current and not waits, going)
+    comes = may_be_filled or (stays and is_under_way)
+    return Rollout(not current and not comes, going, waits)
 
 
 def is_relieved(

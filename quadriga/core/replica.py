@@ -163,6 +163,7 @@ class ReplicaSnapshot(RelativeTimeMixin):
         num_waiting: Sequences queued (prefill); reserved but not yet joined, or paused (decode);
             all of these, and those whose prompts are being computed (mixed).
         waiting_tokens: Prompt tokens in the prefill queue.
+        waiting_by_priority: (priority, such tokens) pairs; empty where all have one priority.
         num_unplaced: Sequences that wait for a decode replica behind their prompts (prefill).
         ending: Those here that end with their first token, and tokens of their prompts (prefill).
         used_tokens: Tokens whose KV is held.
@@ -217,6 +218,7 @@ class ReplicaSnapshot(RelativeTimeMixin):
     chunk_time_s: float = 0.0
     usual_tokens: int = 1
     ending: tuple[int, int] = (0, 0)
+    waiting_by_priority: tuple[tuple[int, int], ...] = ()
 
     @property
     def prefill_tokens_per_s(self) -> float:

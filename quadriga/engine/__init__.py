@@ -33,7 +33,9 @@ def load_runner(spec: EngineSpec, starter: RankStarter | None = None) -> AnyRunn
             the relay batch.
     """
     from quadriga.checkpoint.folder import on_this_node
+    from quadriga.observability.load_progress import LOADING
 
+    LOADING.begin("finds or fetches the checkpoint")
     spec = replace(spec, checkpoint=on_this_node(spec.checkpoint, spec.cache_dir))
     if spec.runner == "baton":
         from quadriga.engine.baton.runner import BatonRunner

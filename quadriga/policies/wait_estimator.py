@@ -238,12 +238,13 @@ def decode_supply(
 
 
 def prefill_supply(request: AdmitRequest, first: ReplicaSnapshot, *, num_replicas: int) -> Supply:
-    """Turns at prefill replicas for prompts like the request's.
+    """Turns at prefill replicas for prompts like the request's: less important ones come behind.
 
     Args:
         first: The replica with the least work ahead.
     """
-    ahead_s = _prefill_s(first, first.waiting_tokens)
+    behind = sum(n for priority, n in first.waiting_by_priority if priority > request.priority)
+    ahead_s = _prefill_s(first, max(0, first.waiting_tokens - behind))
     prompt_s = _prefill_s(first, request.num_prompt_tokens)
     per_s = num_replicas / max(prompt_s, 1.0 / MAX_RATE)
     return Supply(1.0 - ahead_s * per_s, per_s)

@@ -478,6 +478,14 @@ class PrefillLoop:
         return self._queue.num_tokens + sum(_remaining(s) for s in _prefilling(self.running))
 
     @property
+    def waiting_by_priority(self) -> tuple[tuple[int, int], ...]:
+        """`waiting_tokens` of each priority; empty where all have one."""
+        tokens = self._queue.tokens_by_priority
+        for sequence in _prefilling(self.running):
+            tokens[sequence.state.priority] += _remaining(sequence)
+        return tuple(sorted(tokens.items())) if len(tokens) > 1 else ()
+
+    @property
     def num_held(self) -> int:
         """Sequences that hold a row: being computed or being handed off."""
         return self.slots.num_held

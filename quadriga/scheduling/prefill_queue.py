@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from quadriga.core.request import SequenceState
@@ -137,6 +138,14 @@ class PrefillQueue:
     def find(self, sequence_id: str) -> RunningSequence | None:
         """The waiting sequence of this id, or None."""
         return next((s for s in self._waiting if s.state.sequence_id == sequence_id), None)
+
+    @property
+    def tokens_by_priority(self) -> Counter[int]:
+        """Tokens that wait to be computed, by priority."""
+        tokens: Counter[int] = Counter()
+        for sequence in self._waiting:
+            tokens[sequence.state.priority] += num_prefill_tokens(sequence.state)
+        return tokens
 
     @property
     def states(self) -> list[SequenceState]:

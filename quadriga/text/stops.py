@@ -52,12 +52,16 @@ class StopMatcher:
 
     Args:
         min_pieces: A stop string that ends within so many first pieces is text like any other.
+
+    Attributes:
+        met: The stop string that was met; empty before.
     """
 
     def __init__(self, stops: tuple[str, ...], min_pieces: int = 0) -> None:
         self._patterns = [_Pattern(stop, _borders(stop)) for stop in stops]
         self._held = ""
         self._num_early = min_pieces
+        self.met = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take a piece; return (text that may be shown, whether a stop string was met).
@@ -75,7 +79,7 @@ class StopMatcher:
                     met = max(met, len(pattern.text))
             if met and not is_early:
                 seen = self._held + text[: i + 1]
-                self._held = ""
+                self._held, self.met = "", seen[-met:]
                 return seen[:-met], True
         seen = self._held + text
         hold = max(pattern.matched for pattern in self._patterns)

@@ -16,6 +16,8 @@ from quadriga.files import FULL_DISK, only_run
 
 KINDS = ("norm", "mlp", "head", "linear")
 PARTS = ("exits", "thresholds", "maps", "lengths", "report")
+MAX_WIDTH = 65_536
+"""Of an exit's bottleneck: wider than the MLPs of the models that get one."""
 FORMATS = ("layerskip", "ee-llm", "dssd", "linear")
 
 
@@ -65,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add("model", help="bundled or packaged name, checkpoint folder, GGUF file or hub id")
     add(
         "--out",
-        type=lambda text: Path(text).expanduser().absolute(),  # "own" is a word of exits.folder
+        type=_folder,
         required=True,
         metavar="DIR",
         help="folder to write; serve it with exits.folder=DIR",
@@ -97,7 +99,12 @@ def _parser() -> argparse.ArgumentParser:
         help="of the exits: norm; mlp, a bottleneck and a norm; head; linear, a head without a "
         "norm (default: mlp)",
     )
-    add("--width", type=count, default=256, help="of the MLP's bottleneck (default: 256)")
+    add(
+        "--width",
+        type=partial(count, most=MAX_WIDTH),
+        default=256,
+        help="of the MLP's bottleneck (default: 256)",
+    )
     add(
         "--import",
         dest="imported",
@@ -230,6 +237,13 @@ def count(text: str, least: int = 1, most: float = math.inf) -> int:
         end = "on" if most == math.inf else f"to {most}"
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} {end}")
     return int(text)
+
+
+def _folder(text: str) -> Path:
+    """An argparse type: absolute, as "own" is a word of exits.folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty; give a folder, '.' for this one")
+    return Path(text).expanduser().absolute()
 
 
 def _number(text: str) -> float:

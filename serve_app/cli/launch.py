@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quadriga.catalogue.adapters import read_adapters
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.config.loader import QuadrigaConfig
 from quadriga.config.resolve import runner_of
@@ -38,6 +39,8 @@ from serve_app.ops.admin import check_admin
 DEFAULT_PLAIN_GRPC_PORT = 9000
 OBJECT_STORE_BYTES = 256 << 20
 POLL_INTERVAL_S = 0.2
+SAY_EVERY_S = 5.0
+"""Between two lines about replicas that are starting; a start that is over before has none."""
 STATUS_TIMEOUT_S = 20.0
 
 
@@ -130,7 +133,7 @@ def own_opener() -> urllib.request.OpenerDirector:
 def find_models(config: QuadrigaConfig) -> QuadrigaConfig:
     """Look for every model, fetching and converting what this machine does not have yet.
 
-    And for the models that may be chosen in the first one's place.
+    And for the models that may be chosen in the first one's place, and for LoRA adapters.
 
     Returns:
         The configuration, without HELIOS where there is nothing to choose.
@@ -144,6 +147,8 @@ def find_models(config: QuadrigaConfig) -> QuadrigaConfig:
     ]
     for index, (pool, checkpoint) in enumerate(zip(config.pools, found, strict=True)):
         runner_of(pool, index, checkpoint, pool.depth or checkpoint.num_layers)
+        if pool.adapters is not None:
+            read_adapters(pool.adapters)
     if config.helios.enabled:
         from quadriga.control.helios_setup import check_catalogue, with_a_choice
 
@@ -352,8 +357,10 @@ class LocalService:
         return self._processes.ended()
 
     def _await_ready(self) -> None:
+        from serve_app.request.cluster_client import starting_text  # behind Ray's start
+
         deadline_s = time.monotonic() + self.config.lifecycle.replica_start_timeout_s
-        num_ready, last = 0, ""
+        num_ready, last, said, say_s = 0, "", "", time.monotonic() + SAY_EVERY_S
         while True:
             try:
                 status = self.status()
@@ -364,13 +371,17 @@ class LocalService:
                 self._progress(f"{num_ready} of {status['num_desired']} replicas are ready")
             if status.get("is_ready") and self._is_healthy():
                 return
+            doing = starting_text(status)
+            if doing and doing != said and time.monotonic() >= say_s:
+                said, say_s = doing, time.monotonic() + SAY_EVERY_S
+                self._progress(doing)
             failure = status.get("error") or status.get("last_failure")
             if failure and failure != last:
                 last = failure
                 self._progress(failure)
             if time.monotonic() > deadline_s:
                 states = ", ".join(f"{r['name']} {r['phase']}" for r in status["replicas"])
-                why = failure or states
+                why = failure or doing or states
                 raise Unavailable(
                     f"not ready within lifecycle.replica_start_timeout_s: "
                     f"{why or 'no replica was started'}"

@@ -23,6 +23,7 @@ from serve_app.http.pages import docs_pages
 from serve_app.openai.bodies import parse_body, parse_json
 from serve_app.openai.errors import as_quadriga, error_headers, error_json
 from serve_app.openai.schema import DetokenizeBody, TokenizeBody
+from serve_app.openai.tools import tell_tools
 from serve_app.openai.validation import check_token_ids, plain_messages
 from serve_app.request.engine_client import EngineClient
 from serve_app.request.request import in_time
@@ -136,7 +137,8 @@ class HttpServer:
             raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
         if body.messages is not None:
             field, variables = "messages", body.chat_template_kwargs
-            text = model.tokenizer.render_chat(plain_messages(body.messages), variables=variables)
+            told = tell_tools(body.tools, model)[0] if body.tools else ()
+            text = model.tokenizer.render_chat(plain_messages(body.messages), told, variables)
             special = bool(body.add_special_tokens)
         else:
             field, text = "prompt", body.prompt or ""

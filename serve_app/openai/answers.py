@@ -174,6 +174,9 @@ _FINISH = "stop: end token, stop token or stop string; length: `max_tokens`."
 _CHAT_FINISH = f"{_FINISH[:-1]}; tool_calls: it asks for calls."
 _ETA = "With `stream_options.include_eta`; null where nothing is predicted, and at the end."
 _TOKEN_IDS = "The output's token ids, with `return_token_ids`."
+_PROMPT_IDS = "The prompt's token ids, with `return_token_ids`; of a stream in the first chunk."
+_STOP = "The stop string or stop token that ended it; null: the end token, or `max_tokens`."
+StopReason = int | str | None
 
 
 class CompletionChoice(Answer):
@@ -183,7 +186,9 @@ class CompletionChoice(Answer):
     text: str = Field(description="The continuation, after the prompt where `echo`.")
     logprobs: CompletionLogprobs | None = Field(description="With `logprobs`.")
     finish_reason: FinishReason = Field(description=_FINISH)
+    stop_reason: StopReason = Field(None, description=_STOP)
     token_ids: list[int] | None = Field(None, description=_TOKEN_IDS)
+    prompt_token_ids: list[int] | None = Field(None, description=_PROMPT_IDS)
 
 
 class CompletionAnswer(Answer):
@@ -269,6 +274,7 @@ class ChatChoice(Answer):
     message: AssistantMessage = Field(description="The answer.")
     logprobs: ChatLogprobs | None = Field(description="With `logprobs`.")
     finish_reason: ChatFinishReason = Field(description=_CHAT_FINISH)
+    stop_reason: StopReason = Field(None, description=_STOP)
     token_ids: list[int] | None = Field(None, description=_TOKEN_IDS)
 
 
@@ -280,6 +286,7 @@ class ChatAnswer(Answer):
     created: int = Field(description="Arrival, Unix seconds.")
     model: str = Field(description="The model that answered.")
     choices: list[ChatChoice] = Field(description="In order of `index`.")
+    prompt_token_ids: list[int] | None = Field(None, description=_PROMPT_IDS)
     usage: UsageAnswer = Field(description="Token counts.")
 
 
@@ -318,6 +325,7 @@ class ChatChunkChoice(Answer):
     finish_reason: ChatFinishReason | None = Field(
         description=f"Set in the choice's last chunk. {_CHAT_FINISH}"
     )
+    stop_reason: StopReason = Field(None, description=f"With `finish_reason`. {_STOP}")
     token_ids: list[int] | None = Field(None, description=_TOKEN_IDS)
     eta: EtaAnswer | None = Field(None, description=_ETA)
 
@@ -330,4 +338,5 @@ class ChatChunk(Answer):
     created: int = Field(description="Arrival, Unix seconds.")
     model: str = Field(description="The model that answers.")
     choices: list[ChatChunkChoice] = Field(description="One, or none in the chunk with the usage.")
+    prompt_token_ids: list[int] | None = Field(None, description=_PROMPT_IDS)
     usage: UsageAnswer | None = Field(None, description="As `stream_options` asks for it.")

@@ -81,8 +81,13 @@ class StreamFormat(AnswerFormat):
 
 
 class ChoicesFormat(StreamFormat):
-    """Of completions and chats."""
+    """Of completions and chats.
 
+    Attributes:
+        prompts_in_choices: Whether each choice has its `prompt_token_ids`, or one field all.
+    """
+
+    prompts_in_choices: bool
     object_name: str
     chunk_name: str
     id_prefix: str
@@ -103,14 +108,23 @@ class ChoicesFormat(StreamFormat):
         for delta in deltas:
             shown = self._news(stream, delta, tokenizer)
             reason = delta.finish if request.tools is None else stream_finish(stream, delta)
-            finish = f'"{reason}"' if reason is not None else "null"
-            ids = f',"token_ids":{delta.token_ids}' if request.return_token_ids else ""
+            sequence = request.sequences[delta.choice]
+            finish, ids, end = "null", "", tail
+            if reason is not None:
+                finish = f'"{reason}","stop_reason":{json.dumps(sequence.stop_reason)}'
+            if request.return_token_ids:
+                ids = f',"token_ids":{delta.token_ids}'
+                prompt_ids = f',"prompt_token_ids":{sequence.state.prompt_ids}'
+                if delta.is_first and self.prompts_in_choices:
+                    ids = prompt_ids + ids
+                elif delta.is_first and delta.choice == 0:
+                    end = prompt_ids + tail
             if request.eta_in_chunks:
-                to_go = request.sequences[delta.choice].eta
+                to_go = sequence.eta
                 fields = None if to_go is None else to_go.plain()
                 ids += f',"eta":{json.dumps(fields, separators=(",", ":"))}'
             parts.append(
-                f'{head}{{"index":{delta.choice},{shown},"finish_reason":{finish}{ids}}}]{tail}'
+                f'{head}{{"index":{delta.choice},{shown},"finish_reason":{finish}{ids}}}]{end}'
             )
         return "".join(parts).encode("ascii")
 
@@ -123,7 +137,7 @@ class ChoicesFormat(StreamFormat):
 
     def whole(self, request: Request, tokenizer: TextTokenizer) -> dict[str, Any]:
         """The answer of a request that does not stream."""
-        return {
+        answer: dict[str, Any] = {
             "id": self.id_prefix + request.request_id,
             "object": self.object_name,
             "created": request.created_unix_s,
@@ -131,11 +145,17 @@ class ChoicesFormat(StreamFormat):
             "choices": [
                 {"index": sequence.index}
                 | self._message(request, sequence, tokenizer)
-                | ({"token_ids": sequence.state.output_ids} if request.return_token_ids else {})
+                | {"stop_reason": sequence.stop_reason}
                 for sequence in request.sequences
             ],
             "usage": usage(request),
         }
+        if request.return_token_ids:
+            for choice, sequence in zip(answer["choices"], request.sequences, strict=True):
+                choice["token_ids"] = sequence.state.output_ids
+                holder = choice if self.prompts_in_choices else answer
+                holder["prompt_token_ids"] = sequence.state.prompt_ids
+        return answer
 
     def _head(self, request: Request) -> str:
         """What all chunks of an answer begin with."""
@@ -159,6 +179,7 @@ class ChoicesFormat(StreamFormat):
 class CompletionFormat(ChoicesFormat):
     """`text_completion`, with the old form of log-probabilities."""
 
+    prompts_in_choices = True
     object_name = "text_completion"
     chunk_name = "text_completion"
     id_prefix = "cmpl-"
@@ -199,6 +220,7 @@ class CompletionFormat(ChoicesFormat):
 class ChatFormat(ChoicesFormat):
     """`chat.completion` and its chunks; the role of an only choice comes with its first text."""
 
+    prompts_in_choices = False
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     id_prefix = "chatcmpl-"

@@ -231,7 +231,9 @@ class GenerationFields(RequestFields):
     stream: bool | None = Field(None, description="Answer as events, as it is generated.")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream: true`.")
     return_token_ids: bool | None = Field(
-        None, description="`token_ids` of the output in every choice, chunks included."
+        None,
+        description="`token_ids` of the output in every choice, chunks included, and "
+        "`prompt_token_ids`.",
     )
     response_format: ResponseFormat | None = Field(
         None, description="The form of the answer: JSON of any kind, or that a schema allows."
@@ -438,6 +440,9 @@ class TokenizeBody(RequestBody):
         "`messages`.",
     )
     messages: Messages | None = Field(None, description="A conversation, put in the chat template.")
+    tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = Field(
+        None, max_length=MAX_TOOLS, description="Functions that the template is told of."
+    )
     chat_template_kwargs: TemplateVariables | None = Field(None, description=TEMPLATE_VARIABLES)
     add_special_tokens: bool | None = Field(
         None, description="By default with `prompt`, not with `messages`."

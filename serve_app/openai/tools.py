@@ -10,6 +10,7 @@ from typing import Any
 
 from quadriga.core.grammar import MAX_GRAMMAR_BYTES, Grammar
 from quadriga.errors import InvalidRequest
+from quadriga.text.tool_formats import ToolFormat
 from quadriga.text.tool_parser import ToolCalling
 from serve_app.openai.bodies import json_size, shown
 from serve_app.openai.models import ServedModel
@@ -45,19 +46,12 @@ def read_tools(body: ChatBody, model: ServedModel) -> ChatTools:
     Raises: InvalidRequest.
     """
     tools, choice = body.tools or [], body.tool_choice
-    _check(tools)
-    forced = _forced(tools, choice)
     if not tools or choice == "none":
+        _check(tools)
+        _forced(tools, choice)
         return NO_TOOLS
-    told = tuple(_told(tool) for tool in tools)
-    form = model.tokenizer.tool_format
-    if form is None:
-        raise InvalidRequest(
-            f"tools: the chat template of {model.tokenizer.model_id!r} writes calls in a form that "
-            "is not known here (docs/clients.md lists those that are); ask without tools, or give "
-            "the checkpoint a chat template of a known form",
-            param="tools",
-        )
+    told, form = tell_tools(tools, model)
+    forced = _forced(tools, choice)
     ids = model.tokenizer.special_ids(form.marks)
     marks = {token_id: text for text, token_id in ids.items()}
     parameters = {t.function.name: t.function.parameters or NO_PARAMETERS for t in tools}
@@ -79,6 +73,25 @@ def read_tools(body: ChatBody, model: ServedModel) -> ChatTools:
 
     calling = ToolCalling(form, parameters, marks, most)
     return ChatTools(told, calling, grammar, or_json)
+
+
+def tell_tools(
+    tools: list[ToolBody], model: ServedModel
+) -> tuple[tuple[dict[str, Any], ...], ToolFormat]:
+    """What the chat template is told of some tools, and how its model calls them.
+
+    Raises: InvalidRequest: A tool is none, or the template's form of calls is not known.
+    """
+    _check(tools)
+    form = model.tokenizer.tool_format
+    if form is None:
+        raise InvalidRequest(
+            f"tools: the chat template of {model.tokenizer.model_id!r} writes calls in a form that "
+            "is not known here (docs/clients.md lists those that are); ask without tools, or give "
+            "the checkpoint a chat template of a known form",
+            param="tools",
+        )
+    return tuple(_told(tool) for tool in tools), form
 
 
 def _check(tools: list[ToolBody]) -> None:

@@ -266,7 +266,6 @@ EMBEDDINGS = _table(
 TOKENIZE = _table(
     TEMPLATE,
     (
-        _Field("tools", ([],)),
         _Field("mm_processor_kwargs", ({},)),
         _Field("truncate_prompt_tokens"),
     ),

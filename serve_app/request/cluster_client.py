@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import product
@@ -38,6 +38,8 @@ LOOK_TIMEOUT_S = 0.5
 PASSED_OVER = (ReplicaError, MemoryError)
 HOLDING_TIMEOUT_S = 5.0
 ENDED_PAUSE_S = 0.25
+SHOWN_STARTING = 4
+"""Replicas of which an answer that the service is not ready says what they do."""
 LOST_S = 3.0
 """After a replica was found to be gone the scheduler may still name it for so long."""
 
@@ -73,6 +75,13 @@ class ClusterClient:
             self._scheduler, "directory", deadline_s=SCHEDULER_TIMEOUT_S
         )
         return view
+
+    async def status(self) -> dict[str, Any]:
+        """See `Controller.status`."""
+        status: dict[str, Any] = await self._call(
+            self._controller, "status", deadline_s=SCHEDULER_TIMEOUT_S
+        )
+        return status
 
     async def submit(self, replica: str, state: SequenceState) -> None:
         await self._calls.call(replica, "submit", state, timeout_s=CALL_TIMEOUT_S)
@@ -239,10 +248,12 @@ class ClusterStateCache:
         self._taken_s = float("-inf")
         self._is_scheduler_away = False
         self._lost: dict[str, float] = {}  # replica → when it was found to be gone
+        self._starting = ""
         self.view = ClusterView(0.0, [])
 
     async def refresh(self) -> None:
-        """Ask the scheduler. Raises: ReplicaError; the old view stays."""
+        """Ask the scheduler; while none serve, the controller why. Raises: ReplicaError; the old
+        view stays."""
         try:
             self.view = await self._cluster.directory()
         except ReplicaError:
@@ -250,6 +261,10 @@ class ClusterStateCache:
             raise
         self._is_scheduler_away = False
         self._taken_s = self._clock.now_s()
+        self._starting = ""
+        if not all(map(self._serving, PARTS)):
+            with suppress(ReplicaError):
+                self._starting = starting_text(await self._cluster.status())
 
     @property
     def names(self) -> set[str]:
@@ -273,7 +288,8 @@ class ClusterStateCache:
             raise Unavailable("the cluster has not been heard of lately", retry_after_s=1.0)
         for role in PARTS:
             if not self._serving(role):
-                raise Unavailable(f"no {role} replica is ready", retry_after_s=1.0)
+                text = f"no {role} replica is ready{self._starting and ': '}{self._starting}"
+                raise Unavailable(text, retry_after_s=1.0)
 
     async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission]:
         """Ask the scheduler where the sequences of a request shall go first, all or none; without
@@ -389,6 +405,17 @@ def _is_lost(result: object) -> bool:
     if isinstance(result, ReplicaError):
         return result.code == "timeout"
     return isinstance(result, MemoryError)
+
+
+def starting_text(status: Mapping[str, Any]) -> str:
+    """What replicas do that do not serve yet, in words; of many the first few."""
+    said = [
+        f"{r['role']} {r['name'].split(':')[2]}: {r['doing']}"
+        for r in status["replicas"]
+        if r["phase"] in ("pending", "starting")
+    ]
+    more = f"; {len(said) - SHOWN_STARTING} more" if len(said) > SHOWN_STARTING else ""
+    return "; ".join(said[:SHOWN_STARTING]) + more
 
 
 def own_actor() -> str:

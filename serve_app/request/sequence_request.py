@@ -361,6 +361,16 @@ class SequenceRequest:
         return count - skip
 
     @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or stop token that ended it; None where the end token or nothing did."""
+        if self.finish is not FinishReason.STOP:
+            return None
+        if self._stops is not None and self._stops.met:
+            return self._stops.met
+        last = self.state.output_ids[-1:]
+        return last[0] if last and last[0] in self.state.sampling.stop_token_ids else None
+
+    @property
     def eta(self) -> SequenceEta | None:
         """Tokens and seconds to go, by the last prediction and its own pace; None without one."""
         said, first_s = remaining_of(self.state), self.first_token_s

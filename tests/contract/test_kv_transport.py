@@ -115,6 +115,20 @@ def test_transfers_in_both_directions_at_once(pair: Pair) -> None:
         assert get(pair.a.holds.remote(back, 50 + seed, 300 + seed))
 
 
+def test_peers_that_send_by_different_kinds_receive_from_each_other() -> None:
+    """As replicas of the old and the new setting do in a roll-out."""
+    names = {kind: f"{kind}:mixed:{new_id()[:6]}" for kind in ("gloo", "object_store", "auto")}
+    peers = {kind: start_peer(name, kind) for kind, name in names.items()}
+    get([peer.pid.remote() for peer in peers.values()], START_TIMEOUT_S)
+    for source, peer in peers.items():
+        for kind in names.keys() - {source}:
+            sequence_id = new_id()
+            get(peer.move.remote(names[kind], sequence_id, 3, 300))
+            assert get(peers[kind].holds.remote(sequence_id, 3, 300)), (source, kind)
+    for peer in peers.values():
+        ray.kill(peer)
+
+
 def test_a_flipped_byte_is_refused_at_the_commit(pair: Pair) -> None:
     transfer = get(pair.a.open.remote(pair.b_name, new_id(), 100))
     get(pair.a.send_corrupt.remote(transfer, 100))

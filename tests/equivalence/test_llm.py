@@ -352,8 +352,9 @@ def test_nothing_is_loaded_where_the_tokenizer_is_missing(
         (
             ["a", "b"],
             {"sampling_params": [GREEDY, replace(GREEDY, stop_token_ids=(614,))]},
-            r"prompts\.1: stop_token_ids: 614 is no token id; ids are below 614",
+            r"^sampling_params\.1: stop_token_ids: 614 is no token id; ids are below 614",
         ),
+        (["a", "b"], {"sampling_params": replace(GREEDY, top_p=2)}, r"^top_p: 2 must be in"),
         ([5], {"sampling_params": replace(GREEDY, stop_token_ids=(-1,))}, "-1 is no token id"),
         ([5], {"stop": None}, "stop: must be a list of texts"),
         ([5], {"exits": "strict"}, "exits: must be ExitParams .* got 'strict'"),

@@ -19,6 +19,8 @@ from transformers import LlamaConfig, MistralConfig, OPTConfig, Qwen3Config
 
 from quadriga.checkpoint.exits import FULL_DEPTH, ExitParams
 from quadriga.config.engine_spec import EngineSpec
+from quadriga.config.loader import load_config
+from quadriga.config.resolve import Hardware, resolve
 from quadriga.core.request import SequenceState
 from quadriga.engine.model_runner import NativeRunner
 from quadriga.engine.tensor_parallel import loading
@@ -148,6 +150,22 @@ def test_every_form_of_weights_is_that_of_one_rank_to_the_bit(
     one, many = load(spec), load(spec, size)
     for runner in (one, many):
         assert {m.form for m in matrices(runner.weights)} == {kept}
+    got = run(make_loop(many, chunk_tokens=16), states(mixed, PROMPTS))
+    assert got == run(make_loop(one, chunk_tokens=16), states(mixed, PROMPTS))
+
+
+def test_an_mlp_without_a_gate_needs_no_whole_groups_of_rows(
+    tmp_path: Path, load: Callable[..., NativeRunner]
+) -> None:
+    """Its first matrix is stored alone, and filled up with zeros."""
+    model = AutoModel.from_config(OPTConfig(**(SIZES | FOUR | {"hidden_size": 128}), ffn_dim=48))
+    path = save(randomise(model.eval()), tmp_path / "model")
+    given = {"model": str(path), "engine": {"weights": "int8", "tensor_parallel": 2}}
+    assert resolve(load_config(given), Hardware(16)).replicas
+    (path / "exits.json").write_text(EXITS)
+    spec = spec_of(path, weights="int8")
+    one, many = load(spec), load(spec, 2)
+    assert {r.weights.layers[0].up.weight.form for r in (one, many)} == {Form.INT8}
     got = run(make_loop(many, chunk_tokens=16), states(mixed, PROMPTS))
     assert got == run(make_loop(one, chunk_tokens=16), states(mixed, PROMPTS))
 
@@ -421,6 +439,15 @@ def test_what_a_rank_cannot_load_is_said_by_the_engine(
     said = "model: its file is gone|MemoryError"
     with pytest.raises(ConfigError, match=f"rank 1 of 2: ({said})"):
         NativeRunner.load(spec_of(checkpoints["llama"], tensor_parallel=2))
+
+
+def test_ranks_that_do_not_load_are_named_after_one_deadline_for_all(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "LOAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(loading.RankThreads, "start", lambda *_: None)
+    with pytest.raises(ConfigError, match="of 4 ranks 1, 2, 3 did not load"):
+        NativeRunner.load(spec_of(checkpoints["llama"], tensor_parallel=4))
 
 
 def test_ranks_that_are_ready_wait_for_one_that_loads_for_long(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from quadriga.observability import load_progress
 from quadriga.observability.logs import OURS, Format, configure_logging
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, make_stand
 
@@ -124,3 +125,20 @@ async def test_the_line_of_each_request_can_be_turned_off(make_stand: MakeStand)
     stream = logged("json")
     assert (await stand.complete()).status_code == 200
     assert "request over" not in stream.getvalue()
+
+
+def test_the_progress_of_loading_is_told_by_stage_and_not_for_every_tensor(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", load_progress.__name__)
+    progress = load_progress.LoadProgress()
+    progress.begin("reads the weights", 14_000_000_000)
+    assert progress.text == "reads the weights: 0.00 of 14.00 GB"
+    progress.add(3_500_000_000)
+    assert progress.text == "reads the weights: 3.50 of 14.00 GB"
+    progress.add(20_000_000_000)
+    assert progress.text == "reads the weights: 14.00 of 14.00 GB", "sizes are only about right"
+    progress.begin("records CUDA graphs")
+    progress.add(5)
+    assert progress.text == "records CUDA graphs", "layers that come later are another matter"
+    assert caplog.messages == ["reads the weights: 0.00 of 14.00 GB", "records CUDA graphs"]

@@ -33,6 +33,7 @@ from quadriga.engine.weights.loading import load_spec
 from quadriga.engine.weights.matrix import Form, Matrix
 from quadriga.errors import ConfigError
 from quadriga.interfaces import MAX_DRAFTED
+from quadriga.observability.load_progress import LOADING
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ def load_paged(
     folded = folded_maps(weights, config)  # before memory is counted
     operations = operations_for(config, device)
     if device.type == "cuda":
+        LOADING.begin("measures the memory that passes need")
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         try:
@@ -140,6 +142,7 @@ def load_paged(
             padding_row=cache.padding_row,
         )
         if spec.compile != "off":
+            LOADING.begin("records CUDA graphs")
             with torch.inference_mode():
                 decoder.graphs.record_all()
     return EngineParts(spec, decoder, cache, skipped)

@@ -19,12 +19,16 @@ from quadriga.engine.tensor_parallel.part import Part
 from quadriga.engine.tensor_parallel.ranks import PULSE_S, Ranks
 from quadriga.engine.weights.shards import Shard
 from quadriga.errors import ConfigError
+from quadriga.observability.load_progress import LOADING
 from quadriga.process_groups import host_store, join_store, route_to
 
 logger = logging.getLogger(__name__)
 
+NUM_LOADED, ALL_LOADED, LEADER_LOADED = "num-loaded", "all-loaded", "leader-loaded"
+"""Keys: how many ranks behind the first are ready; that all are, or, in words, why one is not; that
+rank 0 need not be waited for."""
 LOAD_TIMEOUT_S = 600.0
-"""For every rank to have its part of the weights."""
+"""For all other ranks together to have their parts of the weights, once rank 0 has its own."""
 
 
 class RankStarter(Protocol):
@@ -90,19 +94,20 @@ def load_parallel(spec: EngineSpec, config: ModelConfig, starter: RankStarter) -
     starter.start(spec, port)
     try:
         part = Part(spec, config, Shard(0, size))
-        for rank in range(1, size):
-            try:
-                store.wait([_loaded(rank)], timedelta(seconds=LOAD_TIMEOUT_S))
-            except RuntimeError as exc:
-                raise ConfigError(
-                    f"engine.tensor_parallel: rank {rank} of {size} did not load "
-                    f"{spec.checkpoint.id} in {LOAD_TIMEOUT_S:.0f} s",
-                    param="engine.tensor_parallel",
-                ) from exc
-            if failure := store.get(_loaded(rank)).decode():
-                raise ConfigError(f"rank {rank} of {size}: {failure}", param="model")
+        LOADING.begin(f"waits for the weights of the other {size - 1} ranks")
+        try:
+            store.wait([ALL_LOADED], timedelta(seconds=LOAD_TIMEOUT_S))
+        except RuntimeError as exc:
+            late = [str(rank) for rank in range(1, size) if not store.check([_code(rank)])]
+            raise ConfigError(
+                f"engine.tensor_parallel: of {size} ranks {', '.join(late)} did not load "
+                f"{spec.checkpoint.id} in {LOAD_TIMEOUT_S:.0f} s",
+                param="engine.tensor_parallel",
+            ) from exc
+        if failure := store.get(ALL_LOADED).decode():
+            raise ConfigError(failure, param="model")
     finally:
-        store.set(_loaded(0), "")  # the last: nobody meets the others before
+        store.set(LEADER_LOADED, "")  # the last: nobody meets the others before
     dtype = part.eager.weights.dtype
     codes = [part.decoder.code, *(store.get(_code(rank)).decode() for rank in range(1, size))]
     ranks = part.join(Ranks(store, rank=0, size=size, host=starter.host, dtype=dtype))
@@ -134,11 +139,12 @@ def serve_rank(spec: EngineSpec, rank: int, host: str, port: int) -> None:
         config = read_model_config(spec.checkpoint.path)
         part = Part(spec, config, Shard(rank, spec.tensor_parallel))
     except Exception as exc:  # a border: rank 0 would wait for all of its time
-        store.set(_loaded(rank), str(exc) or repr(exc))
+        store.set(ALL_LOADED, f"rank {rank} of {spec.tensor_parallel}: {str(exc) or repr(exc)}")
         raise
     store.set(_code(rank), part.decoder.code)
-    store.set(_loaded(rank), "")
-    store.wait([_loaded(0)], timedelta(seconds=LOAD_TIMEOUT_S))  # a meeting allows less
+    if store.add(NUM_LOADED, 1) == spec.tensor_parallel - 1:
+        store.set(ALL_LOADED, "")
+    store.wait([LEADER_LOADED], timedelta(seconds=LOAD_TIMEOUT_S))  # a meeting allows less
     part.join(
         Ranks(
             store,
@@ -149,11 +155,6 @@ def serve_rank(spec: EngineSpec, rank: int, host: str, port: int) -> None:
         )
     )
     part.follow()
-
-
-def _loaded(rank: int) -> str:
-    """Key under which a rank says that it is ready, or, in words, why not."""
-    return f"loaded-{rank}"
 
 
 def _code(rank: int) -> str:

@@ -22,6 +22,7 @@ from quadriga.engine.weights.checkpoint_weights import (
 from quadriga.engine.weights.matrix import Form, Matrix, MatrixForm
 from quadriga.engine.weights.tensor_files import CPU, TensorFiles, WeightSource
 from quadriga.errors import ConfigError
+from quadriga.observability.load_progress import LOADING
 
 if TYPE_CHECKING:
     from quadriga.engine.weights.shards import Shard
@@ -100,17 +101,23 @@ def load_weights(
             f"depth: {depth} must be in 1..{config.num_layers}, the layers of {source.path.name}",
             param="depth",
         )
+    table = config.vocab_size * config.embed_size * source.dtype.itemsize
+    head = 0 if config.tied_head else table
+    LOADING.begin(
+        f"reads the weights of {depth} layers",
+        table + depth * config.layer_values * source.dtype.itemsize + head,
+    )
     with source.open() as files:
-        table = config.vocab_size * config.embed_size * source.dtype.itemsize
         with files.part("embedding", table):
             weights = _read_ends(files, config, num_positions)
         for index in range(depth):
             weights.layers.append(read_layer(files, config, index))
-        with files.part("head", 0 if config.tied_head else table):
+        with files.part("head", head):
             final = read_final_head(files, config, weights.embed)
     at = [k for k in exits.layers if k <= depth] if exits is not None else []
     weights.heads[depth] = final
     if exits is not None and at:
+        LOADING.begin("reads the exits")
         weights.kv_maps = kv_maps_of(source, config, weights.layers, at, fitted=fitted_maps)
         weights.heads.update(read_exit_heads(source, config, exits, at, final))
     return weights

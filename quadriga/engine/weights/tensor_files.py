@@ -27,6 +27,7 @@ from quadriga.engine.weights.matrix import FORM_OF_DTYPE, Form, Matrix, MatrixFo
 from quadriga.engine.weights.quantised import QuantisedTensors
 from quadriga.engine.weights.shared_memory import SharedArena, SharedParts, is_supported
 from quadriga.errors import ConfigError
+from quadriga.observability.load_progress import LOADING
 
 if TYPE_CHECKING:
     from quadriga.engine.weights.shards import Shard
@@ -160,6 +161,7 @@ class TensorFiles:
                 yield
             finally:
                 self._arena = before
+        LOADING.add(num_bytes)
 
     def shape(self, name: str) -> tuple[int, int]:
         """Rows and columns of a matrix of numbers. Raises: ConfigError: It is absent, or none."""

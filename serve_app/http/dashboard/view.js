@@ -118,7 +118,7 @@ const View = (() => {
       put(replica.depth_class, { ...replica, phase, is_silent: false });
     }
     for (const member of phases.values()) {
-      const text = member.error ?? (view.mode ? "it has not reported yet" : "its load is not known: the scheduler does not answer");
+      const text = member.error ?? (member.doing || (view.mode ? "it has not reported yet" : "its load is not known: the scheduler does not answer"));
       put(member.depth_class ?? "not loaded yet", { ...member, text, is_silent: true });
     }
     const numbered = (name) => name.replace(/\d+/g, (digits) => digits.padStart(8, "0"));
@@ -292,16 +292,18 @@ const View = (() => {
   /** Lines of trouble that no table shows. */
   function troubles(view) {
     const lines = Object.entries(view.missing ?? {}).map(([name, text]) => `${name} does not answer: ${text}`);
-    const fleet = view.fleet;
+    const fleet = view.fleet, waits = new Set();
     if (fleet?.error) lines.push(`the configuration cannot be brought about: ${fleet.error}`);
-    if (fleet?.last_failure && fleet.num_ready < fleet.num_desired) lines.push(`the last replica lost: ${fleet.last_failure}`);
+    if (fleet?.last_failure && !fleet.is_ready) lines.push(`the last replica lost: ${fleet.last_failure}`);
     // Without the seconds, which the table has: these lines are read aloud whenever they change.
     const old = (view.replicas ?? []).filter((r) => age(r) !== null);
     if (old.length > 3) lines.push(`${old.length} replicas have not reported for more than ${OLD_S} s`);
     else for (const r of old) lines.push(`${short(r.name)} has not reported for more than ${OLD_S} s`);
     for (const replica of fleet?.replicas ?? []) {
       if (replica.error) lines.push(`${short(replica.name)}: ${replica.error}`);
+      else if (replica.doing && replica.phase === "ready") waits.add(`the roll-out waits: ${replica.doing}`);
     }
+    lines.push(...waits);
     for (const [model, length] of Object.entries(view.lengths ?? {})) {
       if (length.is_distrusted) lines.push(`${model}: length predictions do not hold; the present load decides`);
     }

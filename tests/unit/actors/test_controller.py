@@ -25,7 +25,7 @@ from quadriga.control.desired import Desired, resolve_on
 from quadriga.control.replica_names import fingerprint
 from quadriga.control.replica_record import PlaceKey, ReplicaLoad, ReplicaPhase, ReplicaStatus
 from quadriga.control.rollout import FIRST_ANSWER_S
-from quadriga.core.replica import ReplicaInfo, Role
+from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.errors import ConfigError, ReplicaDied
 
 
@@ -161,6 +161,28 @@ async def test_gpus_that_are_away_for_a_moment_change_nothing(
         await made.ensure(plain({"decode.max_slots": 4}))
         other = made._desired
         assert other is not None and len(other.places) == 1, "another goes by what is there"
+
+
+async def test_a_controller_that_is_back_needs_no_model_to_look_after_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be on a node that would have to fetch it first, or while the hub is away."""
+    monkeypatch.setattr("actors.controller.replica_manager.ReplicaManager.may_spawn", Failing(None))
+    away = Failing(None, *[ConfigError("the hub does not answer")] * 10_000)
+    asked = plain({"decode.max_slots": 4})
+    async with controller(monkeypatch, resolve_here=resolved) as made:
+        await made.ensure(asked)
+        before = made._desired
+        assert before is not None and before.places
+        monkeypatch.setattr(module, "resolve_here", away)
+        monkeypatch.setattr(made, "_desired", None)
+        await until(lambda: made._desired is not None)
+        assert made._desired == before and made._desired is not before and not away.num_calls
+        places, again = before.places.values(), made._desired.places.values()
+        assert [made._desired.fingerprint(s) for s in again] == [*map(before.fingerprint, places)]
+        monkeypatch.setattr(module, "__version__", "another")
+        monkeypatch.setattr(made, "_desired", None)
+        await until(lambda: made._error == "the hub does not answer")
 
 
 async def test_turns_follow_and_a_route_is_sent_whatever_fails(
@@ -437,6 +459,46 @@ async def test_a_configuration_whose_replicas_die_takes_the_room_of_one_old_one(
                     await fleet._gone(one, "died")
                     await made._reconcile()  # which it asks for, before Ray gives the room away
         assert sum(m.fingerprint == "old" for m in replicas.values()) == 1
+
+
+async def test_a_roll_out_that_waits_for_a_partner_says_so_once_and_is_an_error_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loads = AsyncMock(return_value=[])
+    async with controller(monkeypatch, call=loads, **some_places(0)) as made:
+        clock, replicas = ManualClock(1000.0), made._manager.replicas
+        for part in (made, made._manager, made._scheduler):
+            monkeypatch.setattr(part, "_clock", clock)
+        made._heard_s = clock.now_s()
+        monkeypatch.setattr(made._manager, "retire", lambda *_, **__: None)
+        monkeypatch.setattr(made, "_contexts", lambda _: {})
+        caplog.set_level("INFO", "quadriga.control.rollout")
+        for name, role, weights in (
+            ("old", Role.DECODE, "a"),
+            ("same", Role.DECODE, "b"),
+            ("first", Role.PREFILL, "a"),
+        ):
+            one = ReplicaHandle((role, 0), name, 0.0, name, handle=AsyncMock())
+            info = ReplicaInfo(name, role, DepthClass("m", 8), "node", "one", 8, 4096)
+            info = replace(info, numerics=weights)
+            one.status = ReplicaStatus(info, True, False, None, ReplicaLoad(), name)
+            one.phase = ReplicaPhase.READY
+            replicas[name] = one
+
+        def waits() -> list[str]:
+            return [one.doing(0.0) or made._rollouts.of(one.key) for one in replicas.values()]
+
+        said = "same is ready in the place of old, and needs a prefill replica of m@8"
+        await until(lambda: waits()[0].startswith(said))
+        status = await made.status()
+        assert said in status["replicas"][1]["doing"] and status["error"] is None
+        clock.advance(made._manager.lifecycle.replica_start_timeout_s + 1)
+        made._heard_s = clock.now_s()
+        await until(lambda: said in (made._error or ""))
+        levels = [record.levelname for record in caplog.records if said in record.message]
+        assert levels == ["INFO", "ERROR"], "once each"
+        replicas.pop("old")
+        await until(lambda: made._error is None)
 
 
 async def test_the_configuration_that_was_asked_for_last_stays_with_its_helios(

@@ -119,17 +119,19 @@ async def test_each_transport_leaves_time_for_the_next(bench: Bench) -> None:
     assert [way.deadlines_s[-1] for way in bench.ways.values()] == [4.0, 4.0, 8.0]
 
 
-async def test_each_kind_names_its_transports() -> None:
-    def names(kind: Any, **options: Any) -> tuple[str, ...]:
-        return hub(kind, **options).names
+async def test_each_kind_sends_by_its_transports_and_receives_by_two_more() -> None:
+    def ways(kind: Any, **options: Any) -> tuple[str, ...]:
+        made = hub(kind, **options)
+        assert {"gloo", "object_store"} <= {*made.names}
+        return tuple(way.name for way in made._ways)
 
     library = FakeNccl("A").library()
-    assert names("auto") == ("gloo", "object_store")
-    assert names("auto", nccl=library) == ("nccl", "gloo", "object_store")
-    assert names("gloo") == ("gloo",)
-    assert names("object_store") == ("object_store",)
-    assert names("nccl", nccl=library) == ("nccl",)
-    assert names("nixl") == ("nixl",)
+    assert ways("auto") == ("gloo", "object_store")
+    assert ways("auto", nccl=library) == ("nccl", "gloo", "object_store")
+    assert ways("gloo") == ("gloo",)
+    assert ways("object_store") == ("object_store",)
+    assert ways("nccl", nccl=library) == ("nccl",)
+    assert ways("nixl") == ("nixl",)
 
 
 def test_nccl_that_is_asked_for_and_missing_is_an_error(
@@ -146,7 +148,7 @@ def test_nccl_that_is_asked_for_and_missing_is_an_error(
 
 async def test_an_offer_of_a_transport_that_is_not_here_finds_no_route() -> None:
     made = hub("gloo")
-    with pytest.raises(KVTransportError, match="receives over gloo alone") as refusal:
+    with pytest.raises(KVTransportError, match="receives over gloo, object_store alone") as refusal:
         made.connect(NixlOffer("p", "127.0.0.1", 1, 1, "token"))
     assert refusal.value.code == NO_ROUTE
 

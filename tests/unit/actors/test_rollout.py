@@ -154,12 +154,14 @@ def test_a_replica_serves_until_its_successor_finds_partners(other: dict[str, An
     before = member("p0", fingerprint="old", role=Role.PREFILL)
     for role in (Role.PREFILL, Role.MIXED):
         starting = changed("p1", ReplicaPhase.STARTING, role)
-        assert gone(decide(old, new, others=[before, starting], now_s=FAR_S)) == []
+        found = decide(old, new, others=[before, starting], now_s=FAR_S)
+        assert gone(found) == [] and "old, and needs a prefill replica" in found.waits
         assert gone(decide(old, new, others=[starting])) == ["old"], "neither serves"
         soon = decide(old, new, others=[before, starting], leaving={"old": LEAVE_S - 1})
         assert gone(soon) == ["old"]
         ready = changed("p1", ReplicaPhase.READY, role)
-        assert gone(decide(old, new, others=[before, ready])) == ["old"]
+        found = decide(old, new, others=[before, ready])
+        assert (gone(found), found.waits) == (["old"], "")
         waiting = changed("p1", ReplicaPhase.PENDING, role)
         for failing, going in (((), []), ((role,), ["old"])):
             found = decide(old, new, others=[before, waiting], failing=failing, now_s=FAR_S)

@@ -21,6 +21,7 @@ from quadriga.engine.weights.loading import load_weights
 from quadriga.engine.weights.matrix import FORM_OF_DTYPE, Form, MatrixForm
 from quadriga.engine.weights.tensor_files import WeightSource
 from quadriga.errors import ConfigError
+from quadriga.observability.load_progress import LoadProgress
 from tests.equivalence.models import build, save
 
 
@@ -66,6 +67,19 @@ def test_depth_loads_the_first_layers_only(checkpoint: Path) -> None:
     whole.layers.pop()
     assert equal(shallow, whole)
     refused(r"model\.layers\.2\.", checkpoint)
+
+
+def test_how_much_is_read_is_counted_up_to_all_of_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    read: list[int] = []
+    monkeypatch.setattr(LoadProgress, "begin", lambda _, stage, total=0: begun.append(total))
+    monkeypatch.setattr(LoadProgress, "add", lambda _, num_bytes: read.append(num_bytes))
+    load(checkpoint)
+    assert begun == [sum(read)] and len(read) == 5, "both ends, and every layer"
+    files = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    assert begun[0] == pytest.approx(files, rel=0.2)
 
 
 @pytest.mark.parametrize("depth", [0, 4])

@@ -377,6 +377,10 @@ def test_prompts_ahead_are_counted_in_chunks() -> None:
     supply = prefill_supply(request(), first, num_replicas=2)
     assert supply.wait_s == pytest.approx(0.4)
     assert supply.per_s == pytest.approx(2 * 256 / 10 / 0.1)
+    first.waiting_by_priority = ((0, 256), (5, 768))
+    for priority, wait_s in ((0, 0.1), (5, 0.4)):
+        supply = prefill_supply(request(priority=priority), first, num_replicas=1)
+        assert supply.wait_s == pytest.approx(wait_s), "less important ones come behind"
 
 
 def test_room_in_queues_is_sequences_and_tokens() -> None:

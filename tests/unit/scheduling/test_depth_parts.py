@@ -121,7 +121,9 @@ def test_a_strict_prompt_waits_for_the_layers_its_first_token_may_need() -> None
 
     loop.submit(RunningSequence(strict("deep")))
     loop.submit(RunningSequence(strict("late", deadline_unix_s=clock.unix_s() + 1.0)))
-    loop.submit(RunningSequence(strict("cancelled")))
+    assert loop.waiting_by_priority == ()
+    loop.submit(RunningSequence(strict("cancelled", priority=3)))
+    assert loop.waiting_by_priority == ((0, 16), (3, 8))
     assert not loop.has_work, "nothing to do, and no spinning"
     assert (loop.needs_depth, loop.num_waiting, loop.waiting_tokens) == (8, 3, 24)
     # Those whose first token is out, that want none, or that limit themselves need no more.

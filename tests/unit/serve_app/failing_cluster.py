@@ -162,6 +162,9 @@ class FailingCluster:
             ],
         )
 
+    async def status(self) -> dict[str, list[str]]:
+        return {"replicas": []}
+
     async def submit(self, replica: str, state: SequenceState) -> None:
         target = self.replicas[replica]
         task = asyncio.get_running_loop().create_task(self._arrive(target, state))

@@ -14,12 +14,13 @@ import pytest
 
 from quadriga.clock import ManualClock
 from quadriga.core.replica import DepthClass
-from quadriga.core.routing import Admission, AdmitRequest
+from quadriga.core.routing import Admission, AdmitRequest, ClusterView
 from quadriga.errors import ReplicaDied, ReplicaError, Unavailable
 from quadriga.policies.liveness import CONTROLLER_SILENCE_S, DEAF_S
 from serve_app.ops.tasks import Tasks
 from serve_app.request.cluster_client import (
     LOST_S,
+    SHOWN_STARTING,
     CancellationBatcher,
     ClusterClient,
     ClusterStateCache,
@@ -127,6 +128,24 @@ async def test_nothing_is_sent_to_a_replica_just_found_to_be_gone() -> None:
         await state.admit([request])
     clock.advance(LOST_S)  # a replica that only stood still may have come back
     assert (await state.admit([request]))[0].prefill_replica == "app:prefill:0"
+
+
+async def test_who_asks_whether_it_is_ready_learns_what_replicas_do_until_they_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["app:prefill:0:x", *(f"app:decode:{n}:x" for n in range(SHOWN_STARTING + 2))]
+    replicas = [
+        {"name": n, "role": n.split(":")[1], "phase": "starting", "doing": "reads"} for n in names
+    ]
+    replicas[0]["phase"] = "ready"
+    call = AsyncMock(side_effect=[ClusterView(0.0, []), {"replicas": replicas}])
+    monkeypatch.setattr("actors.rpc.ray_rpc.call", call)
+    state = ClusterStateCache(ClusterClient("app"), ManualClock(), max_age_s=10.0)
+    await state.refresh()
+    with pytest.raises(Unavailable) as caught:
+        state.check_ready()
+    said = "; ".join(f"decode {n}: reads" for n in range(SHOWN_STARTING))
+    assert caught.value.message == f"no prefill replica is ready: {said}; 2 more"
 
 
 async def test_a_cancellation_that_did_not_arrive_is_sent_again(

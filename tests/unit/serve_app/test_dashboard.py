@@ -156,6 +156,9 @@ def test_replicas_are_grouped_and_none_is_left_out() -> None:
         ("quadriga-s@8", ["decode", "decode", "prefill"]),
     ]
     assert groups[0]["replicas"][0]["is_silent"]
+    view = busy_view()
+    view["fleet"]["replicas"][-1]["doing"] = "reads the weights: 3.00 of 14.00 GB"
+    assert run("classes", view)[0]["replicas"][0]["text"] == "reads the weights: 3.00 of 14.00 GB"
 
 
 def test_of_many_replicas_those_are_listed_that_need_a_look() -> None:
@@ -194,8 +197,12 @@ def test_old_figures_are_marked() -> None:
     view = busy_view()
     view["fleet"]["last_failure"] = "q:decode:3:w: the engine failed"
     assert run("troubles", view) == ["the last replica lost: q:decode:3:w: the engine failed"]
-    view["fleet"]["num_ready"] = 5
+    view["fleet"]["is_ready"] = True
     assert run("troubles", view) == []
+    for replica in view["fleet"]["replicas"][:2]:
+        replica["doing"] = "d is ready, and needs a prefill replica"
+    said = "the roll-out waits: d is ready, and needs a prefill replica"
+    assert run("troubles", view) == [said], "once for both"
 
 
 @pytest.mark.parametrize(

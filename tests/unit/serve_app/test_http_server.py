@@ -111,7 +111,45 @@ async def test_token_ids_come_with_every_choice_that_asks(stand: Stand) -> None:
     assert in_chunks == whole["choices"][0]["token_ids"]
     assert len(in_chunks) == whole["usage"]["completion_tokens"]
     plain = (await stand.complete()).json()
-    assert "token_ids" not in plain["choices"][0]
+    assert not {"token_ids", "prompt_token_ids"} & plain["choices"][0].keys()
+
+
+async def test_ids_of_the_prompt_come_once_where_vllm_has_them(stand: Stand) -> None:
+    wanted = MODEL.tokenizer.encode("a")
+    say = {"messages": [{"role": "user", "content": "a"}], "n": 2}
+    for path, body in (("/v1/completions", {"prompt": "a", "n": 2}), ("/v1/chat/completions", say)):
+        body |= {"return_token_ids": True, "max_tokens": 3, "seed": 1}
+        whole = (await stand.http.post(path, json=body)).json()
+        streamed = await stand.http.post(path, json=body | {"stream": True})
+        chunks = [json.loads(f.removeprefix("data: ")) for f in streamed.text.split("\n\n")[:-2]]
+        if path == "/v1/completions":
+            found = [choice["prompt_token_ids"] for choice in whole["choices"]]
+            said = [c["choices"][0].get("prompt_token_ids") for c in chunks]
+        else:
+            found = [whole["prompt_token_ids"]]
+            said = [c.get("prompt_token_ids") for c in chunks]
+            wanted = MODEL.tokenizer.prompt_ids(say["messages"])
+        assert found == [ids for ids in said if ids is not None] == [wanted] * len(found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, None),
+        ({"max_tokens": 1}, None),
+        ({"stop": ["nothing", ANSWER[2:4]]}, ANSWER[2:4]),
+        ({"stop_token_ids": [END_ID]}, END_ID),
+    ],
+)
+async def test_which_stop_string_or_token_ended_an_answer_is_told(
+    stand: Stand, fields: dict[str, Any], reason: str | int | None
+) -> None:
+    whole = (await stand.complete(**fields)).json()
+    assert whole["choices"][0]["stop_reason"] == reason
+    streamed = await stand.complete(stream=True, **fields)
+    chunks = [json.loads(f.removeprefix("data: ")) for f in streamed.text.split("\n\n")[:-2]]
+    said = [chunk["choices"][0].get("stop_reason", "") for chunk in chunks]
+    assert said[-1] == reason and set(said[:-1]) <= {""}
 
 
 async def test_role_and_first_text_come_together(stand: Stand) -> None:

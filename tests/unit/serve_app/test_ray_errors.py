@@ -114,17 +114,25 @@ def test_what_serve_does_not_say_is_said(
     assert fail.called == is_found_later
 
 
+def test_adapters_that_are_not_there_are_named_before_ray_is_started(tmp_path: Path) -> None:
+    config = load_config({"model": "quadriga-s", "adapters": str(tmp_path / "nope")})
+    with pytest.raises(ConfigError, match=f"adapters: {tmp_path}/nope is no folder"):
+        launch.find_models(config)
+
+
 def test_why_replicas_fail_is_said_while_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     failures, said = iter(["", "d-1: no room", "d-1: no room", "d-2: no room"]), list[str]()
-    state: dict[str, Any] = {"num_ready": 0, "replicas": [], "error": None}
+    loading = {"name": "q:decode:0:x", "role": "decode", "phase": "starting", "doing": "loads"}
+    state: dict[str, Any] = {"num_ready": 0, "replicas": [loading], "error": None}
     monkeypatch.setattr(
         launch.LocalService, "status", lambda _: state | {"last_failure": next(failures)}
     )
     monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(launch, "SAY_EVERY_S", 0.0)
     service = LocalService(load_config({}), ApiKeys(), Addresses(), progress=said.append)
     with pytest.raises(StopIteration):
         service._await_ready()
-    assert said == ["d-1: no room", "d-2: no room"]
+    assert said == ["decode 0: loads", "d-1: no room", "d-2: no room"]
 
 
 def test_a_controller_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,9 @@ def put_together(events: bytes) -> tuple[dict[int, dict[str, Any]], dict[str, An
             assert choice.get("finish_reason") is None, "nothing comes after the end"
             choice["text"] += new["text"]
             choice["finish_reason"] = new["finish_reason"]
+            for name in {"stop_reason", "prompt_token_ids"} & new.keys():
+                assert name not in choice, "once"
+                choice[name] = new[name]
             if "token_ids" in new:
                 choice.setdefault("token_ids", []).extend(new["token_ids"])
             if new["logprobs"] is not None:

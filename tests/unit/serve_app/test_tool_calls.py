@@ -190,6 +190,22 @@ async def test_the_model_is_told_of_tools_and_of_the_conversation(stand: Stand) 
     assert "two" in prompt, "its template shows the last message of a user"
 
 
+async def test_the_template_is_told_of_tools_where_a_chat_is_only_counted(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert MODEL.tokenizer.tool_format is not None  # read once, of its own template
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    monkeypatch.setattr(MODEL.tokenizer._fast, "chat_template", template)
+    body = {"messages": [{"role": "user", "content": "one"}], "tools": TOOLS}
+    await stand.http.post(PATH, json=body | {"max_tokens": 1})
+    reply = await stand.http.post("/tokenize", json=body)
+    assert reply.json()["tokens"] == stand.cluster.submitted[-1].prompt_ids
+    fewer = await stand.http.post("/tokenize", json={"messages": body["messages"]})
+    assert fewer.json()["count"] < reply.json()["count"]
+    wrong = await stand.http.post("/tokenize", json=body | {"tools": [TOOLS[0]] * 2})
+    assert wrong.json()["error"]["param"] == "tools.1.function.name"
+
+
 def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name} | fields}
 

@@ -356,6 +356,8 @@ def test_parts_are_not_mixed_whose_run_held_back_other_domains_and_was_killed(
         (["--parts", "magic"], "none of exits"),
         (["--parts", ","], "',' is none of exits"),
         (["--import", "dssd"], "must be layerskip"),
+        (["--width", "65537"], "no whole number from 1 to 65536"),
+        (["--out", ""], "is empty; give a folder, '.' for this one"),
     ],
 )
 def test_wrong_arguments_are_refused(
