@@ -193,6 +193,7 @@ async def test_hand_offs_that_are_broken_off_end_in_the_order_of_their_start(
         await replica.begin(monkeypatch)
         began.append(replica.sequences["s"].handoff.task)
         began[-1].add_done_callback(ended.append)
+    await asyncio.sleep(0)  # the last one begins
     await replica._close()
     assert ended == began
 
