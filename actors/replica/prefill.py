@@ -39,9 +39,10 @@ class PrefillReplica(Replica[PrefillEngine]):
 
     def __init__(self, name: str, spec: ReplicaSpec, config: dict[str, Any]) -> None:
         self.sequences: dict[str, RunningSequence] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their start
         super().__init__(name, spec, config)
-        self.placement = DecodePlacement(self.config, self.calls, PlacementTurns(self.sequences))
+        turns = PlacementTurns(self.sequences, self.clock.now_s)
+        self.placement = DecodePlacement(self.config, self.calls, turns)
         background(self._never_ending(self.placement.keep_view()))
 
     # RPC
@@ -69,12 +70,12 @@ class PrefillReplica(Replica[PrefillEngine]):
         task = background(self._hand_off(sequence, handoff))
         sequence.handoff = handoff
         handoff.task = task
-        self._tasks.add(task)
+        self._tasks[task] = None
 
         def over(task: asyncio.Task[None]) -> None:
             feed.close()
             sequence.handoff = handoff.task = None
-            self._tasks.discard(task)
+            del self._tasks[task]
 
         task.add_done_callback(over)
 

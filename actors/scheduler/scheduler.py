@@ -311,7 +311,7 @@ class Scheduler(BatchedCalls):
 
     async def directory(self) -> ClusterView:
         """All that is known of the replicas, for processes that lose their scheduler."""
-        views = [s if s.forecast is None else replace(s, forecast=None) for s in self._adjusted()]
+        views = [s if s.forecast is None else s.changed(forecast=None) for s in self._adjusted()]
         return ClusterView(self._clock.unix_s(), views)
 
     # The replicas' and the controller's side
@@ -422,7 +422,7 @@ class Scheduler(BatchedCalls):
         now_s, route = self._clock.now_s(), self._auto.route
         scouts = route.scouts if route is not None else ()
         found = [self._inflight.adjust(s, now_s=now_s) for s in self._snapshots.values()]
-        return [replace(s, is_scout=True) if s.info.name in scouts else s for s in found]
+        return [s.changed(is_scout=True) if s.info.name in scouts else s for s in found]
 
     async def _watch(self) -> None:
         """Forget replicas that fell silent; end when no ingress was heard of for long."""

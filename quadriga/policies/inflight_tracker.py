@@ -118,8 +118,7 @@ class InflightTracker:
             0, snapshot.waiting_tokens - sum(b.prompt_tokens for b in begun.values())
         )
         kv_tokens = sum(s.kv_tokens for s in new)
-        return replace(
-            snapshot,
+        return snapshot.changed(
             forecast=forecast,
             num_waiting=waiting + len(new),
             waiting_tokens=waiting_tokens + sum(s.prompt_tokens for s in new),

@@ -602,7 +602,8 @@ class DecodeLoop:
     @property
     def generated_tokens(self) -> int:
         """The rest of the tokens of all that is held."""
-        return sum(s.num_tokens for s in self.batch.sequences.values()) - self.prompt_tokens
+        held = [s for s in self.batch.sequences.values() if s.status is not TRANSFERRING]
+        return sum([s.num_tokens - len(s.state.prompt_ids) for s in held])
 
     @property
     def tokens_per_s(self) -> float:

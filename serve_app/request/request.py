@@ -135,7 +135,7 @@ class Request:
     ended_s: float | None = None
     num_kept_tokens: int = 0
     abandoned_s: float | None = None
-    readers: set[OutputStream] = field(default_factory=set)
+    readers: dict[OutputStream, None] = field(default_factory=dict)
     error: QuadrigaError | None = None
     deadline_timer: asyncio.TimerHandle | None = None
     span: StageSpan | None = None
@@ -305,7 +305,7 @@ class Request:
                 yet, or others.
         """
         reader = OutputStream(self, cursors or [0] * len(self.sequences), digests)
-        self.readers.add(reader)
+        self.readers[reader] = None
         self.abandoned_s = None
         return reader
 
@@ -450,7 +450,7 @@ class OutputStream:
         self.news.set()
 
     def close(self) -> None:
-        self.request.readers.discard(self)
+        self.request.readers.pop(self, None)
 
     def _verify(self, index: int, sequence: SequenceRequest) -> None:
         """Compare what the reader had of a sequence, once; raises: NotFound."""

@@ -194,7 +194,7 @@ class Prefill(PrefillReplica):
     def __init__(self, world: World) -> None:
         outfit(self, world, PREFILL, Role.PREFILL)
         self.released = False
-        self.sequences, self._tasks = {}, set()
+        self.sequences, self._tasks = {}, {}
         self.load = SimpleNamespace(num_waiting=0)  # type: ignore[assignment]
         self.metrics = SimpleNamespace(  # type: ignore[assignment]
             handoff_failed=lambda code: None, handed_off=lambda seconds, num_bytes: None

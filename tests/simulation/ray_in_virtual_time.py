@@ -27,6 +27,8 @@ NOTICED_S = (0.05, 0.6)
 """From the death of a process until those who wait for it know."""
 BROKEN_S = (1.0, 8.0)
 """From the loss of a message until the caller is told, where it is told at all."""
+UNCHANGING = frozenset({str, bytes, int, float, bool, type(None)})
+Packed = bytes | tuple[Any, ...]
 
 
 class Actor:
@@ -202,7 +204,7 @@ class VirtualRay:
         """Make a call in the name of the process that runs."""
         caller = CURRENT.get()
         source = "world" if caller is None else caller.name
-        data, what = pickle.dumps(args), args[0] if method == "call_many" else method
+        data, what = _packed(args), args[0] if method == "call_many" else method
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.num_calls += 1
         outside(self._send, source, actor, method, what, data, future)
@@ -214,7 +216,7 @@ class VirtualRay:
         actor: Actor,
         method: str,
         what: str,
-        data: bytes,
+        data: Packed,
         future: asyncio.Future[Any],
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -243,7 +245,7 @@ class VirtualRay:
         actor: Actor,
         method: str,
         what: str,
-        data: bytes,
+        data: Packed,
         future: asyncio.Future[Any],
     ) -> None:
         process = actor.process
@@ -253,7 +255,7 @@ class VirtualRay:
         async def carry_out() -> Any:
             if actor.instance is None and actor.started is not None:
                 await actor.started
-            return await getattr(actor.instance, method)(*pickle.loads(data))
+            return await getattr(actor.instance, method)(*_unpacked(data))
 
         task = process.spawn(carry_out())
 
@@ -262,7 +264,7 @@ class VirtualRay:
             if task.cancelled():
                 return
             error = task.exception()
-            outcome = None if error is not None else pickle.dumps(task.result())
+            outcome = None if error is not None else _packed((task.result(),))
             delay_s = self.wires.delay_s(actor.name, source, what, is_answer=True)
             if delay_s is None:
                 self._lost(actor, future)
@@ -364,6 +366,16 @@ def _fail(future: asyncio.Future[Any], error: Exception) -> None:
         future.exception()
 
 
-def _succeed(future: asyncio.Future[Any], data: bytes) -> None:
+def _succeed(future: asyncio.Future[Any], data: Packed) -> None:
     if not future.done():
-        future.set_result(pickle.loads(data))
+        future.set_result(_unpacked(data)[0])
+
+
+def _packed(values: tuple[Any, ...]) -> Packed:
+    """As values travel: pickled, unless nobody can change them."""
+    return values if UNCHANGING.issuperset(map(type, values)) else pickle.dumps(values, 5)
+
+
+def _unpacked(data: Packed) -> tuple[Any, ...]:
+    values: tuple[Any, ...] = data if type(data) is tuple else pickle.loads(data)
+    return values

@@ -34,6 +34,7 @@ from actors.metrics import metrics_page, push
 from actors.replica import decode, prefill, replica
 from actors.rpc import lifecycle, nodes, ray_rpc, signals
 from actors.scheduler import scheduler as scheduler_module
+from quadriga import background
 from quadriga.config import resolve
 from quadriga.control import desired, helios_setup
 from quadriga.core.kv import KVPart
@@ -336,6 +337,8 @@ def in_virtual_time(
     put(ray_rpc, "_used_s", PerProcess("used_s"))
     put(ray_rpc, "_look_ups", PerProcess("look_ups"))
     put(ray_rpc, "_looking", InlineExecutor())
+    put(ray_rpc, "_attempts", {})
+    put(background, "_running", set())  # tasks that never end go with the run
     put(placement_groups, "placement_group", ray.placement_group)
     put(placement_groups, "PlacementGroupSchedulingStrategy", lambda *_: None)
     put(placement_groups, "has_compiler", lambda: True)

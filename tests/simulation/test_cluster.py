@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -44,9 +45,14 @@ pytestmark = pytest.mark.timeout(1800)  # of many runs, on a machine that does m
 
 
 def _run(*args: str) -> subprocess.CompletedProcess[str]:
-    """Run a module as its users do, with the order of sets that its seeds are meant for."""
+    """Run a module as its users do."""
+    return _python("-m", *args)
+
+
+def _python(*args: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with the order of sets that the seeds are meant for."""
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", *args],
+        [sys.executable, "-W", "ignore", *args],
         cwd=ROOT,
         env=os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -70,6 +76,37 @@ def test_no_fault_loses_doubles_or_stops_a_stream_and_a_seed_is_the_same_run_eac
     ), report
     first, again = (Log(log).ran()[7] for log in logs)
     assert replace(first, cpu_s=again.cpu_s) == again
+
+
+WATCHED = """
+import threading, time, traceback
+from tests.simulation.plans import plan
+
+seen, is_running = [], False
+
+def watched(function):
+    def instead(*args, **options):
+        if is_running:
+            seen.append("".join(traceback.format_stack(limit=3)[:-1]))
+        return function(*args, **options)
+    return instead
+
+for name in ("monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns", "time_ns"):
+    setattr(time, name, watched(getattr(time, name)))
+threading.Thread.start = watched(threading.Thread.start)
+from tests.simulation import cluster
+cluster._warm_up()
+is_running = True
+failures = cluster.run(plan(6)).failures
+is_running = False
+print(*failures, *sorted(set(seen)))
+"""
+
+
+def test_no_run_reads_the_clocks_of_the_machine_or_starts_a_thread() -> None:
+    """Else a seed is another run where the machine is slow."""
+    ran = _python("-c", WATCHED)
+    assert ran.returncode == 0 and ran.stdout.strip() == "", ran.stdout + ran.stderr
 
 
 def test_plans_that_once_failed_do_not_fail_again() -> None:
@@ -128,6 +165,15 @@ def test_a_run_that_breaks_is_a_failure_and_the_next_one_is_made(
         broken = run_seed(0)
     assert "RuntimeError" in broken.failures[0] and "breaks" in broken.failures[0]
     assert run_seed(0).failures == ()
+
+
+def test_a_run_keeps_nothing_of_those_before_it() -> None:
+    """Else every run takes longer than the last: all that is kept is looked at after each."""
+    from tests.simulation.cluster import Cluster
+
+    for seed in (20, 21, 22):
+        run_seed(seed)
+    assert sum(isinstance(one, Cluster) for one in gc.get_objects()) <= 1, "the last may be there"
 
 
 def test_a_campaign_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,12 +149,12 @@ def unpack(
     layers = np.ones(len(able)) if (depth == depth[0]).all() else depth.astype(np.float64)
     costs = measured = common_costs(forecasts, layers)
     running = _stacked([f.running for f in forecasts], NUM_LOADS)
-    base_s = float(np.median([f.base_s for f in forecasts]))
+    base_s = median([f.base_s for f in forecasts])
     front_share = min(f.front_share for f in forecasts)
     if (depth == depth[0]).all():
         num_each = sum(len(f.sequence_ids) for f in forecasts) / len(able)
         share_each = float(running[:, 0].mean())
-        usual_front = float(np.median([f.front_share for f in forecasts]))
+        usual_front = median([f.front_share for f in forecasts])
         costs = with_deep_passes(measured, base_s, usual_front, num_each, share_each)
     cluster = ClusterForecast(
         names=[s.info.name for s in able],
@@ -203,8 +204,8 @@ def common_costs(
     that are compared must be counted by the same ones.
     """
     return StepCosts(
-        float(np.median(np.array([f.per_sequence_s for f in forecasts]) / layers)),
-        float(np.median(np.array([f.per_token_s for f in forecasts]) / layers)),
+        median((np.array([f.per_sequence_s for f in forecasts]) / layers).tolist()),
+        median((np.array([f.per_token_s for f in forecasts]) / layers).tolist()),
     )
 
 

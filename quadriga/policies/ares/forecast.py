@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -319,7 +319,7 @@ def checked(snapshot: ReplicaSnapshot, told: set[str]) -> ReplicaSnapshot:
         if snapshot.info.name not in told:
             told.add(snapshot.info.name)
             logger.warning("forecasts of %s are left out: %s", snapshot.info.name, exc)
-        return replace(snapshot, forecast=None)
+        return snapshot.changed(forecast=None)
     return snapshot
 
 
@@ -369,8 +369,7 @@ def with_promised(
     ahead = tokens_ahead(forecast.grid_s, step_s or forecast.base_s)
     costs = StepCosts(forecast.per_sequence_s, forecast.per_token_s)
     running, context = load_sums(tokens, remaining, share)
-    return replace(
-        forecast,
+    return forecast.changed(
         sequence_ids=(*forecast.sequence_ids, *(p.sequence_id for p in new)),
         rows=forecast.rows + rows.astype(_WIRE, copy=False).tobytes(),
         running=_plus(forecast.running, running),
@@ -387,7 +386,7 @@ def with_fixed(forecast: LoadForecast, sequence_ids: Collection[str]) -> LoadFor
         return forecast
     rows = rows_of(forecast).copy()
     rows[fixed, MOVABLE] = FIXED
-    return replace(forecast, rows=rows.tobytes())
+    return forecast.changed(rows=rows.tobytes())
 
 
 def seconds_to_full(forecast: LoadForecast, capacity_tokens: int) -> float:

@@ -179,11 +179,12 @@ class Governor:
         busy, fixed = self.moves.busy(now_s), self.moves.fixed(now_s)
         oldest_unix_s = now_unix_s - self.config.snapshot_max_age_s
         heard = [s for s in snapshots if s.taken_unix_s >= oldest_unix_s]
-        fresh = [
-            s if s.forecast is None else replace(s, forecast=with_fixed(s.forecast, fixed))
-            for s in heard
-            if s.info.role.does(Role.DECODE)
-        ]
+        fresh = [s for s in heard if s.info.role.does(Role.DECODE)]
+        if fixed:
+            fresh = [
+                s if s.forecast is None else s.changed(forecast=with_fixed(s.forecast, fixed))
+                for s in fresh
+            ]
         ticks: list[RecordedTick] = []
         unplaced: Counter[str] = Counter()
         for snapshot in heard:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -88,7 +87,7 @@ class PrefixCache:
 
     def count(self) -> PrefixTotals:
         """The totals as they are now, apart from what comes."""
-        return replace(self.totals, kept=self.held_tokens)
+        return self.totals.changed(kept=self.held_tokens)
 
     def events(self, after: int) -> dict[str, Any]:
         """What was kept and let go since event `after`, and what its hashes were made with."""

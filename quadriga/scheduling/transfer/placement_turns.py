@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
@@ -23,7 +22,7 @@ class PlacementTurns:
     """
 
     def __init__(
-        self, sequences: Mapping[str, RunningSequence], now_s: Callable[[], float] = time.monotonic
+        self, sequences: Mapping[str, RunningSequence], now_s: Callable[[], float]
     ) -> None:
         self._sequences = sequences
         self._now_s = now_s

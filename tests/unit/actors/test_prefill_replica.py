@@ -58,7 +58,7 @@ class Prefill(PrefillReplica):
             end=lambda *_, **attributes: self.spanned.append(attributes),
         )
         self.sequences = {}
-        self._tasks = set()
+        self._tasks = {}
         self.departed = DepartedSequences()
         self._arrived = []
         self._is_draining = self.is_ending = False
@@ -183,6 +183,19 @@ async def test_a_sequence_cancelled_on_its_way_here_is_freed() -> None:
     replica.departed.cancel(["s"])
     await replica.submit(a_state())
     assert (replica.sequences, replica.loop.released) == ({}, ["s"])
+
+
+async def test_hand_offs_that_are_broken_off_end_in_the_order_of_their_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica, began, ended = Prefill(), list[Any](), list[Any]()
+    for _ in range(16):
+        await replica.begin(monkeypatch)
+        began.append(replica.sequences["s"].handoff.task)
+        began[-1].add_done_callback(ended.append)
+    await asyncio.sleep(0)  # the last one begins
+    await replica._close()
+    assert ended == began
 
 
 async def test_a_hand_off_of_a_sequence_that_is_gone_does_not_begin() -> None:

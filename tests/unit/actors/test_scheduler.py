@@ -295,7 +295,7 @@ async def test_without_a_scheduler_depths_are_chosen_alike(
     config: dict[str, Any], second: str | None
 ) -> None:
     calls: Any = None
-    placement = DecodePlacement(load_config(config), calls, PlacementTurns({}))
+    placement = DecodePlacement(load_config(config), calls, PlacementTurns({}, time.monotonic))
     placement._is_scheduler_away = True
     placement._view = ClusterView(
         time.time(), [snapshot("d0", Role.DECODE, SMALL), snapshot("d1", Role.DECODE, FULL)]
@@ -311,7 +311,9 @@ async def test_ordinary_sequences_stay_off_scouts_without_a_scheduler_and_withou
     for number, load in enumerate((busy, {"is_scout": True})):
         await scheduler.report(snapshot(f"p{number}", Role.PREFILL, FULL, **load))
         await scheduler.report(snapshot(f"d{number}", Role.DECODE, FULL, **load))
-    placement = DecodePlacement(load_config(CHOOSES), SimpleNamespace(), PlacementTurns({}))  # type: ignore[arg-type]
+    placement = DecodePlacement(
+        load_config(CHOOSES), SimpleNamespace(), PlacementTurns({}, time.monotonic)
+    )  # type: ignore[arg-type]
     ingress = ClusterStateCache(
         SimpleNamespace(admit=AsyncMock(side_effect=ReplicaDied("away"))),  # type: ignore[arg-type]
         ManualClock(),
@@ -330,7 +332,7 @@ async def test_ordinary_sequences_stay_off_scouts_without_a_scheduler_and_withou
 async def test_a_sequence_is_placed_where_rows_are_long_enough() -> None:
     """An idle replica with less memory looks best, and would refuse it for good."""
     scheduler, calls = Scheduler(plain()), None
-    placement = DecodePlacement(load_config({}), calls, PlacementTurns({}))  # type: ignore[arg-type]
+    placement = DecodePlacement(load_config({}), calls, PlacementTurns({}, time.monotonic))  # type: ignore[arg-type]
     placement._is_scheduler_away = True
     views = []
     for name, length, load in (("d0", 32, {}), ("d1", 64, {"num_running": 7})):

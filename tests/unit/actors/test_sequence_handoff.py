@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -67,7 +68,7 @@ def a_handoff(
     host: Any, sequence: RunningSequence, sender: Any, calls: Any
 ) -> tuple[PrefillHandoff, KVFeed]:
     places = DecodePlacement(
-        host.config, calls, PlacementTurns({sequence.state.sequence_id: sequence})
+        host.config, calls, PlacementTurns({sequence.state.sequence_id: sequence}, time.monotonic)
     )
     feed = KVFeed(StagingBudget(), 2, 1)
     return PrefillHandoff(host, sequence, feed, places, sender), feed

@@ -204,6 +204,8 @@ async def test_readers_are_independent_and_coalesce(sequence: SequenceRequest) -
     assert delta.token_ids == [40, 41, 42, 43, 44]
     late = request.reader([3])
     assert (await late.read())[0].token_ids == [43, 44]
+    others = [request.reader() for _ in range(16)]
+    assert list(request.readers) == [quick, slow, late, *others], "they wake in this order"
 
 
 async def test_few_log_probabilities_are_read_at_once(sequence: SequenceRequest) -> None:
