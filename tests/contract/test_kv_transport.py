@@ -35,7 +35,7 @@ LEASE_S = 1.5
 
 @dataclass
 class Pair:
-    """Two peers, the first with a long deadline, and one whose leases are short."""
+    """Two peers, the first with a long deadline, and one of short leases, which dies in the end."""
 
     kind: str
     a: Any
@@ -43,6 +43,7 @@ class Pair:
     hasty: Any
     a_name: str
     b_name: str
+    hasty_name: str
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
@@ -51,10 +52,10 @@ def shared_pair(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[P
 
 
 def make_pair(kind: str) -> Iterator[Pair]:
-    names = [f"{kind}:{side}:{uuid.uuid4().hex[:6]}" for side in "ab"]
+    names = [f"{kind}:{side}:{uuid.uuid4().hex[:6]}" for side in ("a", "b", "hasty")]
     a = start_peer(names[0], kind, deadline_s=LONG_S)
     b = start_peer(names[1], kind)
-    hasty = start_peer(f"{kind}:hasty:{uuid.uuid4().hex[:6]}", kind, lease_s=LEASE_S)
+    hasty = start_peer(names[2], kind, lease_s=LEASE_S)
     get([actor.pid.remote() for actor in (a, b, hasty)], START_TIMEOUT_S)
     yield Pair(kind, a, b, hasty, *names)
     for actor in (a, b, hasty):
@@ -288,26 +289,9 @@ def test_a_full_peer_says_so(pair: Pair) -> None:
     assert refusal.value.code == "kv_cache_exhausted"
 
 
-def test_death_of_the_peer_in_mid_copy(pair: Pair) -> None:
-    """An error at once, and the sender works on with others."""
-    name = f"victim:{new_id()[:6]}"
-    victim = start_peer(name, pair.kind)
-    pid = get(victim.pid.remote(), START_TIMEOUT_S)
-    transfer = get(pair.a.open.remote(name, new_id(), 4000))
-    endless = pair.a.send_forever.remote(transfer, 4000)
-    get(pair.a.is_sending.remote())
-    os.kill(pid, signal.SIGKILL)
-    assert get(endless).startswith("KVTransportError"), "long before A's deadline"
-    with pytest.raises(ReplicaError):
-        get(pair.a.open.remote(name, new_id(), 16))
-    get(pair.a.move.remote(pair.b_name, new_id(), 1, 100))
-
-
 def test_a_hung_peer_costs_a_deadline_and_is_reconnected(pair: Pair) -> None:
     """A stopped process raises nothing; when it wakes up, the next transfer succeeds."""
-    name = f"sleeper:{new_id()[:6]}"
-    sleeper = start_peer(name, pair.kind)
-    pid = get(sleeper.pid.remote(), START_TIMEOUT_S)
+    name, pid = pair.hasty_name, get(pair.hasty.pid.remote())
     get(pair.a.move.remote(name, new_id(), 1, 100))
     transfer = get(pair.a.open.remote(name, new_id(), 4000))
     os.kill(pid, signal.SIGSTOP)
@@ -319,4 +303,16 @@ def test_a_hung_peer_costs_a_deadline_and_is_reconnected(pair: Pair) -> None:
         os.kill(pid, signal.SIGCONT)
     assert get(pair.a.abort_transfer.remote(transfer)) is LeaseState.ABORTED
     get(pair.a.move.remote(name, new_id(), 2, 4000))
-    ray.kill(sleeper)
+
+
+def test_death_of_the_peer_in_mid_copy(pair: Pair) -> None:
+    """An error at once, and the sender works on with others."""
+    name, pid = pair.hasty_name, get(pair.hasty.pid.remote())
+    transfer = get(pair.a.open.remote(name, new_id(), 4000))
+    endless = pair.a.send_forever.remote(transfer, 4000)
+    get(pair.a.is_sending.remote())
+    os.kill(pid, signal.SIGKILL)
+    assert get(endless).startswith("KVTransportError"), "long before A's deadline"
+    with pytest.raises(ReplicaError):
+        get(pair.a.open.remote(name, new_id(), 16))
+    get(pair.a.move.remote(pair.b_name, new_id(), 1, 100))

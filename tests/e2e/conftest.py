@@ -8,6 +8,7 @@ must serve `quadriga-s` with a body time limit of a few seconds.
 from __future__ import annotations
 
 import os
+import ssl
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -52,6 +53,11 @@ class Service:
     log_folder: str = ""
     adapters: str = ""
     traces: Collector | None = None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Tests of services of their own come first: the common one would run idle beside them."""
+    items.sort(key=lambda item: "service" in item.fixturenames)
 
 
 @pytest.fixture(scope="session")
@@ -121,21 +127,24 @@ def own(service: Service) -> Service:
     return service
 
 
+TLS = ssl.create_default_context()  # each client would read all authorities anew: .1 s
+
+
 @pytest.fixture
 def http(service: Service) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service.base_url, timeout=60) as client:
+    with httpx.Client(base_url=service.base_url, timeout=60, verify=TLS) as client:
         yield client
 
 
 @pytest.fixture
-def client(service: Service) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{service.base_url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+def client(service: Service, http: httpx.Client) -> openai.OpenAI:
+    url = f"{service.base_url}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
 
 
 @pytest_asyncio.fixture
 async def ahttp(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=service.base_url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=service.base_url, timeout=60, verify=TLS) as client:
         yield client
 
 

@@ -9,6 +9,12 @@ from tests.ray_cluster import ray_cluster
 
 __all__ = ["ray_cluster"]
 
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Tests of applications of their own come first: the common ones would run idle beside them."""
+    items.sort(key=lambda item: [name in item.fixturenames for name in ("small_app", "main_app")])
+
+
 main_app = app_fixture(
     "main", scope="session", **{"transport.deadline_s": 4.0, "lifecycle.orphan_timeout_s": 300.0}
 )

@@ -8,7 +8,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -318,13 +317,6 @@ def test_serves_own_proxy_cannot_ask_http_clients_for_certificates(ca: Authority
     Addresses("127.0.0.1", 8000, 9000, tls).check()
     os.environ[HAPROXY_VARIABLE] = "1"
     Addresses("0.0.0.0", 8000, 9000, tls).check()
-
-
-def test_the_proxy_loads_little() -> None:
-    """Serve's proxy process imports the servicer function and with it TLS."""
-    code = "import sys, serve_app.grpc.messages; print('cryptography' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "False"
 
 
 def test_the_addresses_that_serve_listens_on(ca: Authority) -> None:
