@@ -1,7 +1,9 @@
 """The predictors of remaining lengths in `paper ares-predictor`: trained, applied and timed.
 
-What is asked every 20 tokens is shown twice: each answer alone, and averaged with the ones before,
-as a decode replica does. The auxiliary encoder is averaged the same way.
+Each is asked at every seventh token, so at all kinds of tokens in sentences and lists of one form, as a
+decode replica asks at any. Its answers are shown twice: each alone, and averaged with those before at a replica's interval, as the
+replica does. The auxiliary encoder is averaged the same way; asked once, after the prompt, and
+counted down, it is what serving systems do that predict only then.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ from quadriga.scheduling.forecasts import NEW_SHARE
 from quadriga.tune.lengths import (
     MEDIAN,
     QUANTILES,
-    SAMPLE_EVERY,
     LengthData,
     apply_at,
     train_head,
 )
 
 BATCHES = (1, 10)
+TEST_EVERY = 7
+"""Tokens between two samples of the test part. A prime, as what repeats does so every 4, 6 or 16."""
+ASK_EVERY = 3 * TEST_EVERY
+"""Tokens between two questions of a replica: about its default of 20."""
 
 
 @dataclass(slots=True)
@@ -94,6 +99,7 @@ def hold(
     """Train what is trained, and ask every predictor about the test part.
 
     Args:
+        parts: Samples of training, validation and test; of the last those that are asked about.
         vocab_size: Of the model.
         budget_s: Of training, for each encoder.
         say: Called with a line for each one that is trained.
@@ -101,30 +107,30 @@ def hold(
     train, validation, test = parts
     read = partial(data.inputs, -1)
     head = train_head(read, data.remaining, train, validation, seed=seed)
-    said = apply_at(data, -1, torch.arange(len(data.remaining)), head)
+    said = apply_at(data, -1, test, head)
     inputs = read(test[: max(BATCHES)])
     parameters = sum(weight.numel() + bias.numel() for weight, bias in head)
     latency_s = {
         n: timed(lambda n=n: to_tokens(run_layers(head, inputs[:n])))  # type: ignore[misc]
         for n in BATCHES
     }
-    ours = LengthPredictor(
-        "head, averaged", averaged(said[test], data, test), parameters, latency_s
-    )
-    alone = LengthPredictor("head, each answer alone", said[test], parameters, latency_s)
+    ours = LengthPredictor("head, averaged", averaged(said, data, test), parameters, latency_s)
+    alone = LengthPredictor("head, each answer alone", said, parameters, latency_s)
     encoders, encoders_alone, errors = [], [], []
     for size in sizes:
         encoder, _ = train_encoder(
             size, vocab_size, data, train, validation, seed=seed, budget_s=budget_s
         )
-        best, each, error = _asked(data, validation, test, size, encoder)
+        best, each, error = _asked(data, asked_of(data, validation), test, size, encoder)
         encoders.append(best)
         encoders_alone.append(each)
         errors.append(error)
         say(f"encoder {len(errors)} of {len(sizes)}, {size.name}: {error:.2f} on validation")
     total = (data.generated + data.remaining)[train].float().mean()
     left = (total - data.generated[test]).clamp(min=0.0)
+    best = encoders_alone[errors.index(min(errors))]
     others = [
+        LengthPredictor("encoder, once", _once(best.outputs, data, test), best.parameters),
         LengthPredictor("head, once", _once(said, data, test), parameters),
         LengthPredictor("prompt length", _by_prompt(data, train, test), 0),
         LengthPredictor("mean", _same(left), 0),
@@ -165,23 +171,29 @@ def _asked(
     return best, alone, together
 
 
+def asked_of(data: LengthData, samples: torch.Tensor) -> torch.Tensor:
+    """Those of some samples about which predictors are asked."""
+    return samples[data.generated[samples] % TEST_EVERY == 0]
+
+
 def averaged(
-    outputs: torch.Tensor, data: LengthData, samples: torch.Tensor, every: int = SAMPLE_EVERY
+    outputs: torch.Tensor, data: LengthData, samples: torch.Tensor, every: int = ASK_EVERY
 ) -> torch.Tensor:
     """Average answers with those before, counted down, as `quadriga.scheduling.forecasts` does.
 
     Args:
         outputs: Of each sample, [n, 1 + quantiles].
         samples: Indices into the data, [n].
-        every: Tokens between two questions; samples in between are left as they are.
+        every: Tokens between two questions; the first is after the prompt.
     """
     requests, generated = data.requests[samples].tolist(), data.generated[samples].tolist()
     row = {where: i for i, where in enumerate(zip(requests, generated, strict=True))}
     believed = outputs.clone()
     for i in sorted(range(len(samples)), key=lambda i: generated[i]):
-        before = row.get((requests[i], generated[i] - every))
-        if before is not None and generated[i] % every == 0:
-            left = (believed[before] - every).clamp(min=0.0)
+        asked = max(0, generated[i] - every)
+        before = row.get((requests[i], asked)) if generated[i] else None
+        if before is not None:
+            left = (believed[before] - (generated[i] - asked)).clamp(min=0.0)
             believed[i] = NEW_SHARE * outputs[i] + (1.0 - NEW_SHARE) * left
     return believed
 
@@ -194,10 +206,9 @@ def _same(tokens: torch.Tensor) -> torch.Tensor:
 def _once(outputs: torch.Tensor, data: LengthData, test: torch.Tensor) -> torch.Tensor:
     """The prediction after the prompt, less what was generated since."""
     at_start = torch.zeros(len(data.token_ids), outputs.shape[1])
-    first = data.generated == 0
-    at_start[data.requests[first]] = outputs[first]
-    since = data.generated[test, None]
-    return (at_start[data.requests[test]] - since).clamp(min=0.0)
+    requests, generated = data.requests[test], data.generated[test]
+    at_start[requests[generated == 0]] = outputs[generated == 0]
+    return (at_start[requests] - generated[:, None]).clamp(min=0.0)
 
 
 def _by_prompt(data: LengthData, train: torch.Tensor, test: torch.Tensor) -> torch.Tensor:

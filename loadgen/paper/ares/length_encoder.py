@@ -2,8 +2,8 @@
 
 It stands for the predictors that a serving system would run beside its model (the ARES paper
 fine-tunes OPT-125M): it sees prompt and answer so far, whole, and knows nothing of the model's own
-states. Trained from the same samples with the same losses and split as the heads. What is kept is
-the epoch with the least mean absolute error on validation, which is what it is judged by: the loss
+states. Trained on the same requests with the same losses as the heads; as it reads a text anew for each
+sample, an epoch is a random twentieth of them, as many as ARES takes. What is kept is the epoch with the least mean absolute error on validation, which is what it is judged by: the loss
 is least at another epoch, whose error is greater.
 """
 
@@ -104,17 +104,20 @@ def train_encoder(
     with torch.no_grad():
         model.out.bias.fill_(float(target[train].mean()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2)
-    train_rows, val_rows = texts(data, train), texts(data, validation)
+    tried = _some(validation)
+    val_rows = texts(data, tried)
     best = {k: v.clone() for k, v in model.state_dict().items()}
-    truth = data.remaining[validation].float()
+    truth = data.remaining[tried].float()
     best_error, since = float("inf"), 0
     stop_s = time.process_time() + budget_s
     epoch = 0
     while since < PATIENCE and time.process_time() < stop_s:
         epoch += 1
         model.train()
-        for batch in _batches(train_rows, seed=seed + epoch):
-            loss = loss_of(model(*padded([train_rows[i] for i in batch])), target[train[batch]])
+        some = _some(train)
+        rows = texts(data, some)
+        for batch in _batches(rows, seed=seed + epoch):
+            loss = loss_of(model(*padded([rows[i] for i in batch])), target[some[batch]])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -131,6 +134,11 @@ def train_encoder(
                 group["lr"] = max(1e-4, 0.5 * group["lr"])
     model.load_state_dict(best)
     return model.eval(), best_error
+
+
+def _some(samples: torch.Tensor) -> torch.Tensor:
+    """A random twentieth."""
+    return samples[torch.randperm(len(samples))[: max(1, len(samples) // 20)]]
 
 
 @torch.no_grad()

@@ -25,9 +25,11 @@ from rich.console import Console
 
 from loadgen.options import number, whole
 from loadgen.paper.ares.length_contest import (
+    ASK_EVERY,
     BATCHES,
     Contest,
     LengthPredictor,
+    asked_of,
     averaged,
     hold,
     timed,
@@ -41,12 +43,12 @@ from loadgen.report.progress import Steps
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.scheduling.calibration import Dummies
 from quadriga.training.heads import collect, collected, load
-from quadriga.tune.lengths import MEDIAN, SAMPLE_EVERY, LengthData, measure
+from quadriga.tune.lengths import MEDIAN, LengthData, measure
 from quadriga.tune.prompts import TASKS_NAME, TunePrompt, read_prompts
 
 SWEEP = (EncoderSize(2, 64), EncoderSize(2, 128), EncoderSize(4, 128), EncoderSize(4, 256))
 QUICK_SWEEP = (EncoderSize(2, 64), EncoderSize(2, 128))
-INTERVALS = (20, 40, 80, 160, 320)
+INTERVALS = tuple(ASK_EVERY * 2**i for i in range(5))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +107,8 @@ def _run(args: argparse.Namespace, work: Path) -> int:
     contests: list[tuple[Contest, torch.Tensor]] = []
     for seed in range(args.seed, args.seed + (args.seeds or (1 if args.quick else 3))):
         console.print(f"seed {seed}")
-        parts = data.split(seed=seed)
+        train, validation, test = data.split(seed=seed)
+        parts = train, validation, asked_of(data, test)
         contest = hold(data, parts, sizes, checkpoint.vocab_size, budget_s, seed, console.print)
         contests.append((contest, parts[2]))
     first, test = contests[0]
@@ -178,7 +181,7 @@ def by_scenario(
             row[kind] = {
                 p.name: round(float((p.outputs[:, MEDIAN] - truth)[chosen].abs().mean()), 2)
                 for p in contest.predictors
-                if p.name not in ("oracle", "head, once")
+                if p.name not in ("oracle", "head, once", "encoder, once")
             }
         found.append(row)
     return found
@@ -225,9 +228,9 @@ def _row(predictor: LengthPredictor, data: LengthData, test: torch.Tensor) -> di
 
 
 def _step_overhead(checkpoint: str, predict_s: float) -> float:
-    """Share of decode time: one batched prediction in every 20 steps of ten sequences."""
+    """Share of decode time: one batched prediction in so many steps of ten sequences."""
     step_s = _step_s(checkpoint, batch=10)
-    return round(predict_s / (SAMPLE_EVERY * step_s), 5)
+    return round(predict_s / (ASK_EVERY * step_s), 5)
 
 
 def _step_s(checkpoint: str, *, batch: int) -> float:
@@ -248,6 +251,9 @@ def _print(rows: list[dict[str, Any]], intervals: list[dict[str, Any]], console:
         f"ms, batch {n}": lambda r, n=n: shown(r["latency_ms"].get(str(n)), ".3f")  # type: ignore[misc]
         for n in BATCHES
     }
+    columns["by quarter of the answer"] = lambda r: ", ".join(
+        shown(mae, ".1f") for mae in r["mae_by_quarter"]
+    )
     columns["below q90"] = lambda r: f"{r['calibration'][-1][1]:.2f}"
     title = "Remaining tokens, on requests that no predictor was trained on"
     console.print(table_of(rows, columns, title=title))

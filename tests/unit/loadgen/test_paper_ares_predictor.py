@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest.mock import Mock
 
 import numpy as np
@@ -10,7 +11,14 @@ import torch
 
 from loadgen.__main__ import main
 from loadgen.paper.ares import predictor
-from loadgen.paper.ares.length_contest import Contest, LengthPredictor, averaged
+from loadgen.paper.ares.length_contest import (
+    ASK_EVERY,
+    TEST_EVERY,
+    Contest,
+    LengthPredictor,
+    _once,
+    averaged,
+)
 from loadgen.paper.ares.length_encoder import EncoderSize
 from loadgen.paper.ares.predictor import by_scenario, gained
 from quadriga.core.forecast import LengthPrediction
@@ -24,8 +32,8 @@ TOTALS = (95, 7, 61)
 
 
 def data() -> LengthData:
-    """Three requests, each with a sample every 20 tokens."""
-    where = [(i, at) for i, total in enumerate(TOTALS) for at in range(0, total, 20)]
+    """Three requests, each with a sample every 7 tokens."""
+    where = [(i, at) for i, total in enumerate(TOTALS) for at in range(0, total, TEST_EVERY)]
     requests, generated = (torch.tensor(column) for column in zip(*where, strict=True))
     remaining = torch.tensor(TOTALS)[requests] - 1 - generated
     return LengthData(
@@ -41,17 +49,20 @@ def data() -> LengthData:
     )
 
 
-def test_it_averages_what_the_replica_would() -> None:
+def test_it_averages_what_a_replica_would_wherever_it_asks() -> None:
+    """After the prompt, then 7, 14 or 21 tokens on, then every 21."""
     found = data()
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(found.remaining), generator=generator)
     said = 100.0 * torch.rand(len(order), 1 + len(QUANTILES), generator=generator)
     outputs = averaged(said, found, order)
-    for request in range(len(TOTALS)):
+    at_of = found.generated[order]
+    for request, begin in itertools.product(range(len(TOTALS)), (7, 14, 21)):
         state = make_sequence("s", [1], SamplingParams(max_tokens=100))
-        mine = [i for i in range(len(order)) if int(found.requests[order[i]]) == request]
-        for i in sorted(mine, key=lambda i: int(found.generated[order[i]])):
-            at = int(found.generated[order[i]])
+        is_asked = (at_of == 0) | ((at_of - begin) % ASK_EVERY == 0) & (at_of >= begin)
+        mine = torch.nonzero((found.requests[order] == request) & is_asked).flatten()
+        for i in sorted(mine.tolist(), key=lambda i: int(at_of[i])):
+            at = int(at_of[i])
             mean, lower, _, upper = said[i].tolist()
             state.prediction = believed(state, LengthPrediction(mean, lower, upper), at)
             state.predicted_at = at
@@ -63,11 +74,23 @@ def test_it_averages_what_the_replica_would() -> None:
 def test_what_is_asked_less_often_is_averaged_less_often() -> None:
     found = data()
     everybody = torch.arange(len(found.remaining))
-    said = torch.rand(len(everybody), 1 + len(QUANTILES))
-    outputs = averaged(said, found, everybody, every=40)
+    said = 100.0 + 100.0 * torch.rand(len(everybody), 1 + len(QUANTILES))
+    often, seldom = (averaged(said, found, everybody, every=k) for k in (21, 63))
     for i in everybody.tolist():
-        is_asked_again = int(found.generated[i]) in (40, 80)
-        assert torch.equal(outputs[i], said[i]) != is_asked_again
+        at = int(found.generated[i])
+        assert torch.equal(often[i], said[i]) == (at == 0), "all have an answer before"
+        assert torch.equal(often[i], seldom[i]) == (at <= 21), "then there are others in between"
+
+
+def test_who_is_asked_once_is_counted_down() -> None:
+    found = data()
+    said = torch.rand(len(found.remaining), 1 + len(QUANTILES)) + torch.where(
+        found.generated[:, None] == 0, 50.0, 0.0
+    )
+    outputs = _once(said, found, torch.arange(len(found.remaining)))
+    for i, (request, at) in enumerate(zip(found.requests, found.generated, strict=True)):
+        first = said[(found.requests == request) & (found.generated == 0)][0]
+        torch.testing.assert_close(outputs[i], (first - at).clamp(min=0.0))
 
 
 def contest(found: LengthData, errors: dict[str, float], on_validation: list[float]) -> Contest:

@@ -58,7 +58,7 @@ def data(runner: NativeRunner, tmp_path_factory: pytest.TempPathFactory) -> Leng
     answers = [OwnAnswer(str(i), tokens(3 + i), tokens(8 + 3 * i), True) for i in range(16)]
     store = StateStore(tmp_path_factory.mktemp("states"), MODEL_HIDDEN, DEPTHS, top=0)
     store.fill(runner, answers, lambda _: None)
-    return gather(store, answers, every=7)
+    return gather(store, answers)
 
 
 def said(head: Layers, inputs: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_states_are_those_of_their_own_token(runner: NativeRunner, data: LengthD
     for request, (prompt, answer) in enumerate(data.token_ids):
         mine = torch.nonzero(data.requests == request).flatten()
         offsets = data.generated[mine]
-        assert offsets.sort().values.tolist() == list(range(0, len(answer), 7))
+        assert offsets.sort().values.tolist() == list(range(len(answer))), "the service asks at any"
         assert torch.equal(data.remaining[mine], len(answer) - 1 - offsets)
         (alone,) = run_passes(runner, [prompt + answer[:-1]], DEPTHS)
         for index, depth in enumerate(DEPTHS):
@@ -139,6 +139,14 @@ def test_calibration_counts_truths_below_each_quantile() -> None:
     assert [level for level, _ in figures["calibration"]] == list(QUANTILES)
     assert [share for _, share in figures["calibration"]] == [0.2, 0.6, 1.0]
     assert figures["mae"] == 2.5
+    assert figures["mae_by_quarter"] == [2.5, None, None, None], "nothing was generated"
+
+
+def test_errors_are_told_by_how_much_of_the_answer_there_is() -> None:
+    generated = torch.arange(8)
+    said = torch.full((8, 4), 3.0)
+    figures = measure(said, generated, 7 - generated)
+    assert figures["mae_by_quarter"] == [3.5, 1.5, 0.5, 2.5]
 
 
 def test_the_engine_says_what_was_trained(data: LengthData, tmp_path: Path) -> None:
