@@ -5,8 +5,8 @@ would see (`StateStore`). Requests, not samples, are split into training, valida
 that no request is on both sides.
 
 Source: ARES: 70/15/15 by request, AdamW, early stopping after 10 epochs without gain. Ours: every
-token is a sample, not every 20th, as the service asks at any; log(1 + remaining) as scale, a mean and
-quantiles as targets, an MLP scaled to the model's width, one head per exit.
+token is a sample, not every 20th, as the service asks at any; log(1 + remaining) as scale, a mean
+and quantiles as targets, an MLP scaled to the model's width, one head per exit.
 """
 
 import itertools

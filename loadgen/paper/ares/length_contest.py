@@ -1,9 +1,9 @@
 """The predictors of remaining lengths in `paper ares-predictor`: trained, applied and timed.
 
-Each is asked at every seventh token, so at all kinds of tokens in sentences and lists of one form, as a
-decode replica asks at any. Its answers are shown twice: each alone, and averaged with those before at a replica's interval, as the
-replica does. The auxiliary encoder is averaged the same way; asked once, after the prompt, and
-counted down, it is what serving systems do that predict only then.
+Each is asked at every seventh token, so at all kinds of tokens in sentences and lists of one form,
+as a decode replica asks at any. Its answers are shown twice: each alone, and averaged with those
+before at a replica's interval, as the replica does. The auxiliary encoder is averaged the same way;
+asked once, after the prompt, and counted down, it is what systems do that predict only then.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from quadriga.tune.lengths import (
 
 BATCHES = (1, 10)
 TEST_EVERY = 7
-"""Tokens between two samples of the test part. A prime, as what repeats does so every 4, 6 or 16."""
+"""Tokens between two samples of the test part; a prime, as what repeats does so every 4 or 16."""
 ASK_EVERY = 3 * TEST_EVERY
 """Tokens between two questions of a replica: about its default of 20."""
 

@@ -2,9 +2,10 @@
 
 It stands for the predictors that a serving system would run beside its model (the ARES paper
 fine-tunes OPT-125M): it sees prompt and answer so far, whole, and knows nothing of the model's own
-states. Trained on the same requests with the same losses as the heads; as it reads a text anew for each
-sample, an epoch is a random twentieth of them, as many as ARES takes. What is kept is the epoch with the least mean absolute error on validation, which is what it is judged by: the loss
-is least at another epoch, whose error is greater.
+states. Trained on the same requests with the same losses as the heads; as it reads a text anew for
+each sample, an epoch is a random twentieth of them, as many as ARES takes. What is kept is the
+epoch with the least mean absolute error on validation, which is what it is judged by: the loss is
+least at another epoch, whose error is greater.
 """
 
 from __future__ import annotations
