@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "forms.h"
+#include "linear.h"
 
 namespace quadriga {
 
@@ -26,7 +26,7 @@ typedef int8_t SignedByteVec __attribute__((vector_size(kLanes)));
 // would take the digits of all others.
 struct Int8 {
   using Sums = IntVec;
-  static constexpr bool kInterleaved = true;
+  static constexpr bool kInterleaved = true, kWidened = false;
   static constexpr int64_t kWeights = 4;      // in a lane
   static constexpr int64_t kBytes = 1;        // of a weight
   static constexpr int64_t kRowHeader = 4;    // its scale
@@ -115,6 +115,11 @@ struct Int8 {
 struct BFloat16Pairs {
   using Sums = Vec;
   static constexpr bool kInterleaved = true;
+#if defined(__AVX512BF16__)
+  static constexpr bool kWidened = false;
+#else
+  static constexpr bool kWidened = true;
+#endif
   static constexpr int64_t kWeights = 2;
   static constexpr int64_t kBytes = 2;
   static constexpr int64_t kRowHeader = 0;
@@ -183,8 +188,23 @@ static inline void round_row(const float* x, int64_t k, uint8_t* out) {
                 rounded + i * Form::kBytes);
 }
 
-// out[M, 16 · G] = x[M, k] · w[16 · G, k]ᵀ, with the next tile's weights fetched meanwhile. The first
-// n columns of the result are stored: rows that fill the last group up have none.
+// The first n columns of vectors of results, one below the other: rows that fill the last group up
+// have none.
+template <int M, int N, typename Result>
+QUADRIGA_INLINE void store_columns(int64_t n, float* out, int64_t ldo, const Result& result) {
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) {
+      const int64_t left = n - v * kLanes;
+      if (left >= kLanes) store(out + m * ldo + v * kLanes, result(m, v));
+      else if (left > 0) store_partial(out + m * ldo + v * kLanes, result(m, v), left);
+    }
+  }
+}
+
+// The first n columns of out[M, 16 · G] = x[M, k] · w[16 · G, k]ᵀ, with the next tile's weights fetched
+// meanwhile.
 template <typename Form, int M, int G>
 QUADRIGA_INLINE void group_tile(int64_t n, const uint8_t* x, int64_t ldx, const uint8_t* w,
                                 int64_t ldw, int64_t k, float* out, int64_t ldo) {
@@ -229,17 +249,10 @@ QUADRIGA_INLINE void group_tile(int64_t n, const uint8_t* x, int64_t ldx, const 
         totals[m][v] = Form::add(totals[m][v], sums[m][v], x + m * ldx + block);
     }
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 8
-    for (int v = 0; v < N; ++v) {
-      const uint8_t* scales = w + v / kGroupVecs * ldw + v % kGroupVecs * kLanes * Form::kRowHeader;
-      const Vec result = Form::finish(totals[m][v], scales);
-      const int64_t left = n - v * kLanes;
-      if (left >= kLanes) store(out + m * ldo + v * kLanes, result);
-      else if (left > 0) store_partial(out + m * ldo + v * kLanes, result, left);
-    }
-  }
+  store_columns<M, N>(n, out, ldo, [&](int m, int v) {
+    const uint8_t* scales = w + v / kGroupVecs * ldw + v % kGroupVecs * kLanes * Form::kRowHeader;
+    return Form::finish(totals[m][v], scales);
+  });
 }
 
 constexpr int at_most_8(int count) { return count < 8 ? count : 8; }
@@ -275,22 +288,115 @@ static void rows_of_groups(int64_t m, int64_t n, int64_t k, const uint8_t* x, in
   }
 }
 
+// Rows of x go in blocks of nearly equal size; call body(rows, the first of them, block).
+template <typename Body>
+static inline void each_block(int64_t m, int64_t most, const Body& body) {
+  const int64_t blocks = (m + most - 1) / most;
+  for (int64_t b = 0, at = 0; b < blocks; ++b) {
+    const int64_t count = (m - at + blocks - b - 1) / (blocks - b);
+    body(count, at, b);
+    at += count;
+  }
+}
+
+// M rows of x [M, k] against a strip [k, 16 · G] of floats; meanwhile what begins at `ahead` is fetched,
+// `stride` bytes a step.
+template <int M, int G>
+QUADRIGA_INLINE void wide_tile(int64_t n, const float* x, const float* strip, int64_t k, float* out,
+                               int64_t ldo, const uint8_t* ahead, int64_t stride) {
+  constexpr int N = G * kGroupVecs;
+  Vec sums[M][N] = {};
+  for (int64_t s = 0; s < k; ++s, strip += N * kLanes, ahead += stride) {
+    __builtin_prefetch(ahead, 0, 2);
+    Vec ws[N];
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) {
+      ws[v] = load(strip + v * kLanes);
+      pin(ws[v]);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      int32_t bits;
+      std::memcpy(&bits, x + m * k + s, 4);
+      const Vec same = bits_of<Vec>(IntVec{} + bits);
+#pragma GCC unroll 8
+      for (int v = 0; v < N; ++v) sums[m][v] = multiply_add(ws[v], same, sums[m][v]);
+    }
+  }
+  store_columns<M, N>(n, out, ldo, [&](int m, int v) { return sums[m][v]; });
+}
+
+template <int M, int G>
+__attribute__((noinline)) static void wide_rows(int64_t m, int64_t n, const float* x,
+                                                const float* strip, int64_t k, float* out,
+                                                int64_t ldo, const uint8_t* ahead,
+                                                int64_t stride) {
+  if constexpr (M > 0) {
+    if (m < M) return wide_rows<M - 1, G>(m, n, x, strip, k, out, ldo, ahead, stride);
+    wide_tile<M, G>(n, x, strip, k, out, ldo, ahead, stride);
+  }
+}
+
+constexpr int kWideGroups = kLanes == 16 ? 3 : 1;  // of float32 in a near cache at once
+constexpr int kWideRows = at_most_8((kRegisters == 32 ? 24 : 12) / (kWideGroups * kGroupVecs));
+
+// As `group_matmul`, where a processor would widen both factors of each product: here they are widened
+// once, weights strip by strip. Sums are the same chains.
+template <int G>
+static void wide_matmul(int64_t m, int64_t n, int64_t k, const float* x, const uint8_t* w,
+                        float* out, int64_t ldo) {
+  constexpr int64_t kRows = G * kGroupRows;
+  static thread_local std::vector<Vec> strip;
+  if (strip.size() < static_cast<size_t>(kRows * k / kLanes)) strip.resize(kRows * k / kLanes);
+  const int64_t group = kGroupRows * k * 2, lines = kGroupRows * 4;
+  const int64_t blocks = (m + kWideRows - 1) / kWideRows;
+  const int64_t fetching = blocks < kFetching ? blocks : kFetching;
+  const int64_t stride = (G * group / fetching + k - 1) / k;
+  for (; n > 0; n -= kRows, w += G * group, out += kRows) {
+    if (n <= (G - 1) * kGroupRows) return wide_matmul<1>(m, n, k, x, w, out, ldo);
+    for (int64_t s = 0; s < k / 2; ++s) {
+      for (int v = 0; v < G * kGroupVecs; ++v) {
+        const IntVec pairs = read<IntVec>(w + v / kGroupVecs * group + s * lines +
+                                          v % kGroupVecs * static_cast<int64_t>(sizeof(IntVec)));
+        strip[2 * s * G * kGroupVecs + v] = bits_of<Vec>(pairs & ~0xFFFF);
+        strip[(2 * s + 1) * G * kGroupVecs + v] = bits_of<Vec>(pairs << 16);
+      }
+    }
+    each_block(m, kWideRows, [&](int64_t count, int64_t at, int64_t b) {
+      const uint8_t* ahead = w + G * group + (b < fetching ? b * k * stride : 0);
+      wide_rows<kWideRows, G>(count, n, x + at * k, reinterpret_cast<const float*>(strip.data()), k,
+                              out + at * ldo, ldo, ahead, b < fetching ? stride : 0);
+    });
+  }
+}
+
+// Rounded rows of x as floats [m, k], each pair's second first: the order of the chains.
+static inline const float* widened(int64_t m, int64_t k, const uint8_t* x, int64_t ldx) {
+  static thread_local std::vector<float> floats;
+  if (floats.size() < static_cast<size_t>(m * k)) floats.resize(m * k);
+  for (int64_t i = 0; i < m; ++i) {
+    for (int64_t j = 0; j < k; ++j) {
+      const uint32_t bits = read<uint16_t>(x + i * ldx + 2 * (j ^ 1));
+      floats[i * k + j] = bits_of<float>(bits << 16);
+    }
+  }
+  return floats.data();
+}
+
 // out[m, n] = x[m, k] · w[n, k]ᵀ for rounded rows of x, `ldx` bytes apart; k fills whole lanes.
 template <typename Form>
 static inline void group_matmul(int64_t m, int64_t n, int64_t k, const uint8_t* x, int64_t ldx,
                                 const uint8_t* w, float* out, int64_t ldo) {
   constexpr int64_t kRows = kStripGroups * kGroupRows;
   if (m <= kMostRows) return rows_of_groups<Form>(m, n, k, x, ldx, w, out, ldo);
+  if constexpr (Form::kWidened)
+    return wide_matmul<kWideGroups>(m, n, k, widened(m, k, x, ldx), w, out, ldo);
   const int64_t ldw = kGroupRows * (Form::kRowHeader + k * Form::kBytes);
-  const int64_t blocks = (m + kMostRows - 1) / kMostRows;
   for (; n > 0; n -= kRows, w += kStripGroups * ldw, out += kRows) {
-    int64_t at = 0;
-    for (int64_t b = blocks; b > 0; --b) {  // blocks of nearly equal size
-      const int64_t count = (m - at + b - 1) / b;
+    each_block(m, kMostRows, [&](int64_t count, int64_t at, int64_t) {
       rows_of_groups<Form>(count, n < kRows ? n : kRows, k, x + at * ldx, ldx, w, out + at * ldo,
                            ldo);
-      at += count;
-    }
+    });
   }
 }
 
