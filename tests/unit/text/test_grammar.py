@@ -165,10 +165,8 @@ def test_the_next_token_is_known_without_a_mask_as_with_one() -> None:
                 num_known += found is not None
                 assert found is None or may[found]
                 assert found in (None, token_id) or np.count_nonzero(may) == 1
-            if some[0] == END or step % 5 == 4:
-                said = said[: len(said) // 2]  # as where a draft was refused
-            else:
-                said = [*said, some[0]]
+            is_refused = some[0] == END or step % 5 == 4
+            said = said[: len(said) // 2] if is_refused else [*said, some[0]]
     assert num_known > 0.9 * num_allowed
 
 
