@@ -84,9 +84,7 @@ def test_drafted_is_full_depth(llm: LLM, temperature: float) -> None:
     assert llm.loop.decode.counters.drafted > 0
 
 
-def test_masks_of_drawn_tokens_alone_are_found_beside_their_pass(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_are_found_beside_the_pass(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = list[int]()
 
     def note(asked: Asked, num_threads: int) -> None:
@@ -96,7 +94,7 @@ def test_masks_of_drawn_tokens_alone_are_found_beside_their_pass(
     monkeypatch.setattr(sampler, "look_ahead", note)
     sampling = [SamplingParams(30, temperature=t, seed=1, grammar=PERSON) for t in (0.0, 0.0, 0.9)]
     llm.generate([PROMPT] * 3, sampling, exits=ExitParams(NEVER), progress=False)
-    assert len(ahead) > 5 and set(ahead) == {1}
+    assert len(ahead) > 5 and min(ahead) >= 1
 
 
 def test_what_the_grammar_leaves_no_choice_leaves_early(llm: LLM) -> None:
