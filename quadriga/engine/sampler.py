@@ -10,7 +10,7 @@ on the batch around it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +18,12 @@ import torch
 
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.core.request import SampledToken, SamplingParams, SequenceState, TokenLogprob
+from quadriga.engine.kernels.library import KernelLibrary
 from quadriga.engine.models.decoder import best_of
 from quadriga.engine.random import LEAST_DIVISOR, uniforms
 from quadriga.engine.transfers import index_on, to_device
 from quadriga.errors import InvalidRequest
-from quadriga.text.grammar import Bits, GrammarMatcher, allowed, grammars_of
+from quadriga.text.grammar import Bits, GrammarMatcher, allowed, grammars_of, look_ahead
 
 WHOLE_SORT = 4096
 """Vocabularies up to this are sorted as a whole; of larger ones the best tokens alone."""
@@ -35,6 +36,7 @@ class RowSampler:
 
     Attributes:
         is_plain: Greedy without any extra: the argmax of the raw logits is the answer.
+        wants_best: The same, but for a grammar.
         alters: It has a bias, bans or penalties.
         matcher: Where it stands in its grammar; None without one.
         place: Where a device has its parameters, and its row there; None: nowhere.
@@ -55,6 +57,7 @@ class RowSampler:
         "params",
         "place",
         "state",
+        "wants_best",
     )
 
     def __init__(
@@ -78,7 +81,8 @@ class RowSampler:
         self._bias = torch.tensor(list(biases.values()), dtype=torch.float32)
         self.error: InvalidRequest | None = None
         self.alters = bool(banned or biases or self.has_penalties)
-        self.is_plain = p.greedy and not self.alters and p.num_logprobs is None and matcher is None
+        self.wants_best = p.greedy and not self.alters and p.num_logprobs is None
+        self.is_plain = self.wants_best and matcher is None
         self._counted = 0
         self._prompt_seen: torch.Tensor | None = None
         self._output_counts: torch.Tensor | None = None
@@ -188,6 +192,10 @@ class SamplerAhead:
         return self._row.is_plain
 
     @property
+    def wants_best(self) -> bool:
+        return self._row.wants_best
+
+    @property
     def choice(self) -> int:
         return self._row.state.choice
 
@@ -224,18 +232,58 @@ def sample(logits: torch.Tensor, rows: Sequence[Sampler], exit_layer: int) -> li
         rows: Parallel to `logits`; the token sampled is at its `position`.
         exit_layer: Depth the logits were computed at.
     """
-    process(logits, rows)
-    return choose(logits, rows, exit_layer)
+    tried = []
+    if logits.device.type == "cpu":  # a device's masks are found while it computes
+        tried = [i for i, row in enumerate(rows) if row.wants_best and row.matcher is not None]
+    process(logits, rows, set(tried))
+    return choose(logits, rows, exit_layer, _settled(logits, rows, tried) if tried else None)
 
 
-def process(logits: torch.Tensor, rows: Sequence[Sampler]) -> list[int]:
-    """Apply every row's bias, bans, penalties and grammar in place; which rows that changed."""
+def _settled(logits: torch.Tensor, rows: Sequence[Sampler], tried: list[int]) -> torch.Tensor:
+    """The best token of every row: int64 [n].
+
+    Args:
+        tried: Rows that were not masked: for most, a look at their best token will do.
+    """
+    best: list[int] = best_of(logits).tolist()
+    unknown = []
+    for i in tried:
+        matcher, row = rows[i].matcher, rows[i]
+        assert matcher is not None
+        token_id = matcher.next_token(row.said, best[i])
+        if token_id is None:
+            unknown.append(i)
+        else:
+            best[i], row.error = token_id, None
+    settled = torch.tensor(best)
+    if unknown:
+        _mask(logits, rows, unknown)
+        at = torch.tensor(unknown)
+        settled.index_copy_(0, at, best_of(logits.index_select(0, at)))
+    return settled
+
+
+def find_masks(rows: Sequence[RowSampler], device: torch.device) -> None:
+    """Begin to find these rows' masks beside the pass that computes their logits, on a host."""
+    asked = [(row.matcher, row.said) for row in rows if row.matcher is not None]
+    if asked and device.type == "cpu":  # a device computes beside the host anyway
+        look_ahead(asked, torch.get_num_threads())
+
+
+def process(
+    logits: torch.Tensor, rows: Sequence[Sampler], unmasked: Container[int] = ()
+) -> list[int]:
+    """Apply every row's bias, bans, penalties and grammar in place; which rows that changed.
+
+    Args:
+        unmasked: Rows whose grammar is left out.
+    """
     changed = []
     formed = []
     for i, row in enumerate(rows):
         if row.alters:
             row.alter(logits[i])
-        if row.matcher is not None:
+        if row.matcher is not None and i not in unmasked:
             formed.append(i)
         if row.alters or row.matcher is not None:
             changed.append(i)
@@ -266,8 +314,10 @@ def ban(logits: torch.Tensor, bits: Bits) -> None:
         logits: float32 [n, vocab].
         bits: uint8 [n, bytes]; see `Bits`.
     """
-    vocab_size = logits.shape[1]
-    if logits.device.type == "cpu":
+    vocab_size, library = logits.shape[1], KernelLibrary.loaded
+    if logits.device.type == "cpu" and library is not None and logits.is_contiguous():
+        library.ban(*logits.shape, bits.ctypes.data, bits.shape[1], logits.data_ptr())
+    elif logits.device.type == "cpu":
         kept = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
         torch.where(torch.from_numpy(kept), logits, logits.new_tensor(-math.inf), out=logits)
     else:
@@ -302,18 +352,28 @@ def end_not_finite(
             )
 
 
-def choose(logits: torch.Tensor, rows: Sequence[Sampler], exit_layer: int) -> list[SampledToken]:
-    """`sample` for logits that are already processed; keeps them."""
-    vocab_size = logits.shape[-1]
-    best = best_of(logits)
+def choose(
+    logits: torch.Tensor,
+    rows: Sequence[Sampler],
+    exit_layer: int,
+    best: torch.Tensor | None = None,
+) -> list[SampledToken]:
+    """`sample` for logits that are already processed; keeps them.
+
+    Args:
+        best: `best_of` the logits, where it is known; overwritten.
+    """
+    vocab_size, is_host = logits.shape[-1], logits.device.type == "cpu"
     drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if drawn and logits.device.type != "cpu":
+    if is_host and len(drawn) == len(rows):
+        best = _draw(logits, rows)
+    elif best is None:
+        best = best_of(logits)
+    if drawn and not is_host:
         from quadriga.engine.cuda.sampling import draw_into
 
         best = draw_into(best, logits, rows, drawn)
-    elif len(drawn) == len(rows):
-        best = _draw(logits, rows)
-    elif drawn:
+    elif 0 < len(drawn) < len(rows):
         at = index_on(logits.device, drawn)
         best.index_copy_(0, at, _draw(logits.index_select(0, at), [rows[i] for i in drawn]))
     chosen: list[int] = best.tolist()  # waits for the device

@@ -11,7 +11,8 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -34,6 +35,11 @@ STUCK = "no token of the model can go on with the answer"
 UNKNOWN = {
     r"Unimplemented keys: \[(.*)\]": r"schemas may not hold \1, whatever the value; leave it out",
     r"Unknown format: (.*)": r"format '\1' is not known; leave it out, or say it by a pattern",
+    r"oneOf constraints are not supported.*": "oneOf is not known where several of its schemas may "
+    "allow the same value; write anyOf",
+    r"Resource '(.*?)' is not present.*": r"$ref cannot lead to '\1'; put what it names into $defs",
+    r"Expecting object schema.*": "it must be an object; {} allows any JSON",
+    r"lookarounds not supported yet; Word.*": r"\\b and \\B are not known; leave them out",
 }
 """What the library says of schemas that ask for what it does not know, and what clients read."""
 
@@ -42,6 +48,12 @@ _PART = re.compile(r"\[\^\]?(?:\\.|[^\]\\])*+|\\.", re.DOTALL)
 
 LARGE_VOCABULARY = 8192
 """Masks over fewer tokens are found by one thread, sooner than others are woken."""
+
+AHEAD_LIMIT_S = 60.0
+"""What was begun ahead is there by then, or the engine is of no more use."""
+
+Asked = Sequence[tuple["GrammarMatcher", Sequence[int]]]
+"""Matchers with the tokens of their answers so far."""
 
 Bits = npt.NDArray[np.uint8]
 """Masks: of each byte the lowest bit is the first token's; a set one may follow."""
@@ -103,6 +115,15 @@ class TokenGrammars:
         """Where an answer without a token stands in a grammar that was prepared."""
         return GrammarMatcher(self._compile(grammar)._core.deep_copy(), self)
 
+    @cached_property
+    def ordinary(self) -> bytes:
+        """1 for each token with which any text may begin and which ends none, else 0."""
+        source = grammar_source(Grammar.regex(r"[\s\S]*"))
+        core = _llguidance().LLMatcher(self._vocabulary, source, log_level=0)
+        found = ~GrammarMatcher(core, self).banned_after([])
+        found[list(self.end_ids)] = False
+        return found.tobytes()
+
     def _compile(self, grammar: Grammar) -> GrammarMatcher:
         key = (grammar.kind, grammar.text)
         with self._lock:
@@ -132,6 +153,8 @@ def _without_rows(tokenizer: str, vocab_size: int) -> str:
 class GrammarMatcher:
     """Where one answer stands in its grammar. Not thread-safe.
 
+    After `look_ahead` another thread uses it, for which `allowed` and `next_token` wait.
+
     Attributes:
         failure: Why no further token can be said, as of the last question; "" while one can. A
             grammar that needs more work for a token than there may be fails in the midst of an
@@ -145,6 +168,7 @@ class GrammarMatcher:
         self._tokens: list[int] = []
         self._num_parsed = 0  # of the tokens; ends and what comes after a wrong one are not
         self._bits: Bits | None = None  # what may follow the tokens, once it was asked
+        self._ahead: Future[tuple[Bits, list[str]]] | None = None
 
     def banned_after(self, token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Which tokens may not follow these, the answer's so far: bool [vocab]; see `allowed`."""
@@ -152,6 +176,33 @@ class GrammarMatcher:
         size = self._grammars.vocab_size
         banned: npt.NDArray[np.bool_] = np.unpackbits(bits[0], count=size, bitorder="little") == 0
         return banned
+
+    def next_token(self, token_ids: Sequence[int], best: int) -> int | None:
+        """The best token that may follow these, the answer's so far, where that needs no mask.
+
+        Args:
+            best: Of all tokens; the vocabulary's size where none is.
+
+        Returns:
+            `best` where it may follow, or the only one that may; None: ask `allowed`.
+        """
+        self._wait()
+        self._follow(token_ids)
+        if self.failure or best >= self._grammars.vocab_size or self._core.is_stopped():
+            return None
+        forced: list[int] = self._core.compute_ff_tokens()
+        if forced:
+            return forced[0]  # also where the same text could be said in other tokens
+        # Of others, which have no text or a part of a letter, the parser thinks as masks do not.
+        if self._grammars.ordinary[best] and self._core.validate_tokens([best]):
+            return best
+        return None
+
+    def _wait(self) -> None:
+        """Until no other thread uses it."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.result(AHEAD_LIMIT_S)
 
     def accept(self, token_id: int) -> None:
         """One more token of the answer."""
@@ -190,9 +241,7 @@ class GrammarMatcher:
             self.accept(token_id)
 
 
-def allowed(
-    asked: Sequence[tuple[GrammarMatcher, Sequence[int]]], num_threads: int = 1
-) -> tuple[Bits, list[str]]:
+def allowed(asked: Asked, num_threads: int = 1) -> tuple[Bits, list[str]]:
     """Which tokens may come next in some answers of one model.
 
     Consecutive questions about an answer may go on, or go back (a draft that was refused): only
@@ -207,6 +256,27 @@ def allowed(
         uint8 [len(asked), bytes], of whole words of 32 bits, and for each why no further token can
         be said, or "". Where none can, all are allowed.
     """
+    for matcher, _ in asked:
+        matcher._wait()
+    return _find(asked, num_threads)
+
+
+def look_ahead(asked: Asked, num_threads: int = 1) -> None:
+    """Begin to answer what `allowed` will be asked, on a thread beside; see there."""
+    for matcher, _ in asked:
+        matcher._wait()
+    ahead = _beside().submit(_find, [(m, list(said)) for m, said in asked], num_threads)
+    for matcher, _ in asked:
+        matcher._ahead = ahead
+
+
+@lru_cache(maxsize=1)
+def _beside() -> ThreadPoolExecutor:
+    """The thread that looks ahead."""
+    return ThreadPoolExecutor(1, thread_name_prefix="masks")
+
+
+def _find(asked: Asked, num_threads: int) -> tuple[Bits, list[str]]:
     found, failures = list[Bits](), list[str]()
     together: dict[int, GrammarMatcher] = {}
     for matcher, token_ids in asked:
@@ -279,7 +349,9 @@ def grammar_source(grammar: Grammar) -> str:
         return str(_llguidance().grammar_from("grammar", text))
     except ValueError as exc:
         what = "schema" if grammar.kind == "json_schema" else "grammar"
-        raise InvalidRequest(f"the {what} cannot be read: {exc}", code="invalid_grammar") from exc
+        raise InvalidRequest(
+            f"the {what} cannot be read: {_in_words(str(exc))}", code="invalid_grammar"
+        ) from exc
 
 
 def _ascii_digit(found: re.Match[str]) -> str:
@@ -318,7 +390,11 @@ def _reason(core: Any) -> str:
     if not core.is_error():
         return ""
     text = str(core.get_error()).split("<non-verbose/>")[0]
-    text = " ".join(text.split())[:500]
+    return _in_words(" ".join(text.split())[:500]) or "the grammar allows no text"
+
+
+def _in_words(text: str) -> str:
+    """An error of the library as clients read it."""
     for pattern, words in UNKNOWN.items():
         text = re.sub(pattern, words, text)
-    return text or "the grammar allows no text"
+    return text

@@ -52,11 +52,8 @@ def _beside_tools(found: list[tuple[Grammar, str]], tools: ChatTools) -> list[tu
     if not found:
         return [] if tools.grammar is None else [(tools.grammar, "tools")]
     form, field = found[0]
-    schema = None
-    with suppress(ValueError):
-        if form.kind == "json_schema" and len(form.text) <= MAX_GRAMMAR_BYTES:
-            schema = from_json(form.text, allow_inf_nan=False)
-    if tools.or_json is None or not isinstance(schema, dict):
+    schema = _schema_of(form)
+    if tools.or_json is None or schema is None:
         raise InvalidRequest(
             f"{field}: beside tools that may be called, only a JSON schema may stand; it must be "
             f"an object, at most {MAX_GRAMMAR_BYTES:,} characters long. Leave one of them out, or "
@@ -64,6 +61,15 @@ def _beside_tools(found: list[tuple[Grammar, str]], tools: ChatTools) -> list[tu
             param=field,
         )
     return [(tools.or_json(schema), field)]
+
+
+def _schema_of(form: Grammar) -> dict[str, Any] | None:
+    """The schema of a form; None where it has none, or one that is too long to be read."""
+    schema = None
+    with suppress(ValueError):
+        if form.kind == "json_schema" and len(form.text) <= MAX_GRAMMAR_BYTES:
+            schema = from_json(form.text, allow_inf_nan=False)
+    return schema if isinstance(schema, dict) else None
 
 
 def _response_format(body: GenerationFields) -> list[tuple[Grammar, str]]:
@@ -104,7 +110,16 @@ def _structured_outputs(body: GenerationFields) -> list[tuple[Grammar, str]]:
         "grammar": form.grammar,
         "json_object": form.json_object or None,
     }
-    return _forms({k: v for k, v in given.items() if v is not None}, "structured_outputs.")
+    found = _forms({k: v for k, v in given.items() if v is not None}, "structured_outputs.")
+    return [(_compact(g), field) for g, field in found] if form.disable_any_whitespace else found
+
+
+def _compact(form: Grammar) -> Grammar:
+    """The same form without blanks between the parts of JSON."""
+    schema = _schema_of(form)
+    if schema is None:
+        return form
+    return Grammar.json_schema(schema | {"x-guidance": {"whitespace_pattern": ""}})
 
 
 def _forms(given: dict[str, Any], place: str) -> list[tuple[Grammar, str]]:

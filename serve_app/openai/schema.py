@@ -134,6 +134,9 @@ class StructuredOutputs(RequestBody):
     choice: Choices | None = Field(None, description="One of these texts.")
     grammar: str | None = Field(None, description="Lark, or GBNF.")
     json_object: bool | None = Field(None, description="Any JSON object.")
+    disable_any_whitespace: bool | None = Field(
+        None, description="No blank between the parts of JSON; changes nothing of other forms."
+    )
 
 
 class RequestFields(RequestBody):

@@ -73,15 +73,19 @@ _Field = UnsupportedField
 NO_REASONING = "none"
 """As `reasoning_effort`: templates are told `enable_thinking: false`."""
 
+STRUCTURAL_TAG = _Field(
+    "structural_tag", instead="strict functions in tools, or structured_outputs.grammar"
+)
+
 STRUCTURE = (
     # SGLang, llama.cpp
     _Field("regex", instead="structured_outputs.regex"),
     _Field("ebnf", instead="structured_outputs.grammar"),
     _Field("json_schema", instead="structured_outputs.json"),
-    _Field("structural_tag"),
+    STRUCTURAL_TAG,
     _Field("grammar", instead="structured_outputs.grammar"),
     # vLLM
-    _Field("guided_whitespace_pattern"),
+    _Field("guided_whitespace_pattern", instead="structured_outputs.disable_any_whitespace"),
     _Field("guided_decoding_backend", ("auto", "guidance")),
 )
 """Answers of a given form."""
@@ -153,10 +157,15 @@ OTHER_NAMES = (
 
 STRUCTURED_OUTPUTS = _table(
     (
-        _Field("structural_tag"),
-        _Field("whitespace_pattern"),
-        _Field("disable_any_whitespace", (False,)),
-        _Field("disable_additional_properties", (False,)),
+        _Field(
+            "structural_tag", instead="strict functions in tools, or structured_outputs.grammar"
+        ),
+        _Field("whitespace_pattern", instead="structured_outputs.disable_any_whitespace"),
+        _Field(
+            "disable_additional_properties",
+            (False,),
+            instead='"additionalProperties": false in the schema',
+        ),
     )
 )
 """Of `structured_outputs`."""

@@ -484,6 +484,23 @@ void quadriga_head(void* pool, const QuadrigaModel* model, const QuadrigaHead* h
   });
 }
 
+void quadriga_ban(int64_t count, int64_t vocab, const uint8_t* bits, int64_t stride,
+                  float* logits) {
+  for (int64_t t = 0; t < count; ++t) {
+    for (int64_t i = 0; i < vocab; i += 32) {
+      const uint8_t* of = bits + t * stride + i / 8;
+      const uint32_t word = of[0] | of[1] << 8 | of[2] << 16 | static_cast<uint32_t>(of[3]) << 24;
+      float* to = logits + t * vocab + i;
+      if (word == ~0u) continue;
+      if (vocab - i >= 32) {  // a constant number, which compilers make vectors of
+        for (int j = 0; j < 32; ++j) to[j] = word >> j & 1 ? to[j] : -INFINITY;
+      } else {
+        for (int j = 0; j < vocab - i; ++j) to[j] = word >> j & 1 ? to[j] : -INFINITY;
+      }
+    }
+  }
+}
+
 int64_t quadriga_draft_scratch(const QuadrigaModel* m, const QuadrigaHead* head, int64_t count) {
   const int64_t wide = std::max(m->hidden, head->embed);
   const int64_t of_head = count * (2 * m->hidden + wide + 2 * head->mlp_width);

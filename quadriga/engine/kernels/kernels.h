@@ -133,6 +133,10 @@ void quadriga_project_kv(void* pool, const QuadrigaModel* model, const QuadrigaK
 void quadriga_head(void* pool, const QuadrigaModel* model, const QuadrigaHead* head, int64_t tokens,
                    const float* x, float* scratch, float* logits, int64_t* best, float* probs);
 
+// Give the tokens of each row of logits [count, vocab] whose bit is not set no probability. Bits are
+// bytes of which the lowest is the first token's, `stride` of them a row, whole words of 32 bits.
+void quadriga_ban(int64_t count, int64_t vocab, const uint8_t* bits, int64_t stride, float* logits);
+
 // Floats of scratch memory that drafting for `count` rows needs.
 int64_t quadriga_draft_scratch(const QuadrigaModel* model, const QuadrigaHead* head, int64_t count);
 

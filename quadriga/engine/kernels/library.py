@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -177,7 +177,10 @@ class KernelLibrary:
 
     Attributes:
         code: Names its machine code: equal names compute alike, whatever compiled them where.
+        loaded: The one that was loaded last in this process; None before, or where there is none.
     """
+
+    loaded: ClassVar[KernelLibrary | None] = None
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -202,3 +205,5 @@ class KernelLibrary:
         tokens = (POINTER(CMatrix), c_void_p, c_int64)
         draft = (head, POINTER(CDraft), c_void_p)
         self.draft = function("draft", None, c_void_p, model, *tokens, *draft)
+        self.ban = function("ban", None, c_int64, c_int64, c_void_p, c_int64, c_void_p)
+        KernelLibrary.loaded = self

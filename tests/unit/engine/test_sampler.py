@@ -9,19 +9,25 @@ import numpy as np
 import pytest
 import torch
 
+from quadriga.checkpoint.folder import read_checkpoint
+from quadriga.core.grammar import Grammar
 from quadriga.core.request import SequenceState
 from quadriga.engine import sampler
+from quadriga.engine.kernels.build import build_library, has_compiler
+from quadriga.engine.kernels.library import KernelLibrary
 from quadriga.engine.random import uniforms
 from quadriga.engine.sampler import (
     RowSampler,
     ban,
+    choose,
     invert_cdf,
     process,
     sample,
     token_logprobs,
     unpacked,
 )
-from tests.equivalence.models import make_state
+from quadriga.text.grammar import allowed, grammars_of
+from tests.equivalence.models import kernel_cache, make_state
 
 VOCAB = 60
 EOS = (2, 5)
@@ -275,9 +281,16 @@ def test_bans_outlive_nothing() -> None:
     assert sample(logits.clone(), [late], 1)[0].token_id == EOS[0]
 
 
+@pytest.mark.parametrize("by", ["torch", "kernels"])
 @pytest.mark.parametrize("vocab_size", [8, 37, 614])
-def test_tokens_whose_bit_is_not_set_are_banned(vocab_size: int) -> None:
+def test_tokens_whose_bit_is_not_set_are_banned(
+    vocab_size: int, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a device the bits are unpacked there, which this compares with what hosts do."""
+    if by == "kernels" and not has_compiler():
+        pytest.skip("no C++ compiler")
+    library = KernelLibrary(build_library(kernel_cache())) if by == "kernels" else None
+    monkeypatch.setattr(KernelLibrary, "loaded", library)
     rng = np.random.default_rng(5)
     kept = rng.random((3, vocab_size)) < [[0.02], [0.5], [0.98]]
     bits = np.packbits(np.pad(kept, ((0, 0), (0, -vocab_size % 32))), axis=1, bitorder="little")
@@ -286,3 +299,37 @@ def test_tokens_whose_bit_is_not_set_are_banned(vocab_size: int) -> None:
     assert torch.equal(unpacked(torch.from_numpy(bits), vocab_size), torch.from_numpy(kept))
     ban(logits, bits)
     assert torch.equal(logits, wanted)
+
+
+def test_the_best_token_that_a_form_allows_is_found_with_few_masks() -> None:
+    """Of greedy rows the best token is looked at alone: the answer is that of masked logits."""
+    grammars = grammars_of(read_checkpoint("quadriga-s"))
+    item = {"type": "string", "maxLength": 3, "pattern": "^[a-z ]*$"}
+    form = Grammar.json_schema({"type": "array", "items": {"anyOf": [item, {"enum": ["a", 7]}]}})
+    (end,), vocab_size = grammars.end_ids, grammars.vocab_size
+    rng, said, num_unmasked = np.random.default_rng(4), list[int](), 0
+    for _ in range(40):
+        logits = torch.from_numpy(rng.standard_normal((5, vocab_size), dtype=np.float32))
+        bits, _ = allowed([(grammars.matcher(form), said)])
+        may = np.flatnonzero(np.unpackbits(bits[0], count=vocab_size, bitorder="little"))
+        logits[1, rng.choice(may)] = logits[2, end] = 9.0
+        logits[3, int(rng.integers(vocab_size))] = math.nan
+        logits[4] = math.inf
+        state = make_state([1], temperature=0.0, grammar=form)
+        state.output_ids = said
+        rows, masked = (
+            [RowSampler(state, vocab_size, [end], grammars.matcher(form)) for _ in logits]
+            for _ in range(2)
+        )
+        expected = logits.clone()
+        process(expected, masked)
+        wanted, found = choose(expected, masked, 1), sample(logits, rows, 1)
+        assert [t.token_id for t in found] == [t.token_id for t in wanted]
+        codes = [[t.error and t.error.code for t in tokens] for tokens in (found, wanted)]
+        assert codes[0] == codes[1]
+        assert found[4].error is not None
+        matcher = rows[1].matcher
+        num_unmasked += matcher is not None and matcher._bits is None
+        goes_on = may[may != end]
+        said = [*said, int(rng.choice(goes_on))] if len(goes_on) else []
+    assert num_unmasked > 20

@@ -28,6 +28,10 @@ ROUTES: dict[str, dict[str, Any]] = {
 NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
 
 
+WITH_BLANKS = Grammar("json_schema", TEXT)
+COMPACT = Grammar("json_schema", f'{TEXT[:-1]}, "x-guidance": {{"whitespace_pattern": ""}}}}')
+
+
 WAYS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": NAMED}, Grammar("json_schema", TEXT)),
     ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
@@ -37,12 +41,15 @@ WAYS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"guided_regex": "[ab]+"}, Grammar.regex("[ab]+")),
     ({"guided_choice": ["a", "b"]}, Grammar.choice(["a", "b"])),
     ({"guided_grammar": 'root ::= "a"'}, Grammar.ebnf('root ::= "a"')),
-    ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", TEXT)),
+    ({"structured_outputs": {"json": SCHEMA}}, WITH_BLANKS),
     ({"structured_outputs": {"regex": "a"}}, Grammar.regex("a")),
     ({"structured_outputs": {"choice": ["a"]}}, Grammar.choice(["a"])),
     ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar.ebnf('start: "a"')),
     ({"structured_outputs": {"json_object": True}}, Grammar.json_object()),
     ({"structured_outputs": {}}, None),
+    ({"structured_outputs": {"json": TEXT, "disable_any_whitespace": True}}, COMPACT),
+    ({"structured_outputs": {"json": TEXT, "disable_any_whitespace": False}}, WITH_BLANKS),
+    ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, Grammar.regex("a")),
     ({"guided_json": None, "response_format": None}, None),
 ]
 
@@ -84,6 +91,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guided_grammar": ""}, "guided_grammar"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
     ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),

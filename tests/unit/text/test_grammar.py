@@ -6,20 +6,29 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
 import pytest
 
+from loadgen.bench.random_schemas import random_schema
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.core.grammar import Grammar
 from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.text import grammar as grammar_module
 from quadriga.text import load_tokenizer
-from quadriga.text.grammar import MAX_KEPT, TokenGrammars, allowed, grammar_source, grammars_of
+from quadriga.text.grammar import (
+    MAX_KEPT,
+    TokenGrammars,
+    allowed,
+    grammar_source,
+    grammars_of,
+    look_ahead,
+)
 from quadriga.text.grammar_worker import fault
 from quadriga.text.tokenizer_file import read_definition
 
@@ -140,6 +149,43 @@ def test_many_answers_are_asked_about_at_once(
             assert failure == reasons[0]
 
 
+def test_the_next_token_is_known_without_a_mask_as_with_one() -> None:
+    """Also where the form leaves one token; where nothing is known, the mask is asked."""
+    rng, num_known, num_allowed = np.random.default_rng(5), 0, 0
+    forms = [Grammar.json_schema(random_schema(seed)) for seed in range(8)]
+    forms += [Grammar.choice(["yes", "no, ü"]), Grammar.regex(r"[a-z]{2,9}-(\d{2}|é)+")]
+    for form in forms:
+        matcher, masked, said = grammars().matcher(form), grammars().matcher(form), list[int]()
+        for step in range(30):
+            may = ~masked.banned_after(said)
+            some = rng.choice(np.flatnonzero(may), 6).tolist()
+            for token_id in [*some, *rng.choice(len(may), 6).tolist(), END, len(may)]:
+                found = matcher.next_token(said, token_id)
+                num_allowed += token_id < len(may) and may[token_id]
+                num_known += found is not None
+                assert found is None or may[found]
+                assert found in (None, token_id) or np.count_nonzero(may) == 1
+            is_refused = some[0] == END or step % 5 == 4
+            said = said[: len(said) // 2] if is_refused else [*said, some[0]]
+    assert num_known > 0.9 * num_allowed
+
+
+def test_a_question_waits_for_what_was_begun_ahead_of_it() -> None:
+    ids = TEXT.encode(json.dumps({"name": "Ann", "age": 12}), add_special_tokens=False)
+    wanted = grammars().matcher(PERSON).banned_after(ids[:3])
+    may_go, matcher = Event(), grammars().matcher(PERSON)
+    grammar_module._beside().submit(may_go.wait, 30.0)
+    look_ahead([(matcher, ids[:3])])
+    with ThreadPoolExecutor(1) as other:
+        asked = other.submit(matcher.banned_after, ids[:3])
+        with pytest.raises(TimeoutError):
+            asked.result(0.2)
+        may_go.set()
+        np.testing.assert_array_equal(asked.result(30.0), wanted)
+    look_ahead([(matcher, ids[:4])])
+    assert matcher.next_token(ids[:3], ids[3]) == ids[3], "it may also have been in vain"
+
+
 def test_an_answer_that_can_say_nothing_more_stops_no_other() -> None:
     lost, other = grammars().matcher(Grammar.choice(["ab"])), grammars().matcher(PERSON)
     wrong = TEXT.encode("ba", add_special_tokens=False)
@@ -180,6 +226,10 @@ def test_accept_and_rollback() -> None:
             '"uniqueItems".*leave it out',
         ),
         (Grammar.json_schema({"type": "string", "format": "a"}), "format 'a'.*leave it out"),
+        (Grammar.json_schema({"oneOf": [{"type": "string"}, {"minLength": 1}]}), "write anyOf"),
+        (Grammar.json_schema({"$ref": "https://a.b/c"}), r"'https://a\.b/c'; put .* into \$defs"),
+        (Grammar.json_schema("true"), "cannot be read: it must be an object; {} allows any"),
+        (Grammar.regex(r"\ba"), r"\\b and \\B are not known; leave"),
         (Grammar.json_schema({"enum": [1], "type": "string"}), "nsatisfiable"),
         (Grammar.json_schema('{"items":' * 3000 + "{}" + "}" * 3000), "recursion"),
         (Grammar.ebnf("start: unknown"), "unknown"),
