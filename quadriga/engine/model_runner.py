@@ -43,7 +43,6 @@ from quadriga.engine.sampler import (
     Sampler,
     SamplerAhead,
     end_not_finite,
-    find_masks,
     make_sampler,
     sample,
 )
@@ -335,7 +334,6 @@ class NativeRunner:
         self._drafts.drop(rows)
         depth, num_segments = self.num_layers, len(self.model.ends)
         indices = np.array(rows, dtype=np.int64)
-        find_masks([s for s in samplers if not s.wants_best], self._device)
         with self._undone():
             x = self._pass(indices, samplers, 0, num_segments)
             if all(s.is_plain for s in samplers):
@@ -366,7 +364,6 @@ class NativeRunner:
                 self.at_exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, ahead, x)
             else:
                 drafts.drop(rows)
-                find_masks(samplers if first == 0 else (), self._device)
                 x = self._pass(indices, samplers, first, stop)
                 self.at_exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, samplers, x)
                 if self._goes_on(stop):

@@ -23,7 +23,7 @@ from quadriga.engine.models.decoder import best_of
 from quadriga.engine.random import LEAST_DIVISOR, uniforms
 from quadriga.engine.transfers import index_on, to_device
 from quadriga.errors import InvalidRequest
-from quadriga.text.grammar import Bits, GrammarMatcher, allowed, grammars_of, look_ahead
+from quadriga.text.grammar import Bits, GrammarMatcher, allowed, grammars_of
 
 WHOLE_SORT = 4096
 """Vocabularies up to this are sorted as a whole; of larger ones the best tokens alone."""
@@ -261,13 +261,6 @@ def _settled(logits: torch.Tensor, rows: Sequence[Sampler], tried: list[int]) ->
         at = torch.tensor(unknown)
         settled.index_copy_(0, at, best_of(logits.index_select(0, at)))
     return settled
-
-
-def find_masks(rows: Sequence[RowSampler], device: torch.device) -> None:
-    """Begin to find these rows' masks beside the pass that computes their logits, on a host."""
-    asked = [(row.matcher, row.said) for row in rows if row.matcher is not None]
-    if asked and device.type == "cpu":  # a device computes beside the host anyway
-        look_ahead(asked, torch.get_num_threads())
 
 
 def process(

@@ -11,7 +11,6 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
@@ -48,12 +47,6 @@ _PART = re.compile(r"\[\^\]?(?:\\.|[^\]\\])*+|\\.", re.DOTALL)
 
 LARGE_VOCABULARY = 8192
 """Masks over fewer tokens are found by one thread, sooner than others are woken."""
-
-AHEAD_LIMIT_S = 60.0
-"""What was begun ahead is there by then, or the engine is of no more use."""
-
-Asked = Sequence[tuple["GrammarMatcher", Sequence[int]]]
-"""Matchers with the tokens of their answers so far."""
 
 Bits = npt.NDArray[np.uint8]
 """Masks: of each byte the lowest bit is the first token's; a set one may follow."""
@@ -153,8 +146,6 @@ def _without_rows(tokenizer: str, vocab_size: int) -> str:
 class GrammarMatcher:
     """Where one answer stands in its grammar. Not thread-safe.
 
-    After `look_ahead` another thread uses it, for which `allowed` and `next_token` wait.
-
     Attributes:
         failure: Why no further token can be said, as of the last question; "" while one can. A
             grammar that needs more work for a token than there may be fails in the midst of an
@@ -168,7 +159,6 @@ class GrammarMatcher:
         self._tokens: list[int] = []
         self._num_parsed = 0  # of the tokens; ends and what comes after a wrong one are not
         self._bits: Bits | None = None  # what may follow the tokens, once it was asked
-        self._ahead: Future[tuple[Bits, list[str]]] | None = None
 
     def banned_after(self, token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Which tokens may not follow these, the answer's so far: bool [vocab]; see `allowed`."""
@@ -186,7 +176,6 @@ class GrammarMatcher:
         Returns:
             `best` where it may follow, or the only one that may; None: ask `allowed`.
         """
-        self._wait()
         self._follow(token_ids)
         if self.failure or best >= self._grammars.vocab_size or self._core.is_stopped():
             return None
@@ -197,12 +186,6 @@ class GrammarMatcher:
         if self._grammars.ordinary[best] and self._core.validate_tokens([best]):
             return best
         return None
-
-    def _wait(self) -> None:
-        """Until no other thread uses it."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.result(AHEAD_LIMIT_S)
 
     def accept(self, token_id: int) -> None:
         """One more token of the answer."""
@@ -241,7 +224,9 @@ class GrammarMatcher:
             self.accept(token_id)
 
 
-def allowed(asked: Asked, num_threads: int = 1) -> tuple[Bits, list[str]]:
+def allowed(
+    asked: Sequence[tuple[GrammarMatcher, Sequence[int]]], num_threads: int = 1
+) -> tuple[Bits, list[str]]:
     """Which tokens may come next in some answers of one model.
 
     Consecutive questions about an answer may go on, or go back (a draft that was refused): only
@@ -256,27 +241,6 @@ def allowed(asked: Asked, num_threads: int = 1) -> tuple[Bits, list[str]]:
         uint8 [len(asked), bytes], of whole words of 32 bits, and for each why no further token can
         be said, or "". Where none can, all are allowed.
     """
-    for matcher, _ in asked:
-        matcher._wait()
-    return _find(asked, num_threads)
-
-
-def look_ahead(asked: Asked, num_threads: int = 1) -> None:
-    """Begin to answer what `allowed` will be asked, on a thread beside; see there."""
-    for matcher, _ in asked:
-        matcher._wait()
-    ahead = _beside().submit(_find, [(m, list(said)) for m, said in asked], num_threads)
-    for matcher, _ in asked:
-        matcher._ahead = ahead
-
-
-@lru_cache(maxsize=1)
-def _beside() -> ThreadPoolExecutor:
-    """The thread that looks ahead."""
-    return ThreadPoolExecutor(1, thread_name_prefix="masks")
-
-
-def _find(asked: Asked, num_threads: int) -> tuple[Bits, list[str]]:
     found, failures = list[Bits](), list[str]()
     together: dict[int, GrammarMatcher] = {}
     for matcher, token_ids in asked:

@@ -18,10 +18,8 @@ from quadriga import LLM, ExitParams, Grammar, SamplingParams
 from quadriga.checkpoint.exits import NEVER
 from quadriga.checkpoint.folder import ASSETS, read_checkpoint
 from quadriga.core.request import FinishReason, SequenceState
-from quadriga.engine import sampler
 from quadriga.errors import InvalidRequest
 from quadriga.text import load_tokenizer
-from quadriga.text.grammar import Asked, look_ahead
 from tests.equivalence.models import kernel_cache, make_spec, make_state
 from tests.equivalence.moving import Member, move
 from tests.equivalence.test_rebuild import copy_of, go_on, rebuild, run_alone, runner
@@ -82,19 +80,6 @@ def test_drafted_is_full_depth(llm: LLM, temperature: float) -> None:
     assert [o.token_ids for o in drafted] == [o.token_ids for o in full]
     batch.drafter = drafter
     assert llm.loop.decode.counters.drafted > 0
-
-
-def test_masks_are_found_beside_the_pass(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead = list[int]()
-
-    def note(asked: Asked, num_threads: int) -> None:
-        ahead.append(len(asked))
-        look_ahead(asked, num_threads)
-
-    monkeypatch.setattr(sampler, "look_ahead", note)
-    sampling = [SamplingParams(30, temperature=t, seed=1, grammar=PERSON) for t in (0.0, 0.0, 0.9)]
-    llm.generate([PROMPT] * 3, sampling, exits=ExitParams(NEVER), progress=False)
-    assert len(ahead) > 5 and min(ahead) >= 1
 
 
 def test_what_the_grammar_leaves_no_choice_leaves_early(llm: LLM) -> None:

@@ -6,10 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from quadriga.text.grammar import (
     allowed,
     grammar_source,
     grammars_of,
-    look_ahead,
 )
 from quadriga.text.grammar_worker import fault
 from quadriga.text.tokenizer_file import read_definition
@@ -168,22 +166,6 @@ def test_the_next_token_is_known_without_a_mask_as_with_one() -> None:
             is_refused = some[0] == END or step % 5 == 4
             said = said[: len(said) // 2] if is_refused else [*said, some[0]]
     assert num_known > 0.9 * num_allowed
-
-
-def test_a_question_waits_for_what_was_begun_ahead_of_it() -> None:
-    ids = TEXT.encode(json.dumps({"name": "Ann", "age": 12}), add_special_tokens=False)
-    wanted = grammars().matcher(PERSON).banned_after(ids[:3])
-    may_go, matcher = Event(), grammars().matcher(PERSON)
-    grammar_module._beside().submit(may_go.wait, 30.0)
-    look_ahead([(matcher, ids[:3])])
-    with ThreadPoolExecutor(1) as other:
-        asked = other.submit(matcher.banned_after, ids[:3])
-        with pytest.raises(TimeoutError):
-            asked.result(0.2)
-        may_go.set()
-        np.testing.assert_array_equal(asked.result(30.0), wanted)
-    look_ahead([(matcher, ids[:4])])
-    assert matcher.next_token(ids[:3], ids[3]) == ids[3], "it may also have been in vain"
 
 
 def test_an_answer_that_can_say_nothing_more_stops_no_other() -> None:
