@@ -64,7 +64,7 @@ class RayProcesses:
                         raise
                 time.sleep(LOOK_INTERVAL_S)
 
-        quieter = partial(parameter.RayParams, include_log_monitor=False)
+        quieter = partial(parameter.RayParams, include_log_monitor=False)  # type: ignore[arg-type]
         with (
             _replaced(parameter, "RayParams", quieter),
             _replaced(services, "ConsolePopen", start) as popen,
