@@ -149,7 +149,7 @@ async def test_who_asks_whether_it_is_ready_learns_what_replicas_do_until_they_s
     replicas[0]["phase"] = "starting"
     call.side_effect = [ClusterView(0.0, []), {"replicas": replicas}]
     await state.refresh()
-    with pytest.raises(Unavailable, match="no prefill replica is ready: prefill 0: reads$"):
+    with pytest.raises(Unavailable, match=r"no prefill replica is ready: prefill 0: reads$"):
         state.check_ready()
     said = "; ".join(f"decode {n}: reads" for n in range(SHOWN_STARTING))
     assert starting_text({"replicas": replicas}, Role.DECODE) == f"{said}; 2 more"
