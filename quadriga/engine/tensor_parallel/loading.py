@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 NUM_LOADED, ALL_LOADED, LEADER_LOADED = "num-loaded", "all-loaded", "leader-loaded"
 """Keys: how many ranks behind the first are ready; that all are, or, in words, why one is not; that
 rank 0 need not be waited for."""
-LOAD_TIMEOUT_S = 600.0
 LOOK_INTERVAL_S = 0.1
+LOAD_TIMEOUT_S = 600.0
 """For all other ranks together to have their parts of the weights, once rank 0 has its own."""
 
 
