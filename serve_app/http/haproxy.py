@@ -129,7 +129,7 @@ defaults quadriga
 
 frontend quadriga_https
     bind {host}:{https_port} ssl crt {bundle} alpn h2,http/1.1 ssl-min-ver TLSv1.2{client}
-    maxconn "${{QUADRIGA_CONNECTIONS_OF_TLS}}"
+    maxconn "${{HAPROXY_CONNECTIONS_OF_TLS}}"
 {addresses}
     # Serve's own routes, and what has the admin port.
     http-request return {no_route} if {{ path_beg /-/ }} || {{ path /metrics }}
@@ -141,7 +141,7 @@ backend quadriga_http
 GRPC_TLS_CONFIG = """
 frontend quadriga_grpc_tls
     bind {host}:{grpc_tls_port} ssl crt {bundle} alpn h2 ssl-min-ver TLSv1.2{client}
-    maxconn "${{QUADRIGA_CONNECTIONS_OF_TLS}}"
+    maxconn "${{HAPROXY_CONNECTIONS_OF_TLS}}"
 {addresses}
     default_backend quadriga_grpc
 
@@ -155,9 +155,9 @@ SCRIPT = """\
 [ "$files" -lt {files} ] 2>/dev/null || files={files}
 # HAProxy counts two and a half for each, others for what it asks servers and threads, and does not
 # start where there may be fewer.
-export QUADRIGA_CONNECTIONS="${{RAY_SERVE_HAPROXY_MAXCONN:-$((files * 3 / 8 - {reserve}))}}"
-export QUADRIGA_CONNECTIONS_OF_TLS="$((QUADRIGA_CONNECTIONS / 4))"
-export QUADRIGA_CONNECTIONS_OF_ONE="$((QUADRIGA_CONNECTIONS / {share}))"
+export HAPROXY_CONNECTIONS="${{RAY_SERVE_HAPROXY_MAXCONN:-$((files * 3 / 8 - {reserve}))}}"
+export HAPROXY_CONNECTIONS_OF_TLS="$((HAPROXY_CONNECTIONS / 4))"
+export HAPROXY_CONNECTIONS_OF_ONE="$((HAPROXY_CONNECTIONS / {share}))"
 last=
 for word do
     shift
@@ -181,7 +181,7 @@ HARD_STOP_VARIABLE = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
 
 ADDRESSES = """\
     tcp-request connection track-sc0 src,ipmask(32,64) table quadriga_addresses
-    tcp-request connection reject if { sc0_conn_cur gt "${QUADRIGA_CONNECTIONS_OF_ONE}" } \
+    tcp-request connection reject if { sc0_conn_cur gt "${HAPROXY_CONNECTIONS_OF_ONE}" } \
 !{ src 127.0.0.1 ::1 }"""
 """Of every front end: connections of one address."""
 # Hold space: whether there is an application (a `use_backend` line comes first).
@@ -193,7 +193,7 @@ REWRITE = """\
     timeout http-request {head_s}s\\
     timeout http-keep-alive {idle_s}s
 {hard_stop}
-s/^ *maxconn .*/    maxconn "${{QUADRIGA_CONNECTIONS}}"/
+s/^ *maxconn .*/    maxconn "${{HAPROXY_CONNECTIONS}}"/
 /^defaults/i\\
 backend quadriga_addresses\\
     stick-table type ipv6 size 100k expire 1m store conn_cur
