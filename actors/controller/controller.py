@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import math
-import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from actors.rpc.connections import DirectlyCalled
 from actors.rpc.lifecycle import controller_name, end_this_actor, scheduler_name
 from actors.rpc.ray_rpc import LOOK_UP_TIMEOUT_S, RAY_FAILED, call, find_actor
 from actors.rpc.signals import die_on_sigterm
-from quadriga import __version__
 from quadriga.background import background
 from quadriga.clock import SystemClock
 from quadriga.config.ingress import LoggingConfig
@@ -153,9 +151,6 @@ class Controller(DirectlyCalled):
         if last is None or last.hardware.num_gpus != desired.hardware.num_gpus:
             gpus = str(desired.hardware.num_gpus).encode()
             await asyncio.to_thread(controller_store.save, self._app, "gpus", gpus)
-        if last is None or last.config != desired.config or last.hardware != desired.hardware:
-            resolved = pickle.dumps((__version__, desired))
-            await asyncio.to_thread(controller_store.save, self._app, "resolved", resolved)
         if self._helios is not None and helios is None:
             background(self._helios.send_route(None))
         self._desired, self._helios = desired, helios  # a turn between them would mix two
@@ -390,9 +385,7 @@ class Controller(DirectlyCalled):
                 saved = await asyncio.to_thread(controller_store.load, self._app, "desired")
                 config = self._first_config if saved is None else json.loads(saved)
                 gpus = await asyncio.to_thread(controller_store.load, self._app, "gpus")
-                desired = await asyncio.to_thread(resolved_before, self._app, config)
-                if desired is None:
-                    desired = await asyncio.to_thread(resolve_here, config, float(gpus or 0))
+                desired = await asyncio.to_thread(resolve_here, config, float(gpus or 0))
                 await self._want(desired)
             finally:
                 self._is_started.set()
@@ -522,28 +515,6 @@ class Controller(DirectlyCalled):
                 await asyncio.to_thread(controller_store.forget, self._app)
         except (TimeoutError, *RAY_FAILED) as exc:
             logger.warning("stored values of %s stay in Ray's store: %s", self._app, exc)
-
-
-def resolved_before(app: str, config: dict[str, Any]) -> Desired | None:
-    """What an earlier controller made of a configuration; None where that is not known.
-
-    On a node without the model, to resolve it again is to fetch it first, and until then no replica
-    that dies is replaced. HELIOS reads the models' files itself.
-    """
-    saved = controller_store.load(app, "resolved")
-    if saved is None:
-        return None
-    try:
-        version: str
-        desired: Desired
-        version, desired = pickle.loads(saved)
-        is_same = version == __version__ and desired.config == config
-        if is_same and not desired.deployment.config.helios.enabled:
-            return replace(desired)  # without fingerprints by addresses of then
-        return None
-    except Exception as exc:  # whatever the classes of another version raise
-        logger.info("what an earlier controller resolved cannot be read: %r", exc)
-        return None
 
 
 def resolve_here(config: dict[str, Any], least_gpus: float) -> Desired:

@@ -38,6 +38,12 @@ Kind = Literal["auto", "nccl", "nixl", "gloo", "object_store"]
 RECEIVED = ("nccl", "gloo", "object_store")
 """By which KV may be offered to any replica; by NCCL it comes where both have that."""
 
+
+def received(kind: Kind) -> tuple[str, ...]:
+    """By which KV may be offered to a replica that itself sends by this kind."""
+    return (*RECEIVED, kind)
+
+
 RETRY_S = 60.0
 """A peer that a transport did not reach is tried again that way after this long."""
 NO_ROUTE_RETRY_S = 3600.0
@@ -58,7 +64,7 @@ class TransportHub:
 
     `auto` is NCCL where this replica has a GPU and CuPy with NCCL, then gloo, then the object
     store. What comes over gloo or the object store is received whatever the kind: in a roll-out
-    of another kind, replicas of both hand sequences to each other.
+    between `auto`, `gloo` and `object_store`, replicas of both hand sequences to each other.
 
     Args:
         kind: To send by: one transport alone, or `auto`.

@@ -61,10 +61,10 @@ class WaitingRollouts:
         """Take what all places wait for now; those that do not wait are left out, or empty."""
         before, self._since = self._since, {}
         for key, text in waits.items():
-            if text and before.get(key, ("", 0.0))[0] == text:
-                self._since[key] = before[key]
-            elif text:
-                self._since[key] = (text, now_s)
+            last, since_s = before.get(key, ("", now_s))
+            if text:  # for another successor it goes on waiting
+                self._since[key] = (text, since_s)
+            if text not in ("", last):
                 logger.info("the roll-out waits: %s", text)
 
     def of(self, key: PlaceKey) -> str:
@@ -169,6 +169,8 @@ def turn_over(
                 going.append(DepartingReplica(replica, "its configuration has changed"))
             elif may_go(replica):  # for another model: those still to change have the old one
                 going.append(DepartingReplica(replica, "another model takes its place", moves=True))
+    if any(replica is one.replica for one in going for replica in others):
+        waits = ""
     stays = any(due_s[m.name] is None for m in replicas)
     may_be_filled = any(m.fingerprint is None and now_s - m.since_s < FIRST_ANSWER_S for m in alike)
     comes = may_be_filled or (stays and is_under_way)

@@ -163,7 +163,7 @@ class ReplicaSnapshot(RelativeTimeMixin):
         num_waiting: Sequences queued (prefill); reserved but not yet joined, or paused (decode);
             all of these, and those whose prompts are being computed (mixed).
         waiting_tokens: Prompt tokens in the prefill queue.
-        waiting_by_priority: (priority, such tokens) pairs; empty where all have one priority.
+        waiting_by_priority: (priority, such tokens) pairs of all priorities that have some.
         num_unplaced: Sequences that wait for a decode replica behind their prompts (prefill).
         ending: Those here that end with their first token, and tokens of their prompts (prefill).
         used_tokens: Tokens whose KV is held.

@@ -479,11 +479,11 @@ class PrefillLoop:
 
     @property
     def waiting_by_priority(self) -> tuple[tuple[int, int], ...]:
-        """`waiting_tokens` of each priority; empty where all have one."""
+        """`waiting_tokens` of each priority that has some."""
         tokens = self._queue.tokens_by_priority
         for sequence in _prefilling(self.running):
             tokens[sequence.state.priority] += _remaining(sequence)
-        return tuple(sorted(tokens.items())) if len(tokens) > 1 else ()
+        return tuple(sorted(tokens.items()))
 
     @property
     def num_held(self) -> int:

@@ -213,6 +213,7 @@ def train_head(
     def loss_on(samples: Tensor) -> Tensor:
         return loss_of(network((read(samples) - mean) * scale), target[samples])
 
+    validation = validation[torch.randperm(len(validation))[:EPOCH]]
     best, best_loss, since, epochs = _copy(layers), float("inf"), 0, 0
     while epochs < MAX_EPOCHS and since < PATIENCE:
         network.train()

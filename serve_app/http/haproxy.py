@@ -8,8 +8,10 @@ Nor does the template limit how long a client may take to send its headers, nor 
 keep a connection for which it has no more requests: each holds one of HAProxy's connections for an
 hour. The script adds both limits to the file that it is given. Of connections Serve allows 4,096;
 whoever holds them all keeps everybody else waiting. The script allows as many as there may be open
-files for, and one address half of them: more are closed as they come. The machine itself
-is not limited (127.0.0.1): there stand the front end for TLS and proxies of the user's own.
+files for, and one address (of IPv6, one network of 64 bits) half of them, over all ports: more are
+closed as they come. With TLS each port has a quarter of them, as what it passes on to Serve's own
+front end are connections as well, and one address an eighth. The machine itself is not limited
+(127.0.0.1): there stand the front ends for TLS and proxies of the user's own.
 
 At a reload, as when ingresses are exchanged, streams stay with the HAProxy that has them. Serve
 ends it, and them, after 120 s, the script after an hour. HAProxy takes 100 headers of a request:
@@ -93,6 +95,8 @@ HEAD_S, IDLE_S = 10, 90
 """For a request's headers; between two requests on a connection."""
 MOST_CONNECTIONS = 16384
 """With 32 KiB of buffers for each that is busy. `RAY_SERVE_HAPROXY_MAXCONN` sets another number."""
+RESERVE = 64
+"""Connections less, for about 200 servers and threads."""
 _NO_SERVER = Unavailable("no process can take the request now; retry shortly", retry_after_s=1.0)
 ERRORS: dict[int, QuadrigaError] = {
     400: InvalidRequest("the request is not valid HTTP", code="invalid_http"),
@@ -125,6 +129,7 @@ defaults quadriga
 
 frontend quadriga_https
     bind {host}:{https_port} ssl crt {bundle} alpn h2,http/1.1 ssl-min-ver TLSv1.2{client}
+    maxconn "${{HAPROXY_CONNECTIONS_OF_TLS}}"
 {addresses}
     # Serve's own routes, and what has the admin port.
     http-request return {no_route} if {{ path_beg /-/ }} || {{ path /metrics }}
@@ -136,6 +141,7 @@ backend quadriga_http
 GRPC_TLS_CONFIG = """
 frontend quadriga_grpc_tls
     bind {host}:{grpc_tls_port} ssl crt {bundle} alpn h2 ssl-min-ver TLSv1.2{client}
+    maxconn "${{HAPROXY_CONNECTIONS_OF_TLS}}"
 {addresses}
     default_backend quadriga_grpc
 
@@ -147,9 +153,11 @@ SCRIPT = """\
 #!/bin/sh
 {before}files=$(ulimit -Hn)
 [ "$files" -lt {files} ] 2>/dev/null || files={files}
-# HAProxy counts two and a half for each, and does not start where there may be fewer.
-export QUADRIGA_CONNECTIONS="${{RAY_SERVE_HAPROXY_MAXCONN:-$((files * 3 / 8))}}"
-export QUADRIGA_CONNECTIONS_OF_ONE="$((QUADRIGA_CONNECTIONS / 2))"
+# HAProxy counts two and a half for each, others for what it asks servers and threads, and does not
+# start where there may be fewer.
+export HAPROXY_CONNECTIONS="${{RAY_SERVE_HAPROXY_MAXCONN:-$((files * 3 / 8 - {reserve}))}}"
+export HAPROXY_CONNECTIONS_OF_TLS="$((HAPROXY_CONNECTIONS / 4))"
+export HAPROXY_CONNECTIONS_OF_ONE="$((HAPROXY_CONNECTIONS / {share}))"
 last=
 for word do
     shift
@@ -172,11 +180,10 @@ HARD_STOP_VARIABLE = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
 
 
 ADDRESSES = """\
-    stick-table type ipv6 size 100k expire 1m store conn_cur
-    tcp-request connection track-sc0 src
-    tcp-request connection reject if { sc0_conn_cur gt "${QUADRIGA_CONNECTIONS_OF_ONE}" } \
+    tcp-request connection track-sc0 src,ipmask(32,64) table quadriga_addresses
+    tcp-request connection reject if { sc0_conn_cur gt "${HAPROXY_CONNECTIONS_OF_ONE}" } \
 !{ src 127.0.0.1 ::1 }"""
-"""Of a front end: connections of one address."""
+"""Of every front end: connections of one address."""
 # Hold space: whether there is an application (a `use_backend` line comes first).
 REWRITE = """\
 /^frontend prometheus$/,/^ *no log$/d
@@ -186,7 +193,10 @@ REWRITE = """\
     timeout http-request {head_s}s\\
     timeout http-keep-alive {idle_s}s
 {hard_stop}
-s/^ *maxconn .*/    maxconn "${{QUADRIGA_CONNECTIONS}}"/
+s/^ *maxconn .*/    maxconn "${{HAPROXY_CONNECTIONS}}"/
+/^defaults/i\\
+backend quadriga_addresses\\
+    stick-table type ipv6 size 100k expire 1m store conn_cur
 /^frontend /a\\
 {addresses}
 /^global$/a\\
@@ -233,7 +243,7 @@ def starter_script(
         folder = cache / "quadriga"
     tls = tls or Tls.from_environment()
     if tls is None:
-        texts = {"haproxy-limited": _script(folder)}
+        texts = {"haproxy-limited": _script(folder, share=2)}
     else:
         tls.check()
         http_port = http_port or port_variable(PLAIN_HTTP_PORT_VARIABLE, 8000)
@@ -326,11 +336,13 @@ def _with_tls(folder: Path, tls: Tls, http_port: int, grpc_port: int | None) -> 
         before=f"(umask 077; (cat {cert} && echo && cat {key}) > {out}.$$ && "
         f"mv {out}.$$ {out}) || exit 1\n",
         after=f" -f {_quoted(extra)}",
+        share=8,
     )
     return {f"haproxy-{mark}": script, extra.name: config}
 
 
-def _script(folder: Path, *, before: str = "", after: str = "") -> str:
+def _script(folder: Path, *, share: int, before: str = "", after: str = "") -> str:
+    """Args: share: One address has this part of all connections."""
     return SCRIPT.format(
         before=before,
         rewrite=_quoted(folder / _REWRITE_NAME),
@@ -338,7 +350,9 @@ def _script(folder: Path, *, before: str = "", after: str = "") -> str:
         tie=_quoted(TIE),
         binary=_quoted(_binary()),
         after=after,
-        files=MOST_CONNECTIONS * 8 // 3 + 1,
+        files=(MOST_CONNECTIONS + RESERVE) * 8 // 3 + 1,
+        reserve=RESERVE,
+        share=share,
     )
 
 

@@ -114,11 +114,12 @@ class ChoicesFormat(StreamFormat):
                 finish = f'"{reason}","stop_reason":{json.dumps(sequence.stop_reason)}'
             if request.return_token_ids:
                 ids = f',"token_ids":{delta.token_ids}'
-                prompt_ids = f',"prompt_token_ids":{sequence.state.prompt_ids}'
-                if delta.is_first and self.prompts_in_choices:
-                    ids = prompt_ids + ids
-                elif delta.is_first and delta.choice == 0:
-                    end = prompt_ids + tail
+                if delta.is_first and (self.prompts_in_choices or not delta.choice):
+                    prompt_ids = f',"prompt_token_ids":{sequence.state.prompt_ids}'
+                    if self.prompts_in_choices:
+                        ids = prompt_ids + ids
+                    else:
+                        end = prompt_ids + tail
             if request.eta_in_chunks:
                 to_go = sequence.eta
                 fields = None if to_go is None else to_go.plain()

@@ -248,7 +248,7 @@ class ClusterStateCache:
         self._taken_s = float("-inf")
         self._is_scheduler_away = False
         self._lost: dict[str, float] = {}  # replica → when it was found to be gone
-        self._starting = ""
+        self._starting: dict[Role, str] = {}
         self.view = ClusterView(0.0, [])
 
     async def refresh(self) -> None:
@@ -261,10 +261,11 @@ class ClusterStateCache:
             raise
         self._is_scheduler_away = False
         self._taken_s = self._clock.now_s()
-        self._starting = ""
+        self._starting = {}
         if not all(map(self._serving, PARTS)):
             with suppress(ReplicaError):
-                self._starting = starting_text(await self._cluster.status())
+                status = await self._cluster.status()
+                self._starting = {part: starting_text(status, part) for part in PARTS}
 
     @property
     def names(self) -> set[str]:
@@ -288,7 +289,8 @@ class ClusterStateCache:
             raise Unavailable("the cluster has not been heard of lately", retry_after_s=1.0)
         for role in PARTS:
             if not self._serving(role):
-                text = f"no {role} replica is ready{self._starting and ': '}{self._starting}"
+                doing = self._starting.get(role, "")
+                text = f"no {role} replica is ready{doing and ': '}{doing}"
                 raise Unavailable(text, retry_after_s=1.0)
 
     async def admit(self, requests: Sequence[AdmitRequest]) -> list[Admission]:
@@ -407,12 +409,16 @@ def _is_lost(result: object) -> bool:
     return isinstance(result, MemoryError)
 
 
-def starting_text(status: Mapping[str, Any]) -> str:
-    """What replicas do that do not serve yet, in words; of many the first few."""
+def starting_text(status: Mapping[str, Any], part: Role | None = None) -> str:
+    """What replicas do that do not serve yet, in words; of many the first few.
+
+    Args:
+        part: Only those that will do this part of the work.
+    """
     said = [
         f"{r['role']} {r['name'].split(':')[2]}: {r['doing']}"
         for r in status["replicas"]
-        if r["phase"] in ("pending", "starting")
+        if r["phase"] in ("pending", "starting") and (part is None or Role(r["role"]).does(part))
     ]
     more = f"; {len(said) - SHOWN_STARTING} more" if len(said) > SHOWN_STARTING else ""
     return "; ".join(said[:SHOWN_STARTING]) + more

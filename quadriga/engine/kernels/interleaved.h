@@ -375,9 +375,10 @@ static inline const float* widened(int64_t m, int64_t k, const uint8_t* x, int64
   static thread_local std::vector<float> floats;
   if (floats.size() < static_cast<size_t>(m * k)) floats.resize(m * k);
   for (int64_t i = 0; i < m; ++i) {
-    for (int64_t j = 0; j < k; ++j) {
-      const uint32_t bits = read<uint16_t>(x + i * ldx + 2 * (j ^ 1));
-      floats[i * k + j] = bits_of<float>(bits << 16);
+    for (int64_t s = 0; s < k / 2; ++s) {
+      const auto pair = read<uint32_t>(x + i * ldx + 4 * s);
+      floats[i * k + 2 * s] = bits_of<float>(pair & 0xFFFF0000u);
+      floats[i * k + 2 * s + 1] = bits_of<float>(pair << 16);
     }
   }
   return floats.data();

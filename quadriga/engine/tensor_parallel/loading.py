@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Protocol
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 NUM_LOADED, ALL_LOADED, LEADER_LOADED = "num-loaded", "all-loaded", "leader-loaded"
 """Keys: how many ranks behind the first are ready; that all are, or, in words, why one is not; that
 rank 0 need not be waited for."""
+LOOK_INTERVAL_S = 0.1
 LOAD_TIMEOUT_S = 600.0
 """For all other ranks together to have their parts of the weights, once rank 0 has its own."""
 
@@ -144,7 +146,8 @@ def serve_rank(spec: EngineSpec, rank: int, host: str, port: int) -> None:
     store.set(_code(rank), part.decoder.code)
     if store.add(NUM_LOADED, 1) == spec.tensor_parallel - 1:
         store.set(ALL_LOADED, "")
-    store.wait([LEADER_LOADED], timedelta(seconds=LOAD_TIMEOUT_S))  # a meeting allows less
+    while not store.check([LEADER_LOADED]):  # with rank 0 ends its store, which is an error here
+        time.sleep(LOOK_INTERVAL_S)  # a meeting allows less time
     part.join(
         Ranks(
             store,

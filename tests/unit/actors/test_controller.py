@@ -163,28 +163,6 @@ async def test_gpus_that_are_away_for_a_moment_change_nothing(
         assert other is not None and len(other.places) == 1, "another goes by what is there"
 
 
-async def test_a_controller_that_is_back_needs_no_model_to_look_after_replicas(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It may be on a node that would have to fetch it first, or while the hub is away."""
-    monkeypatch.setattr("actors.controller.replica_manager.ReplicaManager.may_spawn", Failing(None))
-    away = Failing(None, *[ConfigError("the hub does not answer")] * 10_000)
-    asked = plain({"decode.max_slots": 4})
-    async with controller(monkeypatch, resolve_here=resolved) as made:
-        await made.ensure(asked)
-        before = made._desired
-        assert before is not None and before.places
-        monkeypatch.setattr(module, "resolve_here", away)
-        monkeypatch.setattr(made, "_desired", None)
-        await until(lambda: made._desired is not None)
-        assert made._desired == before and made._desired is not before and not away.num_calls
-        places, again = before.places.values(), made._desired.places.values()
-        assert [made._desired.fingerprint(s) for s in again] == [*map(before.fingerprint, places)]
-        monkeypatch.setattr(module, "__version__", "another")
-        monkeypatch.setattr(made, "_desired", None)
-        await until(lambda: made._error == "the hub does not answer")
-
-
 async def test_turns_follow_and_a_route_is_sent_whatever_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

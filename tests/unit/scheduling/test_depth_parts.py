@@ -121,7 +121,7 @@ def test_a_strict_prompt_waits_for_the_layers_its_first_token_may_need() -> None
 
     loop.submit(RunningSequence(strict("deep")))
     loop.submit(RunningSequence(strict("late", deadline_unix_s=clock.unix_s() + 1.0)))
-    assert loop.waiting_by_priority == ()
+    assert loop.waiting_by_priority == ((0, 16),)
     loop.submit(RunningSequence(strict("cancelled", priority=3)))
     assert loop.waiting_by_priority == ((0, 16), (3, 8))
     assert not loop.has_work, "nothing to do, and no spinning"

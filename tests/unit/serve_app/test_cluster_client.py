@@ -13,7 +13,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from quadriga.clock import ManualClock
-from quadriga.core.replica import DepthClass
+from quadriga.core.replica import DepthClass, Role
 from quadriga.core.routing import Admission, AdmitRequest, ClusterView
 from quadriga.errors import ReplicaDied, ReplicaError, Unavailable
 from quadriga.policies.liveness import CONTROLLER_SILENCE_S, DEAF_S
@@ -24,6 +24,7 @@ from serve_app.request.cluster_client import (
     CancellationBatcher,
     ClusterClient,
     ClusterStateCache,
+    starting_text,
 )
 
 
@@ -144,8 +145,14 @@ async def test_who_asks_whether_it_is_ready_learns_what_replicas_do_until_they_s
     await state.refresh()
     with pytest.raises(Unavailable) as caught:
         state.check_ready()
+    assert caught.value.message == "no prefill replica is ready", "others do not make it so"
+    replicas[0]["phase"] = "starting"
+    call.side_effect = [ClusterView(0.0, []), {"replicas": replicas}]
+    await state.refresh()
+    with pytest.raises(Unavailable, match=r"no prefill replica is ready: prefill 0: reads$"):
+        state.check_ready()
     said = "; ".join(f"decode {n}: reads" for n in range(SHOWN_STARTING))
-    assert caught.value.message == f"no prefill replica is ready: {said}; 2 more"
+    assert starting_text({"replicas": replicas}, Role.DECODE) == f"{said}; 2 more"
 
 
 async def test_a_cancellation_that_did_not_arrive_is_sent_again(
