@@ -8,7 +8,7 @@ from ray.experimental import internal_kv
 
 from actors.rpc.ray_rpc import NAMESPACE
 
-What = Literal["controller", "desired", "resolved", "gpus", "metrics", "load_history", "history"]
+What = Literal["controller", "desired", "gpus", "metrics", "load_history", "history"]
 
 
 def save(app: str, what: What, value: bytes) -> None:

@@ -148,12 +148,6 @@ def turn_over(
         is_spare = is_stuck or may_go is not None or bool(_lacks(replica, everyone))
         successors = [m for m in current if m.is_ready]
         is_replaced = any(is_spare or not _lacks(m, everyone) for m in successors)
-        if successors and not is_replaced:
-            [lacking, *_] = _lacks(successors[0], everyone)
-            waits = (
-                f"{successors[0].name} is ready in the place of {replica.name}, and needs a "
-                f"{lacking} replica of {successors[0].depth_class} with the same weights"
-            )
         within_s = due_s[replica.name]
         if within_s is not None:
             # A node that goes takes no successor: giving up the room there helps nobody.
@@ -169,8 +163,12 @@ def turn_over(
                 going.append(DepartingReplica(replica, "its configuration has changed"))
             elif may_go(replica):  # for another model: those still to change have the old one
                 going.append(DepartingReplica(replica, "another model takes its place", moves=True))
-    if any(replica is one.replica for one in going for replica in others):
-        waits = ""
+        if successors and not is_replaced and not any(one.replica is replica for one in going):
+            [lacking, *_] = _lacks(successors[0], everyone)
+            waits = (
+                f"{successors[0].name} is ready in the place of {replica.name}, and needs a "
+                f"{lacking} replica of {successors[0].depth_class} with the same weights"
+            )
     stays = any(due_s[m.name] is None for m in replicas)
     may_be_filled = any(m.fingerprint is None and now_s - m.since_s < FIRST_ANSWER_S for m in alike)
     comes = may_be_filled or (stays and is_under_way)

@@ -288,17 +288,6 @@ static void rows_of_groups(int64_t m, int64_t n, int64_t k, const uint8_t* x, in
   }
 }
 
-// Rows of x go in blocks of nearly equal size; call body(rows, the first of them, block).
-template <typename Body>
-static inline void each_block(int64_t m, int64_t most, const Body& body) {
-  const int64_t blocks = (m + most - 1) / most;
-  for (int64_t b = 0, at = 0; b < blocks; ++b) {
-    const int64_t count = (m - at + blocks - b - 1) / (blocks - b);
-    body(count, at, b);
-    at += count;
-  }
-}
-
 // M rows of x [M, k] against a strip [k, 16 · G] of floats; meanwhile what begins at `ahead` is fetched,
 // `stride` bytes a step.
 template <int M, int G>
