@@ -158,7 +158,7 @@ def test_a_replica_serves_until_its_successor_finds_partners(other: dict[str, An
         assert gone(found) == [] and "old, and needs a prefill replica" in found.waits
         assert gone(decide(old, new, others=[starting])) == ["old"], "neither serves"
         soon = decide(old, new, others=[before, starting], leaving={"old": LEAVE_S - 1})
-        assert gone(soon) == ["old"]
+        assert (gone(soon), soon.waits) == (["old"], ""), "it does not wait any more"
         ready = changed("p1", ReplicaPhase.READY, role)
         found = decide(old, new, others=[before, ready])
         assert (gone(found), found.waits) == (["old"], "")
