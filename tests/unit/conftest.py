@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
 
 import pytest
 
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 Refused = Callable[[Callable[[list[str]], int], Sequence[str], str], None]
+
+
+@pytest.fixture(autouse=True)
+def environment_is_restored() -> Iterator[None]:
+    """Commands set variables for the processes that they start; no other test is to see them."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture

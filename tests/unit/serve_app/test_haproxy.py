@@ -208,6 +208,15 @@ def test_a_hard_stop_that_was_chosen_stays(tmp_path: Path, monkeypatch: pytest.M
     assert not any("hard-stop" in path.read_text() for path in tmp_path.iterdir())
 
 
+def test_the_script_starts_haproxy_and_not_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = starter_script(tmp_path)
+    text = script.read_text()
+    monkeypatch.setenv(BINARY_VARIABLE, str(script))
+    assert starter_script(tmp_path).read_text() == text
+
+
 def test_haproxy_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     front = free_port()
     config = tmp_path / "haproxy.cfg"
