@@ -108,8 +108,8 @@ format: setup ## Fix what ruff can fix
 bench: bench-engine bench-serve bench-scheduler ## All benchmarks
 
 bench-engine: setup ## Engine tokens/s against transformers and other installed engines
-	$(BIN)/python -m loadgen bench engine --suite $(ARGS)
-	$(BIN)/python -m loadgen bench engine --suite --checkpoint smollm2-135m-instruct $(ARGS)
+	$(BIN)/python -m loadgen bench engine $(ARGS)
+	$(BIN)/python -m loadgen bench engine --checkpoint smollm2-135m-instruct $(ARGS)
 
 bench-serve: setup ## The service's tokens/s over HTTP and gRPC against its own engine's
 	$(BIN)/python -m loadgen bench serve $(ARGS)

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="engine.weights, of ours and of peers that know the form; says what it costs, too",
     )
     parser.add_argument("--threads", type=whole(1), default=1, help="CPU threads of each engine")
-    parser.add_argument("--rounds", type=whole(1), help="measured runs; 1, or 3 with --suite")
+    parser.add_argument("--rounds", type=whole(1), help="measured runs; 1, or 3 of the suite")
     parser.add_argument(
         "--dump", type=folder_to_write, metavar="DIR", help="write token ids, a file each"
     )
@@ -86,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite",
         action="store_true",
-        help="make the standard workloads, run all installed peers, compare and print the floor",
+        help="make the standard workloads, run all installed peers, compare and print the floor; "
+        "what is done where no --workload is given",
     )
     parser.add_argument("--seed", type=whole(0), default=0, help="of the suite's workloads")
 
@@ -123,7 +124,8 @@ class EngineResults:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure; returns 1 when `--suite` finds tokens that differ from the reference."""
+    """Measure; returns 1 when the suite finds tokens that differ from the reference."""
+    args.suite |= not args.workload
     checkpoint = read_checkpoint(args.checkpoint)
     try:
         workloads = [load_workload(file) for file in args.workload]
@@ -131,8 +133,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(str(exc)) from exc
     if args.suite:
         workloads += make_suite(checkpoint.vocab_size, checkpoint.max_model_len, seed=args.seed)
-    if not workloads:
-        raise ConfigError("nothing to run: give --workload FILE… or --suite")
     if len({w.name for w in workloads}) < len(workloads):
         raise ConfigError("two workloads have the same name; results could not be told apart")
     pythons = interpreters(args.peer_python)

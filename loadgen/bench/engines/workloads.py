@@ -96,7 +96,7 @@ def _whole(value: object, where: str) -> int:
 
 
 def make_suite(vocab_size: int, max_tokens: int, *, seed: int) -> list[Workload]:
-    """The workloads of `--suite`: fixed shapes, and two with heavy-tailed lengths.
+    """The suite's workloads: fixed shapes, and two with heavy-tailed lengths.
 
     Args:
         vocab_size: Prompt ids are drawn below it.

@@ -199,6 +199,17 @@ def test_from_end_to_end(
 
 
 @pytest.mark.usefixtures("cache")
+def test_without_a_workload_the_suite_is_measured(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "make_suite", lambda *args, **kwargs: [mixed()])
+    assert main(["bench", "engine", "--checkpoint", str(checkpoint), "--rounds", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "against transformers: 7/7 requests equal" in out
+    assert json.loads(out.splitlines()[-1])["weights"] == "auto"
+
+
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(
     ("workload", "message"),
     [
@@ -227,7 +238,7 @@ def test_a_peer_that_ended_unasked_is_named(tmp_path: Path) -> None:
 
 
 def test_usage_errors(checkpoint: Path) -> None:
-    assert main(["bench", "engine", "--checkpoint", "quadriga-s"]) == 2
+    assert main(["bench", "engine", "--checkpoint", "quadriga-s", "--workload", "nowhere"]) == 2
     pythons = interpreters([])
     assert bench.measure([bench.LLAMA], [], checkpoint, 1, 1, pythons).runs == {}
     with pytest.raises(ConfigError, match=r"llama\.cpp: llama\d+ is no GGUF file"):
