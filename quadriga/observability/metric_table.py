@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, Literal
 
-from quadriga.observability.metrics import LATENCY_BUCKETS_S, Registry
+from quadriga.observability.metrics import LATENCY_BUCKETS_S, Readings, Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +58,18 @@ class MetricTable:
     """The metrics of some rows in one registry."""
 
     def __init__(self, registry: Registry, rows: Iterable[MetricRow]) -> None:
-        self._rows = tuple(rows)
-        self._metrics: dict[str, Any] = {}
-        self._last: dict[str, dict[tuple[str, ...], float]] = {}
-        for row in self._rows:
+        self._counted: dict[str, Any] = {}
+        self._read: list[tuple[MetricRow, Readings]] = []
+        self._last: dict[str, Mapping[tuple[Any, ...], float]] = {}
+        for row in rows:
             args = (row.name, row.text, row.labels)
             if row.kind == "histogram":
-                self._metrics[row.name] = registry.histogram(*args, row.buckets)
+                self._counted[row.name] = registry.histogram(*args, row.buckets)
+            elif row.read is not None:
+                self._read.append((row, registry.readings(row.kind, *args)))
             else:
                 declare = registry.counter if row.kind == "counter" else registry.gauge
-                self._metrics[row.name] = declare(*args)
+                self._counted[row.name] = declare(*args)
 
     def update(self, source: Any) -> None:
         """Bring every row that reads from `source` up to date.
@@ -75,25 +77,22 @@ class MetricTable:
         A gauge that is not read any more goes to 0; one with labels has no series where they are
         not read. A total that fell has begun anew.
         """
-        for row in self._rows:
-            values = row.values(source) or {}
-            last = self._last.get(row.name, {})
-            for labels, value in values.items():
-                metric = self.metric(row.name, *labels)
-                if row.kind == "gauge":
-                    metric.set(value)
-                else:
+        for row, readings in self._read:
+            values = row.values(source)
+            if row.kind == "gauge":
+                if values is None:
+                    values = {} if row.labels else {(): 0.0}
+                readings.values = {labels: float(value) for labels, value in values.items()}
+            elif values:
+                last = self._last.get(row.name, {})
+                totals = dict(readings.values)
+                for labels, value in values.items():
                     before = last.get(labels, 0.0)
-                    metric.inc(value - before if value >= before else value)
-            gone = last.keys() - values.keys() if row.kind == "gauge" else ()
-            for labels in gone:
-                if labels:
-                    self._metrics[row.name].remove(*labels)
-                else:
-                    self.metric(row.name).set(0)
-            self._last[row.name] = values if row.kind == "gauge" else {**last, **values}
+                    more = value - before if value >= before else value
+                    totals[labels] = totals.get(labels, 0.0) + more
+                readings.values, self._last[row.name] = totals, {**last, **values}
 
     def metric(self, name: str, *labels: str) -> Any:
-        """Return the series of a metric with these labels, to count or observe with."""
-        metric = self._metrics[name]
+        """Return the series of a metric that is not read, to count or observe with."""
+        metric = self._counted[name]
         return metric.labels(*labels) if labels else metric

@@ -72,6 +72,31 @@ class Declared:
     labels: tuple[str, ...]
 
 
+class Readings:
+    """The series of one counter or gauge whose values are read, not counted as things happen.
+
+    Attributes:
+        values: The present value by labels; replaced as a whole, never changed.
+    """
+
+    def __init__(self, declared: Declared) -> None:
+        self._declared = declared
+        self.values: dict[tuple[Any, ...], float] = {} if declared.labels else {(): 0.0}
+        self._pairs: dict[tuple[Any, ...], list[tuple[str, str]]] = {}
+
+    def family(self) -> list[Any]:
+        """As `_to_tree` writes one."""
+        name, labels = self._declared.name, self._declared.labels
+        rows: list[tuple[str, list[tuple[str, str]], float]] = []
+        for texts, value in self.values.items():
+            pairs = self._pairs.get(texts)
+            if pairs is None:
+                pairs = sorted(zip(labels, map(str, texts), strict=True))
+                self._pairs[texts] = pairs
+            rows.append((name, pairs, value))
+        return [name, self._declared.kind, self._declared.text, rows]
+
+
 class Registry:
     """One process's metric objects and the numbering of its snapshots.
 
@@ -86,6 +111,7 @@ class Registry:
         self.source = source
         self.registry = CollectorRegistry(auto_describe=False)
         self.declared: list[Declared] = []
+        self._readings: list[Readings] = []
         # Starts at the clock, so that a successor of the same name outranks its predecessor.
         self._seq = time.time_ns()
 
@@ -107,25 +133,28 @@ class Registry:
         self.declared.append(Declared(name, "histogram", text, tuple(labels)))
         return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
+    def readings(
+        self, kind: Literal["counter", "gauge"], name: str, text: str, labels: Sequence[str] = ()
+    ) -> Readings:
+        declared = Declared(name, kind, text, tuple(labels))
+        self.declared.append(declared)
+        self._readings.append(Readings(declared))
+        return self._readings[-1]
+
     def snapshot(self) -> bytes:
         """Return every value as of now, numbered; what `MetricsHub.push` takes."""
         self._seq += 1
-        return collect_families(self.registry, seq=self._seq)
-
-
-def collect_families(registry: CollectorRegistry, *, seq: int = 0) -> bytes:
-    """Pack the values of `registry` into bytes, without the `_created` series."""
-    families: dict[str, Family] = {}
-    for metric in registry.collect():
-        samples = {
-            (s.name, tuple(sorted(s.labels.items()))): s.value
-            for s in metric.samples
-            if not s.name.endswith("_created")
-        }
-        if samples:
-            name = f"{metric.name}_total" if metric.type == "counter" else metric.name
-            families[name] = Family(metric.type, metric.documentation, samples)
-    return json.dumps(_to_tree(seq, families), separators=(",", ":")).encode()
+        families = [one.family() for one in self._readings if one.values]
+        for metric in self.registry.collect():
+            samples = [
+                (s.name, sorted(s.labels.items()), s.value)
+                for s in metric.samples
+                if not s.name.endswith("_created")
+            ]
+            if samples:
+                name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+                families.append([name, metric.type, metric.documentation, samples])
+        return _packed({"seq": self._seq, "families": families})
 
 
 Labels = tuple[tuple[str, str], ...]
@@ -196,7 +225,7 @@ class MetricsHub:
             name: _to_tree(source.seq, _cumulative(source.families))
             for name, source in dict(self._sources).items()  # others may push meanwhile
         }
-        return zlib.compress(json.dumps(sources, separators=(",", ":")).encode())
+        return zlib.compress(_packed(sources))
 
     def restore(self, data: bytes, *, now_s: float) -> None:
         """Take over what an earlier hub dumped; harmless twice, and after newer pushes.
@@ -291,6 +320,10 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][^ {]*(?:\{.*\})?) (\S+)$")
 def _cumulative(families: dict[str, Family]) -> dict[str, Family]:
     """What is kept of a silent source: it may have died, and processes come and go."""
     return {n: f for n, f in families.items() if f.cumulative and any(f.samples.values())}
+
+
+def _packed(tree: dict[str, Any]) -> bytes:
+    return json.dumps(tree, separators=(",", ":")).encode()
 
 
 def _to_tree(seq: int, families: dict[str, Family]) -> dict[str, Any]:
