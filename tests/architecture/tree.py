@@ -6,6 +6,7 @@ Everything is read from the files; nothing of the project is imported.
 from __future__ import annotations
 
 import ast
+import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -82,6 +83,12 @@ class Tree:
         self.root = root
         found = (Module(root, path) for path in python_files(root))
         self.modules = {module.name: module for module in found}
+        gc.disable()  # it would look at millions of nodes again and again, and free none
+        try:
+            for module in self.modules.values():
+                module.syntax  # noqa: B018 - parsed here
+        finally:
+            gc.enable()
 
     @cached_property
     def product(self) -> list[Module]:
@@ -146,8 +153,8 @@ class Tree:
     def classes(self) -> Iterator[Named]:
         """All classes of the product, private ones and inner ones too."""
         for module in self.product:
-            for node in ast.walk(module.syntax):
-                if isinstance(node, ast.ClassDef) and not module.is_generated:
+            for node in () if module.is_generated else statements(module.syntax):
+                if isinstance(node, ast.ClassDef):
                     yield Named(node.name, f"{module.file}:{node.lineno}")
 
     def names(self, modules: Iterable[Module]) -> Iterator[Named]:
@@ -156,12 +163,12 @@ class Tree:
             if module.is_generated:
                 continue
             yield Named(f"{module.name.rpartition('.')[2]}.py", f"{module.file}:1")
-            for node in ast.walk(module.syntax):
+            for node in statements(module.syntax):
                 if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                     yield Named(node.name, f"{module.file}:{node.lineno}")
 
     def _imports_in(self, node: ast.AST, is_deferred: bool) -> Iterator[Import]:
-        for child in ast.iter_child_nodes(node):
+        for child in statements_in(node):
             if isinstance(child, ast.Import):
                 names = [alias.name for alias in child.names]
             elif isinstance(child, ast.ImportFrom) and child.module and not child.level:
@@ -186,6 +193,20 @@ def python_files(root: Path) -> Iterator[Path]:
             yield from (p for p in sorted(path.rglob("*.py")) if "__pycache__" not in p.parts)
         elif path.suffix == ".py":
             yield path
+
+
+def statements_in(node: ast.AST) -> Iterator[ast.AST]:
+    """What a block consists of. Expressions hold neither imports nor definitions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield child
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """As `statements_in`, at any depth."""
+    for child in statements_in(node):
+        yield child
+        yield from statements(child)
 
 
 def _name_of(node: ast.expr) -> str:

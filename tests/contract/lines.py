@@ -25,7 +25,7 @@ from quadriga.kv_transport.pairs import Invite, PairTransport
 from quadriga.kv_transport.payload import checksum, to_host
 
 Maker = Callable[[str, "Sink", Invite], PairTransport]
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Sink:
