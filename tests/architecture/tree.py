@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTS = "tests"
+STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 SKIPPED = ("build", "dist", "shared", "node_modules")
 """Top-level folders that hold no source of ours; folders whose name begins with a dot neither."""
 
@@ -168,12 +169,14 @@ class Tree:
                     yield Named(node.name, f"{module.file}:{node.lineno}")
 
     def _imports_in(self, node: ast.AST, is_deferred: bool) -> Iterator[Import]:
-        for child in statements_in(node):
+        for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
                 names = [alias.name for alias in child.names]
             elif isinstance(child, ast.ImportFrom) and child.module and not child.level:
                 joined = [f"{child.module}.{alias.name}" for alias in child.names]
                 names = [name if name in self.modules else child.module for name in joined]
+            elif not isinstance(child, STATEMENTS):
+                continue
             else:
                 within = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
                 never = isinstance(child, ast.If) and _name_of(child.test) == "TYPE_CHECKING"
@@ -195,18 +198,12 @@ def python_files(root: Path) -> Iterator[Path]:
             yield path
 
 
-def statements_in(node: ast.AST) -> Iterator[ast.AST]:
-    """What a block consists of. Expressions hold neither imports nor definitions."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
-            yield child
-
-
 def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """As `statements_in`, at any depth."""
-    for child in statements_in(node):
-        yield child
-        yield from statements(child)
+    """All below a node; expressions hold neither imports nor definitions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, STATEMENTS):
+            yield child
+            yield from statements(child)
 
 
 def _name_of(node: ast.expr) -> str:

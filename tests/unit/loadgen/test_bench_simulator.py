@@ -285,7 +285,6 @@ def test_the_command_passes_a_cluster_it_describes_and_no_other(
             return cluster(args.rates[0], args.seed, policy=name)
         return cluster(args.rates[1], args.seed + 1, policy=name, slower=slower)
 
-    monkeypatch.setattr(simulator, "NUM_DRAWS", 3)
     monkeypatch.setattr(simulator, "play", play)
     monkeypatch.setattr(simulator, "read_ticks", lambda _: [SimpleNamespace(orders=[])])
     monkeypatch.setattr(simulator, "replay", lambda _: [])
