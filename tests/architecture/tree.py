@@ -6,7 +6,6 @@ Everything is read from the files; nothing of the project is imported.
 from __future__ import annotations
 
 import ast
-import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -84,12 +83,6 @@ class Tree:
         self.root = root
         found = (Module(root, path) for path in python_files(root))
         self.modules = {module.name: module for module in found}
-        gc.disable()  # it would look at millions of nodes again and again, and free none
-        try:
-            for module in self.modules.values():
-                module.syntax  # noqa: B018 - parsed here
-        finally:
-            gc.enable()
 
     @cached_property
     def product(self) -> list[Module]:

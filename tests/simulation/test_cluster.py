@@ -22,7 +22,7 @@ PLANS = sorted((Path(__file__).parent / "plans").glob("*.json"))
 """Each broke a promise once: the smallest plan that did, before the product was mended."""
 IDLE_SEED = "7"
 """One ingress, one prefill and two decode replicas; some requests have short deadlines."""
-LEAST = {"moves": 60, "rebuilds": 16, "adoptions": 2, "suspends": 12, "pages": 12}
+LEAST = {"moves": 150, "rebuilds": 25, "adoptions": 2, "suspends": 15, "pages": 30}
 """What the seeds are to be about happens in them, in forty so often at least."""
 FOUND_SOON = (
     "an abort keeps the row",

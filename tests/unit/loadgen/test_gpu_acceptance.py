@@ -60,9 +60,6 @@ def test_stages_are_rehearsed_where_torch_transformers_and_pytest_are_alone(
     command = ["-m", "loadgen.bench.gpu_acceptance", "--out", str(out), "--budget-s", str(LIMIT_S)]
     run(*command, "--rehearse", "--only", "graphs", "test_nccl")
     stages = report_of(out)["stages"]
-    assert {name: found["outcome"] for name, found in stages.items()} == dict.fromkeys(
-        ("graphs", "test_nccl"), "done"
-    )
     assert "passed" in stages["test_nccl"]["said"]
     [graphs] = stages["graphs"]["results"]
     assert graphs["is_same"]
