@@ -15,7 +15,6 @@ def test_a_folder_is_ordered_by_its_common_fixtures_and_others_stay_where_they_a
         Item(path=Path("/ray/c"), fixturenames=["main", "tmp_path"]),
         Item(path=Path("/ray/d"), fixturenames=["small"]),
         Item(path=Path("/ray/e"), fixturenames=["tmp_path"]),
-        Item(path=Path("/unit/f"), fixturenames=[]),
     ]
     common_last(items, Path("/ray"), ("small", "main"))
-    assert "".join(item.path.name for item in items) == "abecdf"
+    assert "".join(item.path.name for item in items) == "abecd"

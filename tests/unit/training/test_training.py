@@ -6,7 +6,6 @@ import dataclasses
 import math
 import resource
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -284,8 +283,8 @@ def test_minutes_go_on_when_they_are_asked_for_again_and_are_spent_once(tmp_path
 
 def test_evaluation_covers_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []
-    few = partial(greedy, max_new_tokens=2)  # how long answers may be changes nothing here
-    monkeypatch.setattr("quadriga.training.evaluate.greedy", lambda *of, **_: few(*of))
+    few = {"max_new_tokens": 2}  # how long answers may be changes nothing here
+    monkeypatch.setattr("quadriga.training.evaluate.greedy", lambda *of, **_: greedy(*of, **few))
     report = evaluate(
         {"s": toy_model(1), "l": toy_model(2)}, TOKENIZER, examples=2, seed=1, advance=done.append
     )

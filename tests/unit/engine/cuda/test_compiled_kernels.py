@@ -37,8 +37,7 @@ NAMES = (
     *("q", "keys", "values", "table", "begins", "lengths", "block_runs", "block_begins"),
     *("out", "part_out", "part_max", "part_sum", "table_stride", "scale", "window"),
 )
-SMALLEST = 120
-"""Has the least shared memory."""
+SMALLEST = 120  # has the least shared memory
 each_gpu = pytest.mark.parametrize(
     ("dtype", "architecture"),
     [
