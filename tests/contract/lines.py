@@ -115,7 +115,7 @@ class Rig:
         return part, kv
 
     def send(
-        self, piece: tuple[KVPart, torch.Tensor], *, source: str = "a", deadline_s: float = 10.0
+        self, piece: tuple[KVPart, torch.Tensor], *, source: str = "a", deadline_s: float = 50.0
     ) -> Any:
         """Start sending; a future."""
         peer = "b" if source == "a" else "a"
