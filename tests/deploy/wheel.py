@@ -8,7 +8,6 @@ import sys
 import sysconfig
 import tomllib
 from collections.abc import Iterable
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -86,20 +85,12 @@ def link_distributions(folder: Path, extra: str) -> None:
     """Fill a folder with links to what an extra installs, as its site-packages would be."""
     allowed = required_by(extra)
     files: dict[tuple[str, ...], bool] = {}
-    for name, parts in _installed():
-        files[parts] = files.get(parts, False) or name in allowed
+    for distribution in metadata.distributions():
+        is_allowed = canonicalize_name(distribution.name) in allowed
+        for file in distribution.files or ():
+            if file.parts[0] != ".." and "__pycache__" not in file.parts:
+                files[file.parts] = files.get(file.parts, False) or is_allowed
     _link(folder, Path(sysconfig.get_path("purelib")), files)
-
-
-@cache
-def _installed() -> list[tuple[str, tuple[str, ...]]]:
-    """The distribution of each file here, and the file's parts."""
-    return [
-        (canonicalize_name(distribution.name), file.parts)
-        for distribution in metadata.distributions()
-        for file in distribution.files or ()
-        if file.parts[0] != ".." and "__pycache__" not in file.parts
-    ]
 
 
 def _link(folder: Path, source: Path, files: dict[tuple[str, ...], bool]) -> None:
