@@ -15,15 +15,15 @@ def test_calls_are_recorded_in_threads_that_began_before() -> None:
     go, done = Queue[bool](), Queue[int]()
 
     def work() -> None:
-        go.get(timeout=10)
+        go.get(timeout=60)
         done.put(ports.free_port())
 
     thread = threading.Thread(target=work)
     thread.start()
     recorder.trace()
     go.put(True)
-    done.get(timeout=10)
-    thread.join(10)
+    done.get(timeout=60)
+    thread.join(60)
     answer = recorder.stop()
     ports.free_port()
     files = {answer["functions"][chain[-1]][0] for chain in answer["chains"]}

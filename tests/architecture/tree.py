@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTS = "tests"
+STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 SKIPPED = ("build", "dist", "shared", "node_modules")
 """Top-level folders that hold no source of ours; folders whose name begins with a dot neither."""
 
@@ -146,8 +147,8 @@ class Tree:
     def classes(self) -> Iterator[Named]:
         """All classes of the product, private ones and inner ones too."""
         for module in self.product:
-            for node in ast.walk(module.syntax):
-                if isinstance(node, ast.ClassDef) and not module.is_generated:
+            for node in () if module.is_generated else statements(module.syntax):
+                if isinstance(node, ast.ClassDef):
                     yield Named(node.name, f"{module.file}:{node.lineno}")
 
     def names(self, modules: Iterable[Module]) -> Iterator[Named]:
@@ -156,7 +157,7 @@ class Tree:
             if module.is_generated:
                 continue
             yield Named(f"{module.name.rpartition('.')[2]}.py", f"{module.file}:1")
-            for node in ast.walk(module.syntax):
+            for node in statements(module.syntax):
                 if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                     yield Named(node.name, f"{module.file}:{node.lineno}")
 
@@ -167,6 +168,8 @@ class Tree:
             elif isinstance(child, ast.ImportFrom) and child.module and not child.level:
                 joined = [f"{child.module}.{alias.name}" for alias in child.names]
                 names = [name if name in self.modules else child.module for name in joined]
+            elif not isinstance(child, STATEMENTS):
+                continue
             else:
                 within = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
                 never = isinstance(child, ast.If) and _name_of(child.test) == "TYPE_CHECKING"
@@ -186,6 +189,14 @@ def python_files(root: Path) -> Iterator[Path]:
             yield from (p for p in sorted(path.rglob("*.py")) if "__pycache__" not in p.parts)
         elif path.suffix == ".py":
             yield path
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All below a node; expressions hold neither imports nor definitions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, STATEMENTS):
+            yield child
+            yield from statements(child)
 
 
 def _name_of(node: ast.expr) -> str:

@@ -25,7 +25,7 @@ from quadriga.kv_transport.pairs import Invite, PairTransport
 from quadriga.kv_transport.payload import checksum, to_host
 
 Maker = Callable[[str, "Sink", Invite], PairTransport]
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Sink:
@@ -115,7 +115,7 @@ class Rig:
         return part, kv
 
     def send(
-        self, piece: tuple[KVPart, torch.Tensor], *, source: str = "a", deadline_s: float = 10.0
+        self, piece: tuple[KVPart, torch.Tensor], *, source: str = "a", deadline_s: float = 50.0
     ) -> Any:
         """Start sending; a future."""
         peer = "b" if source == "a" else "a"

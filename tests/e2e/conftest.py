@@ -12,6 +12,7 @@ import ssl
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import openai
@@ -28,6 +29,7 @@ from serve_app.auth.api_keys import ApiKeys
 from serve_app.cli.environment import prepare_environment
 from serve_app.cli.launch import Addresses, LocalService
 from tests.e2e.roles import settings
+from tests.order_of_tests import common_last
 from tests.otlp import Collector
 
 MODEL = "quadriga-s"
@@ -56,8 +58,7 @@ class Service:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Tests of services of their own come first: the common one would run idle beside them."""
-    items.sort(key=lambda item: "service" in item.fixturenames)
+    common_last(items, Path(__file__).parent, ("service",))
 
 
 @pytest.fixture(scope="session")

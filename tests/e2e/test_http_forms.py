@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections import Counter
-from itertools import product
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from quadriga.observability.metrics import parse_exposition
 from serve_app.cli.environment import haproxy_enabled
-from serve_app.http.protocol import allow_many_files
+from serve_app.http.haproxy import HEAD_S
+from serve_app.http.protocol import HEAD_TIMEOUT_S, allow_many_files
 from tests.e2e.conftest import Service
 from tests.ray.apps import wait_until
 
@@ -23,64 +23,47 @@ BURST = 3000
 PATIENCE_S = 120.0
 
 
-def _exchange(where: SplitResult, data: bytes) -> bytes:
+def _answer_on(connection: socket.socket, request: bytes = b"") -> bytes:
     """What comes back, also from who closes before it has read all; streams lose that."""
     got = b""
-    with socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S) as plain:
-        with contextlib.suppress(ConnectionError):
-            plain.sendall(data)
-        with contextlib.suppress(ConnectionError):
-            while piece := plain.recv(1 << 16):
-                got += piece
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(request)
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(1 << 16):
+            got += piece
     return got
 
 
-async def answer(service: Service, data: bytes) -> tuple[int, dict[bytes, bytes], bytes]:
+def answer(service: Service, data: bytes) -> tuple[int, dict[bytes, bytes], bytes]:
     """Send one request; return status, headers and body."""
-    got = await asyncio.to_thread(_exchange, urlsplit(service.base_url), data)
+    where = urlsplit(service.base_url)
+    with socket.create_connection((where.hostname, where.port), PATIENCE_S) as connection:
+        got = _answer_on(connection, data)
     head, _, body = got.partition(b"\r\n\r\n")
     first, *lines = head.split(b"\r\n")
     return int(first.split()[1]), dict(x.lower().split(b": ", 1) for x in lines), body
 
 
-async def test_a_burst_of_connections_is_answered_or_refused(service: Service) -> None:
-    """All connections are there before the first request is read; none may end without a word."""
+def test_a_burst_of_connections_is_answered_or_refused(service: Service) -> None:
+    """All connections are there before the first request is sent; none may end without a word,
+    unless this process took so long to send it that the server may have given up on it."""
     allow_many_files()
     where = urlsplit(service.base_url)
     request = b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
-
-    async def ask() -> int:
-        plain = socket.socket()
-        plain.setblocking(False)
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(plain, (where.hostname, where.port))
-        reader, writer = await asyncio.open_connection(sock=plain)
-        try:
-            writer.write(request)
-            got = await reader.read(-1)
-        finally:
-            writer.close()
-        return int(got.split()[1]) if got else 0
-
-    async with asyncio.timeout(PATIENCE_S):
-        statuses = Counter(await asyncio.gather(*(ask() for _ in range(BURST))))
-    assert set(statuses) <= {200, 429, 503}, statuses
+    with contextlib.ExitStack() as stack:
+        began_s = time.monotonic()
+        burst = [
+            stack.enter_context(socket.create_connection((where.hostname, where.port), PATIENCE_S))
+            for _ in range(BURST)
+        ]
+        for connection in burst:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(request)
+        is_late = time.monotonic() - began_s >= min(HEAD_TIMEOUT_S, HEAD_S)
+        answers = [_answer_on(connection) for connection in burst]
+    statuses = Counter(int(got.split()[1]) if got else 0 for got in answers)
+    assert set(statuses) <= {200, 429, 503, *((0, 408) if is_late else ())}, statuses
     assert statuses[200]
-
-
-async def test_headers_that_are_not_utf8(service: Service) -> None:
-    for method, target, name in product(
-        ("GET", "HEAD", "POST", "OPTIONS", "DELETE"),
-        ("/v1/models", "/v1/completions", "/nowhere", "*"),
-        ("x-request-id", "idempotency-key", "traceparent", "cookie"),
-    ):
-        head = f"{method} {target} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n{name}: ".encode()
-        status, headers, body = await answer(service, head + b"\xff\xfe\r\n\r\n")
-        assert status < 500
-        if status >= 400:
-            assert headers[b"content-type"] == b"application/json"
-            if method != "HEAD":
-                assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
 
 
 @pytest.mark.parametrize(
@@ -93,8 +76,8 @@ async def test_headers_that_are_not_utf8(service: Service) -> None:
         (b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * (2 << 20), 431),
     ],
 )
-async def test_what_serve_never_sees(service: Service, data: bytes, status: int) -> None:
-    got, headers, body = await answer(service, data)
+def test_what_serve_never_sees(service: Service, data: bytes, status: int) -> None:
+    got, headers, body = answer(service, data)
     if haproxy_enabled() and not data.startswith((b"OPTIONS", b"BREW")):
         assert got in (400, 404), "HAProxy reads it in its own way, or answers with its own text"
         return

@@ -46,14 +46,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeCommand]:
+def relay_service(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServeCommand]:
     words = (f"model={checkpoint}", "prefill.chunk_tokens=48")
     with serve_command(tmp_path_factory.mktemp("state"), *words) as command:
         yield command
 
 
 @pytest.mark.timeout(400)
-def test_completions_equal_generate(service: ServeCommand, checkpoint: Path) -> None:
+def test_completions_equal_generate(relay_service: ServeCommand, checkpoint: Path) -> None:
     """Twelve at once, of several chunks and lengths; then nothing is held."""
     from transformers import AutoModelForCausalLM
 
@@ -64,7 +66,7 @@ def test_completions_equal_generate(service: ServeCommand, checkpoint: Path) -> 
         ([rng.randrange(5, 600) for _ in range(rng.randint(1, 120))], rng.choice([1, 7, 30, 60]))
         for _ in range(NUM_REQUESTS)
     ]
-    with service.http() as http:
+    with relay_service.http() as http:
 
         def complete(request: tuple[list[int], int]) -> dict[str, Any]:
             prompt, num_tokens = request

@@ -33,19 +33,19 @@ QUESTIONS = [
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeCommand]:
+def smollm2_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeCommand]:
     """Whatever pays on this machine: where answers must not depend on the load, exits are used."""
     words = (f"model={MODEL}", "exits.threshold=0.8", "deterministic=true")
     with serve_command(tmp_path_factory.mktemp("state"), *words) as command:
         yield command
 
 
-def ask(service: ServeCommand, question: str) -> tuple[str, dict[str, int]]:
+def ask(smollm2_service: ServeCommand, question: str) -> tuple[str, dict[str, int]]:
     """The text of a streamed answer, and how many of its tokens ran how many layers."""
     body: dict[str, Any] = {"model": MODEL, "max_tokens": MAX_TOKENS, "temperature": 0}
     body["messages"] = [{"role": "user", "content": question}]
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    with service.http() as http:
+    with smollm2_service.http() as http:
         text = http.post("/v1/chat/completions", json=body).text
     words = [
         line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")
@@ -57,18 +57,18 @@ def ask(service: ServeCommand, question: str) -> tuple[str, dict[str, int]]:
 
 
 def test_streams_that_leave_early_are_those_of_the_engine_alone(
-    service: ServeCommand, tmp_path: Path
+    smollm2_service: ServeCommand, tmp_path: Path
 ) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(QUESTIONS))
-    words = ["--url", service.url, "--prompts", str(prompts), "--arrivals", "closed:4"]
+    words = ["--url", smollm2_service.url, "--prompts", str(prompts), "--arrivals", "closed:4"]
     words += ["--max-tokens", str(MAX_TOKENS), "--temperature", "0", "--no-plots", "--no-progress"]
     assert main(["run", *words, "--output", str(tmp_path / "run")]) == 0
     lines = map(json.loads, (tmp_path / "run" / "run.jsonl").read_text().splitlines())
     requests = [line for line in lines if line["kind"] == "request"]
     assert [fault for request in requests for fault in request["faults"]] == []
     with ThreadPoolExecutor(len(QUESTIONS)) as pool:
-        said = list(pool.map(lambda question: ask(service, question), QUESTIONS))
+        said = list(pool.map(lambda question: ask(smollm2_service, question), QUESTIONS))
     llm = LLM(MODEL, deterministic=True, exits={"threshold": 0.8}, engine={"compile": "off"})
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     alone = llm.generate(chats, SamplingParams(MAX_TOKENS, temperature=0.0), progress=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from transformers import (
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.config.engine_spec import EngineSpec
 from quadriga.core.request import SamplingParams, SequenceState
+from quadriga.files import cache_folder
 from quadriga.interfaces import PrefillChunk
 from quadriga.scheduling.decode_loop import DecodeLoop
 from tests.sequences import make_sequence
@@ -105,11 +104,6 @@ def save(model: PreTrainedModel, path: Path, **options: Any) -> Path:
     return path
 
 
-def kernel_cache() -> Path:
-    """Where tests keep compiled kernels, between runs too: the name of a file is its content."""
-    return Path(tempfile.gettempdir()) / f"quadriga-test-kernels-{os.getuid()}"
-
-
 def make_spec(path: Path, **overrides: Any) -> EngineSpec:
     """An eager fp32 spec for a small checkpoint; any field can be overridden."""
     checkpoint = read_checkpoint(str(path))
@@ -120,7 +114,7 @@ def make_spec(path: Path, **overrides: Any) -> EngineSpec:
         "dtype": "float32",
         "threads": 1,
         "compile": "off",
-        "cache_dir": kernel_cache(),
+        "cache_dir": cache_folder(),
         "num_rows": 8,
         "row_capacity_tokens": checkpoint.max_model_len,
     } | overrides

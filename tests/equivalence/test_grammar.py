@@ -20,14 +20,14 @@ from quadriga.checkpoint.folder import ASSETS, read_checkpoint
 from quadriga.core.request import FinishReason, SequenceState
 from quadriga.errors import InvalidRequest
 from quadriga.text import load_tokenizer
-from tests.equivalence.models import kernel_cache, make_spec, make_state
+from tests.equivalence.models import make_spec, make_state
 from tests.equivalence.moving import Member, move
 from tests.equivalence.test_rebuild import copy_of, go_on, rebuild, run_alone, runner
 from tests.random_drafter import RandomDrafter
 
 S = "quadriga-s"
 TEXT = load_tokenizer(ASSETS / S, S)
-ENGINE = {"cache_dir": str(kernel_cache()), "compile": "wait", "max_model_len": 512}
+ENGINE = {"compile": "wait", "max_model_len": 512}
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {

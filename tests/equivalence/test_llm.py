@@ -26,13 +26,13 @@ from quadriga.policies.rebatchers import make_rebatcher
 from quadriga.scheduling.decode_loop import DecodeLoop
 from quadriga.scheduling.slots import SlotTable
 from quadriga.tasks import sample_examples
-from tests.equivalence.models import begin, build, kernel_cache, save
+from tests.equivalence.models import begin, build, save
 from tests.equivalence.relay_models import generate
 from tests.random_drafter import RandomDrafter
 
 S = "quadriga-s"
 SLOTS = 4
-ENGINE = {"cache_dir": str(kernel_cache()), "compile": "wait", "max_model_len": 512}
+ENGINE = {"compile": "wait", "max_model_len": 512}
 GREEDY = SamplingParams(24, temperature=0.0, ignore_eos=True)
 FULL = ExitParams(NEVER)
 DRAWN = replace(GREEDY, temperature=0.9, top_p=0.95)

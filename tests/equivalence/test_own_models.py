@@ -15,7 +15,7 @@ from quadriga.config.loader import load_config
 from quadriga.config.resolve import Hardware, resolve
 from quadriga.core.replica import Role
 from quadriga.engine import load_runner
-from tests.equivalence.models import kernel_cache, make_state, randomise, save, whole_prompt
+from tests.equivalence.models import make_state, randomise, save, whole_prompt
 from tests.own_models import LLAMA_1B, LLAMA_8B, thin
 
 GIB = 1 << 30
@@ -31,7 +31,7 @@ def test_a_model_of_that_shape_starts_and_answers(
     torch.manual_seed(0)
     model = randomise(LlamaForCausalLM(LlamaConfig(**thin(config))).eval())
     path = save(model, tmp_path / "own")
-    settings = {"model": str(path), "runner": runner, "engine.cache_dir": str(kernel_cache())}
+    settings = {"model": str(path), "runner": runner}
     hardware = Hardware(num_cpus=2, nodes=(NodeMemory(2.0, 8 * GIB),))
     found = resolve(load_config(settings | {"engine.compile": "off"}), hardware)
     prompt = [(7 * i) % 500 + 3 for i in range(40)]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.order_of_tests import common_last
 from tests.ray.apps import App, app_fixture
 from tests.ray_cluster import ray_cluster
 
@@ -11,8 +12,7 @@ __all__ = ["ray_cluster"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Tests of applications of their own come first: the common ones would run idle beside them."""
-    items.sort(key=lambda item: [name in item.fixturenames for name in ("small_app", "main_app")])
+    common_last(items, Path(__file__).parent, ("small_app", "main_app"))
 
 
 main_app = app_fixture(

@@ -132,7 +132,6 @@ class Ingress:
         self.model = model
         self.ingress_id = uuid.uuid4().hex
         self.streams: dict[str, Stream] = {}
-        self.lose_reply: Callable[[], bool] = lambda: False
         self.patience_s = ORPHAN_S
         self._acks: dict[str, int] = {}
         self._polls: dict[str, Any] = {}
@@ -238,8 +237,6 @@ class Ingress:
                 reply: PollReply = ray.get(ref, timeout=RPC_TIMEOUT_S)
             except (RayTaskError, RayActorError) as exc:
                 self._lost(name, from_ray(name, "poll", exc))
-                continue
-            if self.lose_reply():
                 continue
             self._acks[name] = reply.last_seq
             for emission in reply.emissions:

@@ -115,20 +115,6 @@ def test_prompts_of_several_chunks(app: App) -> None:
     app.until_idle()
 
 
-def test_lost_replies_lose_nothing(app: App) -> None:
-    batch = prompts(6, seed=3)
-    calm = app.ingress()
-    expected = [calm.submit(p, 30) for p in batch]
-    calm.finish(*expected)
-
-    rng = random.Random(4)
-    shaky = app.ingress()
-    shaky.lose_reply = lambda: rng.random() < 0.6
-    streams = [shaky.submit(p, 30) for p in batch]
-    shaky.finish(*streams)
-    assert [s.token_ids for s in streams] == [s.token_ids for s in expected]
-
-
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_sequences_that_end_in_prefill(app: App, max_tokens: int) -> None:
     ingress = app.ingress()

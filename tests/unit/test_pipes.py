@@ -14,7 +14,7 @@ import pytest
 from quadriga.pipes import read_line
 from serve_app.openai import grammar_checker
 
-SOON_S = 5.0
+SOON_S = 60.0
 
 
 @pytest.fixture(params=[0, 1024], ids=["", "a high descriptor"])

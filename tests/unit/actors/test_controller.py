@@ -91,7 +91,7 @@ async def controller(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> AsyncIter
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
@@ -490,13 +490,13 @@ async def test_the_configuration_that_was_asked_for_last_stays_with_its_helios(
     is_fetched, saving, may_save = (threading.Event() for _ in range(3))
 
     def resolve_here(config: dict[str, Any], least_gpus: float) -> Desired:
-        assert config != first or is_fetched.wait(5)
+        assert config != first or is_fetched.wait(60)
         return resolved(config, least_gpus)
 
     def save(_: str, what: str, __: bytes) -> None:
         if what == "desired":
             saving.set()
-            assert may_save.wait(5)
+            assert may_save.wait(60)
 
     async with controller(monkeypatch, resolve_here=resolve_here) as made:
         await until(lambda: made._desired is not None)
@@ -522,7 +522,7 @@ async def test_ingresses_that_wait_for_a_model_hold_one_thread_and_end_nothing(
 
     def resolve_here(config: dict[str, Any], _: float) -> Desired:
         fetching.append(config)
-        assert is_fetched.wait(5)
+        assert is_fetched.wait(60)
         return NOTHING if config == CONFIG else resolve_on(config, Hardware(8.0))
 
     monkeypatch.setattr(module, "SystemClock", lambda: clock)

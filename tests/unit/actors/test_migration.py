@@ -502,7 +502,7 @@ async def test_copying_that_takes_too_long_leaves_the_sequence_at_its_source(
 
     monkeypatch.setattr(Transfer, "step_phase", hang)
     monkeypatch.setattr(migration_copy, "FIRST_READ_CELLS", 200)
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60):
         report = await replica.migrate()
     assert replica.transfers[0].left_s == [0.25, 0.125]
     assert report.reason.startswith("timeout:")

@@ -48,7 +48,7 @@ class Cluster:
             self.clock.advance(1.0)
             await reports.while_pending(since_s)
             await asyncio.sleep(0)  # what was begun begins
-            async with asyncio.timeout(5), reports._reporting:
+            async with asyncio.timeout(60), reports._reporting:
                 pass
 
 

@@ -89,7 +89,7 @@ class Prefill(PrefillReplica):
         sequence.feed.add(KVSpan(0, 2, 0, 2), SimpleNamespace(nbytes=8))
 
     async def settle(self) -> None:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60):
             while self._tasks:  # noqa: ASYNC110 - a few turns of the loop
                 await asyncio.sleep(0)
 

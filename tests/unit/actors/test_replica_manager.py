@@ -55,10 +55,10 @@ def status_of(error: QuadrigaError | None = None) -> ReplicaStatus:
 
 @asynccontextmanager
 async def watched(fleet: ReplicaManager, member: ReplicaHandle) -> AsyncIterator[None]:
-    """A replica that is watched; what a test waits for comes within five seconds."""
+    """A replica that is watched; what a test waits for comes within a minute."""
     fleet._watch(member)
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             yield
     finally:
         for task in member.tasks:

@@ -16,8 +16,9 @@ from quadriga.engine import compiled, load_runner
 from quadriga.engine.kernels import build
 from quadriga.engine.kernels.build import BuildUnavailable, build_library, cached_library
 from quadriga.errors import ConfigError
+from quadriga.files import cache_folder
 from tests.equivalence.models import build as build_model
-from tests.equivalence.models import kernel_cache, make_spec, make_state, save, start_row
+from tests.equivalence.models import make_spec, make_state, save, start_row
 
 DEADLINE_S = 60.0
 
@@ -208,7 +209,7 @@ def said(code: str, *arguments: str) -> str:
 @pytest.mark.skipif(not build.has_compiler(), reason="no C++ compiler")
 def test_threads_that_cannot_all_be_started_end_no_process() -> None:
     """Memory for some of their stacks is there, as processes may be up to a limit."""
-    assert said(TOO_MANY, str(build_library(kernel_cache()))) == "None\n"
+    assert said(TOO_MANY, str(build_library(cache_folder()))) == "None\n"
 
 
 def test_threads_go_with_the_last_decoder_but_not_at_exit() -> None:
@@ -220,7 +221,7 @@ def test_compilation_in_the_background_stalls_nobody(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps go on eagerly while the build hangs, and are compiled after it: same tokens."""
-    library = build_library(kernel_cache())
+    library = build_library(cache_folder())
     may_finish = threading.Event()
 
     def slow_build(cache_dir: Path) -> Path:

@@ -26,8 +26,9 @@ from quadriga.engine.sampler import (
     token_logprobs,
     unpacked,
 )
+from quadriga.files import cache_folder
 from quadriga.text.grammar import allowed, grammars_of
-from tests.equivalence.models import kernel_cache, make_state
+from tests.equivalence.models import make_state
 
 VOCAB = 60
 EOS = (2, 5)
@@ -289,7 +290,7 @@ def test_tokens_whose_bit_is_not_set_are_banned(
     """On a device the bits are unpacked there, which this compares with what hosts do."""
     if by == "kernels" and not has_compiler():
         pytest.skip("no C++ compiler")
-    library = KernelLibrary(build_library(kernel_cache())) if by == "kernels" else None
+    library = KernelLibrary(build_library(cache_folder())) if by == "kernels" else None
     monkeypatch.setattr(KernelLibrary, "loaded", library)
     rng = np.random.default_rng(5)
     kept = rng.random((3, vocab_size)) < [[0.02], [0.5], [0.98]]

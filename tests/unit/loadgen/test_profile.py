@@ -26,7 +26,7 @@ def test_two_depths_are_measured_and_read_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "catalogue.yaml"
-    words = ["profile", "quadriga-s", "--depth", "2", "8", "--batches", "2", "1", "--examples", "8"]
+    words = ["profile", "quadriga-s", "--depth", "2", "8", "--batches", "2", "1", "--examples", "4"]
     assert main([*words, "--repeats", "2", "--no-progress", "--output", str(path)]) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["machine"]

@@ -46,7 +46,7 @@ async def test_important_sequences_first_and_equals_in_order_of_arrival() -> Non
     turns = Turns()
     served, line = turns.served, turns.line
     assert line.is_free_for(0)
-    async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         for name, priority in (("a", 0), ("b", 1), ("c", 0)):
             tasks.create_task(turns.wait(name, priority))
             await settled()
@@ -66,7 +66,7 @@ async def test_important_sequences_first_and_equals_in_order_of_arrival() -> Non
 async def test_of_equal_importance_the_shortest_by_its_prediction_is_first() -> None:
     turns = Turns()
     served, gates = turns.served, turns.gates
-    async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         for name in ("first", "long", "short", "unknown"):
             tasks.create_task(turns.wait(name, 0))
             await settled()
@@ -85,7 +85,7 @@ async def test_of_equal_importance_the_shortest_by_its_prediction_is_first() -> 
 async def test_a_sequence_that_gives_up_lets_the_next_have_its_turn() -> None:
     turns = Turns()
     line = turns.line
-    async with asyncio.timeout(5.0), line.turn(turns.add("a", 0)):
+    async with asyncio.timeout(60), line.turn(turns.add("a", 0)):
         gone = asyncio.create_task(line.turn(turns.add("b", 1)).__aenter__())
         after = asyncio.create_task(line.turn(turns.add("c", 2)).__aenter__())
         await settled()
@@ -93,7 +93,7 @@ async def test_a_sequence_that_gives_up_lets_the_next_have_its_turn() -> None:
         with pytest.raises(asyncio.CancelledError):
             await gone
         assert not after.done()
-    await asyncio.wait_for(after, 5.0)
+    await asyncio.wait_for(after, 60)
 
 
 async def test_a_starving_sequence_comes_before_important_ones() -> None:
@@ -101,7 +101,7 @@ async def test_a_starving_sequence_comes_before_important_ones() -> None:
     turns = Turns(lambda: now_s[0])
     served, line, gates = turns.served, turns.line, turns.gates
 
-    async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         for name, priority in (("first", 0), ("humble", 9), ("important", 0)):
             tasks.create_task(turns.wait(name, priority))
             await settled()

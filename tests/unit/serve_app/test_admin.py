@@ -106,7 +106,7 @@ async def test_one_of_several_has_the_port_and_another_takes_over(make_stand: Ma
     async def until_it_answers() -> None:
         transport = httpx.AsyncHTTPTransport(retries=6)  # of the connection, with growing pauses
         async with httpx.AsyncClient(transport=transport) as http:
-            assert (await http.get(f"http://127.0.0.1:{port}/live", timeout=10)).is_success
+            assert (await http.get(f"http://127.0.0.1:{port}/live", timeout=60)).is_success
 
     try:
         await until_it_answers()

@@ -336,7 +336,7 @@ async def test_a_poll_that_fails_is_repeated(caplog: pytest.LogCaptureFixture) -
     cluster.poll = fails_once  # type: ignore[method-assign]
     async with client_over(cluster, **{"ingress.replica_silence_s": 5.0}) as client:
         request = ask(client, 0, 60)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await all_well(client, cluster, [request])
         assert num_failed == 1
         assert request.sequences[0].num_rebuilds == 0
@@ -505,7 +505,7 @@ async def test_the_deadline_ends_a_rebuild() -> None:
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             await read(request)
-        assert time.monotonic() - started < 10.0
+        assert time.monotonic() - started < 50.0
         assert recoveries(client)["failed"] == 1
         assert not client._request_manager.open_requests()
         for replica in cluster.of(Role.PREFILL):
@@ -525,6 +525,6 @@ async def test_a_failure_with_one_sequence_leaves_the_others_running() -> None:
 
         bad.sequences[0].accept = broken  # type: ignore[method-assign]
         with pytest.raises(QuadrigaError, match="internal error"):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await read(bad)
         await all_well(client, cluster, [good])

@@ -106,7 +106,7 @@ def tls_client(port: int, ca: Authority, pair: Pair | None = None) -> AsyncClien
         root_certificates=ca.cert.read_bytes(),
         client_certificate=pair and pair.cert.read_bytes(),
         client_key=pair and pair.key.read_bytes(),
-        timeout_s=10,
+        timeout_s=60,
         retry=ONCE,
     )
 
@@ -186,11 +186,11 @@ def haproxy(script: Path, folder: Path) -> Iterator[None]:
         process = subprocess.Popen(command, stderr=subprocess.PIPE)
         try:
             yield
-            assert old.wait(10) == -signal.SIGUSR1  # as HAProxy ends its predecessor
+            assert old.wait(60) == -signal.SIGUSR1  # as HAProxy ends its predecessor
         finally:
             old.kill()
             process.kill()
-            process.communicate(timeout=10)
+            process.communicate(timeout=60)
 
 
 @asynccontextmanager
@@ -210,7 +210,7 @@ async def http_server(stand: Stand) -> AsyncIterator[int]:
         await task
 
 
-async def eventually(call: Callable[[], Awaitable[Any]], *, within_s: float = 10.0) -> Any:
+async def eventually(call: Callable[[], Awaitable[Any]], *, within_s: float = 60.0) -> Any:
     """The first result that is no refused connection."""
     async with asyncio.timeout(within_s):
         while True:

@@ -37,7 +37,21 @@ NAMES = (
     *("q", "keys", "values", "table", "begins", "lengths", "block_runs", "block_begins"),
     *("out", "part_out", "part_max", "part_sum", "table_stride", "scale", "window"),
 )
-HALVES = (torch.bfloat16, torch.float16)
+SMALLEST = 120  # has the least shared memory
+each_gpu = pytest.mark.parametrize(
+    ("dtype", "architecture"),
+    [
+        pytest.param(
+            dtype,
+            architecture,
+            marks=() if dtype == torch.bfloat16 or architecture == SMALLEST else pytest.mark.slow,
+        )
+        for dtype in POINTERS
+        for architecture in ARCHITECTURES
+    ],
+    ids=str,
+)
+"""Every GPU with bfloat16, every type on the smallest; the other pairs are slow tests."""
 
 
 def compiled(
@@ -95,8 +109,7 @@ def spilled_bytes(kernel: Any, folder: Path) -> int:
     return int(found[1]) + int(found[2])
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+@each_gpu
 @pytest.mark.parametrize("kind", ["decode", "prompt"])
 def test_the_kernel_fits_each_gpu(
     kind: str, dtype: torch.dtype, architecture: int, tmp_path: Path
@@ -127,8 +140,7 @@ def test_the_kernel_takes_every_size_of_head(head_dim: int, tmp_path: Path) -> N
         assert kernel.metadata.shared <= SHARED_BYTES[90]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", POINTERS, ids=str)
+@each_gpu
 def test_the_small_kernels_fit_each_gpu(
     dtype: torch.dtype, architecture: int, tmp_path: Path
 ) -> None:
@@ -189,8 +201,7 @@ def test_the_small_kernels_fit_each_gpu(
         assert kernel.metadata.shared <= SHARED_BYTES[architecture]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", POINTERS, ids=str)
+@each_gpu
 def test_products_of_one_token_read_weights_in_whole_words_and_early(
     dtype: torch.dtype, architecture: int, tmp_path: Path
 ) -> None:
