@@ -20,10 +20,11 @@ from tests.simulation.planted import PLANTED, planted
 ROOT = Path(__file__).parents[2]
 PLANS = sorted((Path(__file__).parent / "plans").glob("*.json"))
 """Each broke a promise once: the smallest plan that did, before the product was mended."""
+SEEDS = "0-99"
 IDLE_SEED = "7"
 """One ingress, one prefill and two decode replicas; some requests have short deadlines."""
-LEAST = {"moves": 150, "rebuilds": 25, "adoptions": 2, "suspends": 15, "pages": 30}
-"""What the seeds are to be about happens in them, in forty so often at least."""
+LEAST = {"moves": 150, "rebuilds": 40, "adoptions": 5, "suspends": 30, "pages": 30}
+"""What the seeds are to be about happens in them, so often at least."""
 FOUND_SOON = (
     "an abort keeps the row",
     "a row is not released when the hand-off ends",
@@ -59,24 +60,22 @@ def _python(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("seeds", ["0-39", pytest.param("40-99", marks=pytest.mark.slow)])
 def test_no_fault_loses_doubles_or_stops_a_stream_and_a_seed_is_the_same_run_each_time(
-    seeds: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    first, _, last = seeds.partition("-")
     logs = [tmp_path / "all.jsonl", tmp_path / "one.jsonl"]
     ran, _ = (
-        _run("tests.simulation", some, "--workers", "1", "--log", str(log))
-        for some, log in zip((seeds, last), logs, strict=True)
+        _run("tests.simulation", seeds, "--workers", "1", "--log", str(log))
+        for seeds, log in zip((SEEDS, "7"), logs, strict=True)
     )
     report = json.loads(ran.stdout.splitlines()[-1])
     assert report["failed"] == [], ran.stdout
-    assert ran.returncode == 0 and report["runs"] == int(last) - int(first) + 1
+    assert ran.returncode == 0 and report["runs"] == 100
     assert {name: report.get(name, 0) >= least for name, least in LEAST.items()} == dict.fromkeys(
         LEAST, True
     ), report
-    once, again = (Log(log).ran()[int(last)] for log in logs)
-    assert replace(once, cpu_s=again.cpu_s) == again
+    first, again = (Log(log).ran()[7] for log in logs)
+    assert replace(first, cpu_s=again.cpu_s) == again
 
 
 WATCHED = """
