@@ -24,9 +24,16 @@ from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL, ResumableSequence
 from quadriga.core.routing import Admission, AdmitRequest, ClusterView, PlaceRequest, ReportOptions
-from quadriga.errors import Overloaded, QuadrigaError, Unavailable, UnknownModel
+from quadriga.errors import MigrationFailed, Overloaded, QuadrigaError, Unavailable, UnknownModel
 from quadriga.observability.logs import configure_logging
-from quadriga.policies.admission import admit, check_room, check_size, find_room, line_of
+from quadriga.policies.admission import (
+    admit,
+    check_room,
+    check_size,
+    find_room,
+    is_stranded,
+    line_of,
+)
 from quadriga.policies.ares.forecast import checked, promised_to
 from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.baselines.placement import Placement
@@ -190,7 +197,9 @@ class Scheduler(BatchedCalls):
         if info.role is Role.MIXED:
             self._waiting.placed(request.sequence_id, now_s=now_s)  # it decodes where it queues
         num_tokens = request.num_prompt_tokens - cached.get(admission.prefill_replica, 0)
-        sent = SentRequest(self._heard_s, num_tokens, request.num_prompt_tokens)
+        sent = SentRequest(
+            self._heard_s, num_tokens, request.num_prompt_tokens, priority=request.priority
+        )
         self._inflight.sent(admission.prefill_replica, request.sequence_id, sent)
         prefixes.sent(marks, admission.prefill_replica)
         return admission
@@ -229,14 +238,19 @@ class Scheduler(BatchedCalls):
             self._waiting_for_room.discard(request.sequence_id)
 
     async def place_now(self, request: PlaceRequest) -> str:
-        """As `place`, without waiting for room. Raises: Unavailable, Overloaded."""
+        """As `place`, without waiting for room.
+
+        Raises:
+            Unavailable, Overloaded: As `place`.
+            MigrationFailed: It is to be begun anew, as `is_stranded`.
+        """
         self._inflight.begun(request, self._snapshots.get(request.source))
         overload = self._rescheduling.governor.overload
         if request.prediction is not None and request.depth_class.model in overload:
             request = replace(request, by_forecast=True)
-        any_depth = self._any_depth
+        any_depth, snapshots = self._any_depth, self._adjusted()
         alive = candidates(
-            self._adjusted(),
+            snapshots,
             role=Role.DECODE,
             depth_class=None if any_depth else request.depth_class,
             model=request.depth_class.model,
@@ -247,6 +261,18 @@ class Scheduler(BatchedCalls):
             max_age_s=self._config.scheduler.snapshot_max_age_s,
         )
         if not alive:
+            if is_stranded(
+                request,
+                [s for s in snapshots if not s.is_scout],
+                now_unix_s=self._clock.unix_s(),
+                scheduler=self._config.scheduler,
+                any_depth=any_depth,
+            ):
+                raise MigrationFailed(
+                    f"no replica decodes {request.depth_class} as {request.source} computes it any "
+                    "more, and others serve the model",
+                    code="stranded",
+                )
             raise Unavailable(
                 f"no decode replica of {request.depth_class} with rows of "
                 f"{request.max_total_tokens} tokens or more is taking sequences",
