@@ -13,13 +13,7 @@ from quadriga.config.loader import QuadrigaConfig
 from quadriga.control.model_routing import AutoRouter
 from quadriga.core.replica import Role
 from quadriga.core.routing import ClusterView, PlaceRequest
-from quadriga.errors import (
-    MigrationFailed,
-    Overloaded,
-    QuadrigaError,
-    ReplicaError,
-    Unavailable,
-)
+from quadriga.errors import MigrationFailed, Overloaded, QuadrigaError, ReplicaError, Unavailable
 from quadriga.policies.least_work import LeastWorkWithoutReports
 from quadriga.policies.load import candidates
 from quadriga.scheduling.transfer.placement_turns import PlacementTurns

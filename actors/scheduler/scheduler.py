@@ -24,22 +24,21 @@ from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL, ResumableSequence
 from quadriga.core.routing import Admission, AdmitRequest, ClusterView, PlaceRequest, ReportOptions
-from quadriga.errors import MigrationFailed, Overloaded, QuadrigaError, Unavailable, UnknownModel
+from quadriga.errors import Overloaded, QuadrigaError, Unavailable, UnknownModel
 from quadriga.observability.logs import configure_logging
-from quadriga.policies.admission import (
-    admit,
-    check_room,
-    check_size,
-    find_room,
-    is_stranded,
-    line_of,
-)
+from quadriga.policies.admission import admit, check_room, check_size, find_room
 from quadriga.policies.ares.forecast import checked, promised_to
 from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.baselines.placement import Placement
 from quadriga.policies.inflight_tracker import InflightTracker, SentRequest
 from quadriga.policies.least_work import expected_length
-from quadriga.policies.load import candidates, taking_work, tokens_wanted
+from quadriga.policies.load import (
+    candidates,
+    check_decoded,
+    line_of,
+    taking_work,
+    tokens_wanted,
+)
 from quadriga.policies.placements import find_placement
 from quadriga.policies.wait_estimator import Supply, WaitEstimator
 from quadriga.scheduling.prefixes.affinity import PrefixAffinity
@@ -242,13 +241,14 @@ class Scheduler(BatchedCalls):
 
         Raises:
             Unavailable, Overloaded: As `place`.
-            MigrationFailed: It is to be begun anew, as `is_stranded`.
+            MigrationFailed: See `check_decoded`.
         """
         self._inflight.begun(request, self._snapshots.get(request.source))
         overload = self._rescheduling.governor.overload
         if request.prediction is not None and request.depth_class.model in overload:
             request = replace(request, by_forecast=True)
         any_depth, snapshots = self._any_depth, self._adjusted()
+        now_unix_s, max_age_s = self._clock.unix_s(), self._config.scheduler.snapshot_max_age_s
         alive = candidates(
             snapshots,
             role=Role.DECODE,
@@ -257,22 +257,17 @@ class Scheduler(BatchedCalls):
             numerics=request.numerics,
             exclude=request.exclude,
             num_tokens=request.max_total_tokens,
-            now_unix_s=self._clock.unix_s(),
-            max_age_s=self._config.scheduler.snapshot_max_age_s,
+            now_unix_s=now_unix_s,
+            max_age_s=max_age_s,
         )
         if not alive:
-            if is_stranded(
+            check_decoded(
                 request,
                 [s for s in snapshots if not s.is_scout],
-                now_unix_s=self._clock.unix_s(),
-                scheduler=self._config.scheduler,
                 any_depth=any_depth,
-            ):
-                raise MigrationFailed(
-                    f"no replica decodes {request.depth_class} as {request.source} computes it any "
-                    "more, and others serve the model",
-                    code="stranded",
-                )
+                now_unix_s=now_unix_s,
+                max_age_s=max_age_s,
+            )
             raise Unavailable(
                 f"no decode replica of {request.depth_class} with rows of "
                 f"{request.max_total_tokens} tokens or more is taking sequences",

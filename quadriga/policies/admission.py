@@ -8,12 +8,12 @@ from types import MappingProxyType
 
 from quadriga.config.engine import PrefillConfig
 from quadriga.config.scheduling import SchedulerConfig
-from quadriga.core.replica import PARTS, ReplicaInfo, ReplicaSnapshot, Role
-from quadriga.core.routing import Admission, AdmitRequest, PlaceRequest
+from quadriga.core.replica import ReplicaSnapshot, Role
+from quadriga.core.routing import Admission, AdmitRequest
 from quadriga.errors import ContextTooLong, InvalidRequest, Overloaded, Unavailable
 from quadriga.policies.ares.overload import may_hold_more
 from quadriga.policies.least_work import expected_answer_tokens, expected_work
-from quadriga.policies.load import candidates
+from quadriga.policies.load import candidates, line_of
 from quadriga.policies.retry_reservations import MIN_WAIT_S, RetryReservations
 from quadriga.policies.wait_estimator import (
     Supply,
@@ -22,40 +22,6 @@ from quadriga.policies.wait_estimator import (
     prefill_supply,
     queue_supply,
 )
-
-STRANDED_S = 2.0
-"""How long nobody may be there to decode a prompt before others begin it anew: a replica that only
-reported late is back by then."""
-
-
-def line_of(info: ReplicaInfo | PlaceRequest, *, any_depth: bool) -> str:
-    """Name those that wait for the same replicas as a sequence at this one; see `admit`."""
-    kind = info.depth_class.model if any_depth else info.depth_class
-    return f"{kind} {info.numerics}".rstrip()
-
-
-def is_stranded(
-    request: PlaceRequest,
-    snapshots: Sequence[ReplicaSnapshot],
-    *,
-    now_unix_s: float,
-    scheduler: SchedulerConfig,
-    any_depth: bool = False,
-) -> bool:
-    """Whether nobody decodes what was computed of a sequence, and others could serve it whole.
-
-    As where the replicas of its depth, or with its weights, die or are exchanged.
-    """
-    model = request.depth_class.model
-    prefills, decodes = (
-        {
-            line_of(s.info, any_depth=any_depth)
-            for s in _alive(role, model, snapshots, now_unix_s, scheduler)
-        }
-        for role in PARTS
-    )
-    mine = line_of(request, any_depth=any_depth)
-    return request.waited_s >= STRANDED_S and mine not in decodes and bool(prefills & decodes)
 
 
 def admit(

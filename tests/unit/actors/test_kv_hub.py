@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.kv_transfer.transport_hub import (
-    NO_ROUTE_RETRY_S,
-    NOT_HERE,
-    RETRY_S,
-    TransportHub,
-)
+from actors.kv_transfer.transport_hub import NO_ROUTE_RETRY_S, NOT_HERE, RETRY_S, TransportHub
 from quadriga.clock import Clock, ManualClock, SystemClock
 from quadriga.core.kv import KVPart
 from quadriga.errors import ConfigError, KVTransportError

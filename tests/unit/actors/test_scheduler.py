@@ -24,7 +24,7 @@ from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import Admission, AdmitRequest, ClusterView, PlaceRequest
 from quadriga.errors import MigrationFailed, Overloaded, ReplicaDied, Unavailable, UnknownModel
-from quadriga.policies.admission import STRANDED_S
+from quadriga.policies.load import STRANDED_S
 from quadriga.scheduling.prefixes.affinity import prefix_marks
 from quadriga.scheduling.transfer.placement_turns import PlacementTurns
 from serve_app.request.cluster_client import ClusterStateCache
