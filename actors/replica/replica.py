@@ -153,6 +153,7 @@ class Replica(BatchedCalls, ABC, Generic[Core]):
             incarnation=self.incarnation,
             num_slots=spec.engine.num_rows,
             kv_capacity_tokens=spec.engine.kv_capacity_tokens,
+            transports=self.transport.names,
             reservation=self.config.decode.reservation if decodes else "longest",
             max_model_len=spec.engine.row_capacity_tokens,
             num_layers=spec.engine.checkpoint.num_layers,

@@ -70,6 +70,7 @@ class ReplicaInfo(CompactPickleMixin):
     incarnation: str
     num_slots: int
     kv_capacity_tokens: int
+    transports: tuple[str, ...] = ()
     reservation: Reservation = "longest"
     max_model_len: int = 0
     num_layers: int = 0
