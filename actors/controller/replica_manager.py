@@ -276,7 +276,10 @@ class ReplicaManager:
                 await self._reports.while_pending(replica.since_s)
         start_s = self.lifecycle.replica_start_timeout_s
         if replica.phase is ReplicaPhase.STARTING and now_s - replica.since_s > start_s:
-            return f"not ready {start_s:.0f} s after it was placed"
+            return (
+                f"not ready {start_s:.0f} s after it was placed (at last: {replica.doing(now_s)}); "
+                "raise lifecycle.replica_start_timeout_s if that only takes long"
+            )
         return None
 
     async def _has_place(self, replica: ReplicaHandle) -> bool | None:
@@ -339,7 +342,10 @@ class ReplicaManager:
             if await self._remove(replica):
                 return
         logger.error(
-            "%s was not removed %d times; its place stays taken", replica.name, MAX_REMOVALS
+            "%s was not removed %d times; its place stays taken until the service is stopped, or "
+            "ray.util.remove_placement_group removes the group of that name",
+            replica.name,
+            MAX_REMOVALS,
         )
 
     async def tell_scheduler(self, name: str) -> None:

@@ -256,7 +256,6 @@ class HandoffSender:
                 state.num_tokens + (GROWTH_TOKENS if is_live else 0), state.max_total_tokens
             ),
             max_total_tokens=state.max_total_tokens,
-            transport=self._transport.name,
             lease_s=self._config.lease_s,
             priority=state.priority,
             prediction=remaining_of(state),

@@ -13,7 +13,7 @@ from quadriga.config.loader import QuadrigaConfig
 from quadriga.control.model_routing import AutoRouter
 from quadriga.core.replica import Role
 from quadriga.core.routing import ClusterView, PlaceRequest
-from quadriga.errors import Overloaded, QuadrigaError, ReplicaError, Unavailable
+from quadriga.errors import MigrationFailed, Overloaded, QuadrigaError, ReplicaError, Unavailable
 from quadriga.policies.least_work import LeastWorkWithoutReports
 from quadriga.policies.load import candidates
 from quadriga.scheduling.transfer.placement_turns import PlacementTurns
@@ -40,7 +40,10 @@ class DecodePlacement:
         self._fallback = LeastWorkWithoutReports()
 
     async def find(self, request: PlaceRequest) -> str | None:
-        """The name of a decode replica for a sequence; None when none has room."""
+        """The name of a decode replica for a sequence; None when none has room.
+
+        Raises: MigrationFailed: None will have, and others can begin it anew.
+        """
         if self._is_scheduler_away:  # as of the last look; asking would take its time
             return self._choose(request)
         try:
@@ -58,6 +61,8 @@ class DecodePlacement:
             return name
         except (Overloaded, Unavailable):
             return None
+        except MigrationFailed:
+            raise
         except ReplicaError as exc:
             logger.info("no scheduler (%s); placing by the last known loads", exc)
             return self._choose(request)

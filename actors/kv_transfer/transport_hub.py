@@ -35,15 +35,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Kind = Literal["auto", "nccl", "nixl", "gloo", "object_store"]
-RECEIVED = ("nccl", "gloo", "object_store")
-"""By which KV may be offered to any replica; by NCCL it comes where both have that."""
-
-
-def received(kind: Kind) -> tuple[str, ...]:
-    """By which KV may be offered to a replica that itself sends by this kind."""
-    return (*RECEIVED, kind)
-
-
+EVERYWHERE = ("gloo", "object_store")
+"""What every replica receives by."""
+NOT_HERE = "not_here"
+"""Code of errors: the peer has no such transport, as its `transport.kind` is another."""
 RETRY_S = 60.0
 """A peer that a transport did not reach is tried again that way after this long."""
 NO_ROUTE_RETRY_S = 3600.0
@@ -63,11 +58,12 @@ class TransportHub:
     """All transports of one replica behind one `KVTransport`, chosen by configuration.
 
     `auto` is NCCL where this replica has a GPU and CuPy with NCCL, then gloo, then the object
-    store. What comes over gloo or the object store is received whatever the kind: in a roll-out
-    between `auto`, `gloo` and `object_store`, replicas of both hand sequences to each other.
+    store. What comes over gloo or the object store is received whatever the kind, and `nccl` and
+    `nixl` send by these to a peer that lacks them: in a roll-out that changes the kind, replicas
+    of both kinds hand sequences to each other.
 
     Args:
-        kind: To send by: one transport alone, or `auto`.
+        kind: To send by: one transport alone, to peers that have it, or `auto`.
         host_for: The local address under which a peer reaches this process.
         device: What the replica's engine runs on.
         nccl: NCCL as tests have it; None: as it is found here.
@@ -107,7 +103,7 @@ class TransportHub:
         self._pairs = {o: PairTransport(me, sink, c, invite_actor) for o, c in lines.items()}
         self._store = ObjectStoreTransport(me, sink)
         self._all: list[KVTransport] = [*self._pairs.values(), self._store]
-        self._ways = [way for way in self._all if kind in ("auto", way.name)]
+        self._ways = [way for way in self._all if kind not in EVERYWHERE or way.name == kind]
         self._again_s: dict[tuple[str, str], float] = {}  # by way and peer
 
     @property
@@ -121,12 +117,13 @@ class TransportHub:
             now_s = self._clock.now_s()
             if now_s < self._again_s.get((way.name, peer), 0.0):
                 continue
-            share_s = (end_s - now_s) * SHARE
+            is_chosen = way.name == self.name  # no other takes its place, where the peer has it
+            share_s = (end_s - now_s) * (1.0 if is_chosen else SHARE)
             try:
                 await self._send_by(way, peer, part, kv, share_s)
                 return
             except KVTransportError as exc:
-                if exc.code in ("refused", "aborted"):
+                if exc.code in ("refused", "aborted") or (is_chosen and exc.code != NOT_HERE):
                     raise
                 is_hasty = exc.code == "timeout" and share_s < HASTY_S
                 if exc.code != TOO_LARGE and not is_hasty:
@@ -149,17 +146,20 @@ class TransportHub:
     def _fall_back(self, way: str, peer: str, reason: KVTransportError) -> None:
         now_s = self._clock.now_s()
         self._again_s = {key: t for key, t in self._again_s.items() if t > now_s}
-        pause_s = NO_ROUTE_RETRY_S if reason.code == NO_ROUTE else RETRY_S
+        pause_s = NO_ROUTE_RETRY_S if reason.code in (NO_ROUTE, NOT_HERE) else RETRY_S
         self._again_s[way, peer] = now_s + pause_s
         self.num_fallbacks += 1
         logger.warning("%s does not reach %s, going on without it: %s", way, peer, reason)
 
     def connect(self, offer: ChannelOffer) -> None:
-        """A peer opens a channel. Raises: KVTransportError, code "refused" or "no_route"."""
+        """A peer opens a channel.
+
+        Raises: KVTransportError, code "refused", "no_route" or "not_here".
+        """
         pair = self._pairs.get(type(offer))
         if pair is None:
             raise KVTransportError(
-                f"this replica receives over {', '.join(self.names)} alone", code=NO_ROUTE
+                f"this replica receives over {', '.join(self.names)} alone", code=NOT_HERE
             )
         pair.connect(offer)
 

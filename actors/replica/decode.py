@@ -47,14 +47,12 @@ class DecodeReplica(Replica[DecodeEngine]):
         background(self._never_ending(self._sweep()))
 
     def _make_sink(self) -> KVSink | None:
-        from actors.kv_transfer.transport_hub import received
         from quadriga.replica.handoff_receiver import HandoffReceiver
 
         self.receiver = HandoffReceiver(
             self.spec.engine.depth_class,
             self,
             self.clock,
-            received(self.config.transport.kind),
             any_depth=bool(self.spec.engine.exit_plan.layers),
         )
         return self.receiver

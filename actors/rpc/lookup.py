@@ -50,11 +50,16 @@ def ensure_cluster(config: QuadrigaConfig | dict[str, Any]) -> None:
             # An application that is just ending: make a new one when the old is gone.
             forget_actor(controller_name(loaded.name))
             if time.monotonic() + 1.0 > give_up_s:
-                raise Unavailable("the controller does not come up", retry_after_s=5.0) from exc
+                raise Unavailable(
+                    f"the controller does not come up: {exc}; why is in the logs of Ray's session "
+                    "folder, on the node where it was",
+                    retry_after_s=5.0,
+                ) from exc
             time.sleep(0.2)
         except RayError as exc:
             raise Unavailable(
-                f"the controller did not answer in {ENSURE_TIMEOUT_S:.0f} s: {exc}",
+                f"the controller did not answer in {ENSURE_TIMEOUT_S:.0f} s: {exc}; where it "
+                "fetches a model, as its log says, it goes on: start again when that is there",
                 retry_after_s=5.0,
             ) from exc
 

@@ -26,13 +26,19 @@ from quadriga.core.request import AUTO_MODEL, ResumableSequence
 from quadriga.core.routing import Admission, AdmitRequest, ClusterView, PlaceRequest, ReportOptions
 from quadriga.errors import Overloaded, QuadrigaError, Unavailable, UnknownModel
 from quadriga.observability.logs import configure_logging
-from quadriga.policies.admission import admit, check_room, check_size, find_room, line_of
+from quadriga.policies.admission import admit, check_room, check_size, find_room
 from quadriga.policies.ares.forecast import checked, promised_to
 from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.baselines.placement import Placement
 from quadriga.policies.inflight_tracker import InflightTracker, SentRequest
 from quadriga.policies.least_work import expected_length
-from quadriga.policies.load import candidates, taking_work, tokens_wanted
+from quadriga.policies.load import (
+    candidates,
+    check_decoded,
+    line_of,
+    taking_work,
+    tokens_wanted,
+)
 from quadriga.policies.placements import find_placement
 from quadriga.policies.wait_estimator import Supply, WaitEstimator
 from quadriga.scheduling.prefixes.affinity import PrefixAffinity
@@ -190,7 +196,9 @@ class Scheduler(BatchedCalls):
         if info.role is Role.MIXED:
             self._waiting.placed(request.sequence_id, now_s=now_s)  # it decodes where it queues
         num_tokens = request.num_prompt_tokens - cached.get(admission.prefill_replica, 0)
-        sent = SentRequest(self._heard_s, num_tokens, request.num_prompt_tokens)
+        sent = SentRequest(
+            self._heard_s, num_tokens, request.num_prompt_tokens, priority=request.priority
+        )
         self._inflight.sent(admission.prefill_replica, request.sequence_id, sent)
         prefixes.sent(marks, admission.prefill_replica)
         return admission
@@ -229,24 +237,37 @@ class Scheduler(BatchedCalls):
             self._waiting_for_room.discard(request.sequence_id)
 
     async def place_now(self, request: PlaceRequest) -> str:
-        """As `place`, without waiting for room. Raises: Unavailable, Overloaded."""
+        """As `place`, without waiting for room.
+
+        Raises:
+            Unavailable, Overloaded: As `place`.
+            MigrationFailed: See `check_decoded`.
+        """
         self._inflight.begun(request, self._snapshots.get(request.source))
         overload = self._rescheduling.governor.overload
         if request.prediction is not None and request.depth_class.model in overload:
             request = replace(request, by_forecast=True)
-        any_depth = self._any_depth
+        any_depth, snapshots = self._any_depth, self._adjusted()
+        now_unix_s, max_age_s = self._clock.unix_s(), self._config.scheduler.snapshot_max_age_s
         alive = candidates(
-            self._adjusted(),
+            snapshots,
             role=Role.DECODE,
             depth_class=None if any_depth else request.depth_class,
             model=request.depth_class.model,
             numerics=request.numerics,
             exclude=request.exclude,
             num_tokens=request.max_total_tokens,
-            now_unix_s=self._clock.unix_s(),
-            max_age_s=self._config.scheduler.snapshot_max_age_s,
+            now_unix_s=now_unix_s,
+            max_age_s=max_age_s,
         )
         if not alive:
+            check_decoded(
+                request,
+                [s for s in snapshots if not s.is_scout],
+                any_depth=any_depth,
+                now_unix_s=now_unix_s,
+                max_age_s=max_age_s,
+            )
             raise Unavailable(
                 f"no decode replica of {request.depth_class} with rows of "
                 f"{request.max_total_tokens} tokens or more is taking sequences",

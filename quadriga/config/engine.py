@@ -277,7 +277,7 @@ class TransportConfig(Section):
         "auto",
         description="nccl: between GPUs of their own (needs CuPy with NCCL); gloo: through host "
         "memory; object_store: through Ray. auto: the first of these that reaches the peer. nixl: "
-        "by UCX over what it finds, and nothing else (in a checkout: pip install '.[nixl]').",
+        "by UCX over what it finds (in a checkout: pip install '.[nixl]').",
     )
     deadline_s: Seconds = Field(20.0, description="For one hand-off, from reserve to commit.")
     lease_s: Seconds = Field(10.0, description="A transfer silent for so long loses its slot.")

@@ -31,7 +31,11 @@ class IngressConfig(Section):
         100, ge=16, le=10_000, description="Of one request; more are answered 431."
     )
     max_header_bytes: int = Field(
-        32_768, ge=1024, le=1 << 20, description="All names and values of one request."
+        12_288,
+        ge=1024,
+        le=1 << 20,
+        description="All names and values of one request. `make serve` and the chart give HAProxy "
+        "buffers for them; elsewhere `RAY_SERVE_HAPROXY_TUNE_BUFSIZE` is to be 4,096 more.",
     )
     body_timeout_s: Seconds = Field(30.0, description="A request's body must be here by then.")
     max_n: Count = Field(16, description="Largest `n`: choices for one prompt.")

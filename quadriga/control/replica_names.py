@@ -30,12 +30,17 @@ def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:
     """Hash of all that a replica was started with and cannot change while it lives.
 
     What Ray reserves for it, and what KV memory it has where that is not configured, are left out:
-    these follow the cluster's size. So is the depth, where it changes while a replica lives.
+    these follow the cluster's size. So is the depth, where it changes while a replica lives. Files
+    count by what is in them: each node may have them elsewhere, and a controller that is started
+    anew on another node finds them there.
     """
     engine = asdict(spec.engine)
     engine |= dict.fromkeys(
         ("num_rows", "row_capacity_tokens", "kv_capacity_tokens", "kv_memory_bytes")
     )
+    engine["checkpoint"] |= dict.fromkeys(("path", "heads_path", "source"))
+    for adapter in engine["adapters"]:
+        adapter["path"] = None
     engine["memory"] = [config["engine"][name] for name in ("max_model_len", "kv_memory_bytes")]
     if spec.changes_depth:
         engine |= dict.fromkeys(("depth", "exits"))

@@ -42,7 +42,6 @@ class TransferOffer(CompactPickleMixin):
     epoch: int
     num_tokens: int
     max_total_tokens: int
-    transport: str
     lease_s: float
     priority: int = 0
     prediction: LengthPrediction | None = None

@@ -15,7 +15,8 @@ class LoadProgress:
     """What an engine does before it serves; one thread writes, others may read.
 
     Attributes:
-        text: The stage, with the bytes so far where they are known; empty before the first.
+        text: The stage, with the share of it that is done where that is known; empty before the
+            first. Bytes would be of the engine's dtype, and not those of the files.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class LoadProgress:
         self._logged_s = 0.0
 
     def begin(self, stage: str, total_bytes: int = 0) -> None:
-        """Another stage begins; it reads so many bytes, or 0 where that is not known."""
+        """Another stage begins; it fills so much memory, or 0 where that is not known."""
         self._stage, self._done_bytes, self._total_bytes = stage, 0, total_bytes
         self._say(time.monotonic())
 
@@ -35,8 +36,8 @@ class LoadProgress:
             self._say(self._logged_s + LOG_EVERY_S)
 
     def _say(self, due_s: float) -> None:
-        done, total = self._done_bytes / 1e9, self._total_bytes / 1e9
-        self.text = f"{self._stage}: {done:.2f} of {total:.2f} GB" if total else self._stage
+        done, total = self._done_bytes, self._total_bytes
+        self.text = f"{self._stage}: {done / total:.0%}" if total else self._stage
         if (now_s := time.monotonic()) >= due_s:
             self._logged_s = now_s
             logger.info("%s", self.text)

@@ -8,12 +8,12 @@ from types import MappingProxyType
 
 from quadriga.config.engine import PrefillConfig
 from quadriga.config.scheduling import SchedulerConfig
-from quadriga.core.replica import ReplicaInfo, ReplicaSnapshot, Role
+from quadriga.core.replica import ReplicaSnapshot, Role
 from quadriga.core.routing import Admission, AdmitRequest
 from quadriga.errors import ContextTooLong, InvalidRequest, Overloaded, Unavailable
 from quadriga.policies.ares.overload import may_hold_more
 from quadriga.policies.least_work import expected_answer_tokens, expected_work
-from quadriga.policies.load import candidates
+from quadriga.policies.load import candidates, line_of
 from quadriga.policies.retry_reservations import MIN_WAIT_S, RetryReservations
 from quadriga.policies.wait_estimator import (
     Supply,
@@ -22,12 +22,6 @@ from quadriga.policies.wait_estimator import (
     prefill_supply,
     queue_supply,
 )
-
-
-def line_of(info: ReplicaInfo, *, any_depth: bool) -> str:
-    """Name those that wait for the same replicas as a sequence at this one; see `admit`."""
-    kind = info.depth_class.model if any_depth else info.depth_class
-    return f"{kind} {info.numerics}".rstrip()
 
 
 def admit(

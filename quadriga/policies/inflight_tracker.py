@@ -7,6 +7,8 @@ by the report.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from quadriga.core.forecast import LoadForecast
@@ -35,6 +37,7 @@ class SentRequest:
     reserved_tokens: int
     promised: Promised | None = None
     kv_tokens: int = 0
+    priority: int = 0
     is_reported: bool = False
 
 
@@ -44,6 +47,7 @@ class Begun:
 
     at_s: float
     prompt_tokens: int
+    priority: int
 
 
 class InflightTracker:
@@ -69,7 +73,7 @@ class InflightTracker:
         is_unreported = self._forget_sent(request.sequence_id)
         if is_unreported or source is None or source.loaded_s >= request.started_s:
             return
-        begun = Begun(request.started_s, request.num_tokens)
+        begun = Begun(request.started_s, request.num_tokens, request.priority)
         self._begun.setdefault(request.source, {})[request.sequence_id] = begun
 
     def reported(self, snapshot: ReplicaSnapshot, accepted: tuple[str, ...] | list[str]) -> None:
@@ -114,14 +118,15 @@ class InflightTracker:
             forecast = self._sum(name, forecast, promised, snapshot.step_time_s)
         new = [s for s in sent.values() if not s.is_reported]
         waiting = max(0, snapshot.num_waiting - len(begun))
-        waiting_tokens = max(
-            0, snapshot.waiting_tokens - sum(b.prompt_tokens for b in begun.values())
-        )
+        left, came = _by_priority(begun.values()), _by_priority(new)
+        waiting_tokens = max(0, snapshot.waiting_tokens - left.total()) + came.total()
+        by_priority = Counter(dict(snapshot.waiting_by_priority)) - left + came
         kv_tokens = sum(s.kv_tokens for s in new)
         return snapshot.changed(
             forecast=forecast,
             num_waiting=waiting + len(new),
-            waiting_tokens=waiting_tokens + sum(s.prompt_tokens for s in new),
+            waiting_tokens=waiting_tokens,
+            waiting_by_priority=tuple(sorted(by_priority.items())),
             used_tokens=snapshot.used_tokens + kv_tokens,
             prompt_tokens=snapshot.prompt_tokens + kv_tokens,
             reserved_tokens=snapshot.reserved_tokens + sum(s.reserved_tokens for s in new),
@@ -141,3 +146,11 @@ class InflightTracker:
         """Forget where a sequence was sent. Returns whether no report has shown it."""
         found = [sent.pop(sequence_id, None) for sent in self._sent.values()]
         return any(s is not None and not s.is_reported for s in found)
+
+
+def _by_priority(sequences: Iterable[SentRequest | Begun]) -> Counter[int]:
+    """Their prompts' tokens by priority."""
+    tokens = Counter[int]()
+    for sequence in sequences:
+        tokens[sequence.priority] += sequence.prompt_tokens
+    return tokens

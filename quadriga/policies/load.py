@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quadriga.core.replica import DepthClass, ReplicaSnapshot, Role
+from quadriga.core.replica import PARTS, DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import PlaceRequest
+from quadriga.errors import MigrationFailed
 from quadriga.policies.slot_reservation import admitted_tokens, promised_tokens
+
+STRANDED_S = 2.0
+"""How long nobody may be there to decode a prompt before others begin it anew: a replica that only
+reported late is back by then."""
 
 
 def taking_work(
@@ -43,6 +48,41 @@ def candidates(
         and s.info.name not in exclude
         and num_tokens <= s.info.longest_sequence
     ]
+
+
+def line_of(info: ReplicaInfo | PlaceRequest, *, any_depth: bool) -> str:
+    """Name those that wait for the same replicas as a sequence at this one; see `admit`."""
+    kind = info.depth_class.model if any_depth else info.depth_class
+    return f"{kind} {info.numerics}".rstrip()
+
+
+def check_decoded(
+    request: PlaceRequest,
+    snapshots: Sequence[ReplicaSnapshot],
+    *,
+    any_depth: bool,
+    now_unix_s: float,
+    max_age_s: float,
+) -> None:
+    """Refuse to wait where nobody decodes what was computed, and others serve the model whole.
+
+    As where the replicas of its depth, or with its weights, die or are exchanged.
+
+    Raises: MigrationFailed: It is to be begun anew there.
+    """
+    alive = taking_work(snapshots, now_unix_s=now_unix_s, max_age_s=max_age_s)
+    alike = [s.info for s in alive if s.info.depth_class.model == request.depth_class.model]
+    prefills, decodes = (
+        {line_of(info, any_depth=any_depth) for info in alike if info.role.does(part)}
+        for part in PARTS
+    )
+    is_missed = line_of(request, any_depth=any_depth) not in decodes
+    if request.waited_s >= STRANDED_S and is_missed and prefills & decodes:
+        raise MigrationFailed(
+            f"nobody decodes {request.depth_class} as {request.source} computes it any more, and "
+            "others serve the model",
+            code="stranded",
+        )
 
 
 def tokens_wanted(snapshot: ReplicaSnapshot, request: PlaceRequest) -> int:

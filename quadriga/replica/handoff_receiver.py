@@ -64,14 +64,12 @@ class HandoffReceiver:
         depth_class: DepthClass,
         host: RowHost,
         clock: Clock,
-        transports: Sequence[str],
         *,
         any_depth: bool = False,
     ) -> None:
         self.leases = LeaseTable(depth_class, any_depth=any_depth)
         self._host = host
         self._clock = clock
-        self._transports = {*transports, "auto"}
         self._loop = asyncio.get_running_loop()
         self._commits: dict[str, asyncio.Task[None]] = {}
         self._reserving: set[str] = set()
@@ -85,14 +83,10 @@ class HandoffReceiver:
 
         Raises:
             KVCacheExhausted, ContextTooLong: No room now, or ever.
-            MigrationFailed: Stale, for another depth class, over, or by an unknown transport.
+            MigrationFailed: Stale, for another depth class, or over.
             Overloaded: Code "busy": enough running sequences are on their way here, or the row of
                 an earlier try is not free yet.
         """
-        if offer.transport not in self._transports:
-            raise MigrationFailed(
-                f"transport {offer.transport!r} is not known here", code="unknown_transport"
-            )
         lease = self.leases.get(offer.transfer_id)
         if lease is not None:
             return lease.held_tokens

@@ -48,9 +48,10 @@ def choose_proxy(proxy: Proxy = "auto", *, has_grpc: bool = True) -> None:
         return
     os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "0")
     os.environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", str(min(4, os.cpu_count() or 1)))
-    if BINARY_VARIABLE not in os.environ:
-        from serve_app.http.haproxy import starter_script
+    from serve_app.http.haproxy import HARD_STOP_S, HARD_STOP_VARIABLE, starter_script
 
+    os.environ.setdefault(HARD_STOP_VARIABLE, str(HARD_STOP_S))
+    if BINARY_VARIABLE not in os.environ:
         os.environ[BINARY_VARIABLE] = str(starter_script(has_grpc=has_grpc))
 
 

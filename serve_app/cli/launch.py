@@ -204,8 +204,10 @@ class LocalService:
         for name, value in (RAY_ON_LOOPBACK | {"RAY_AUTH_MODE": "token"}).items():
             os.environ.setdefault(name, value)
         if haproxy_enabled():
-            from serve_app.http.haproxy import make_private
+            from serve_app.http.haproxy import BUFFER_VARIABLE, buffer_bytes, make_private
 
+            needed = buffer_bytes(self.config.ingress.max_header_bytes)
+            os.environ.setdefault(BUFFER_VARIABLE, str(needed))
             self._proxy_folder = make_private()
         self._start_ray()
         self._progress("Ray is up")

@@ -91,10 +91,15 @@ class Call:
         """Raises: HeadersTooLarge."""
         headers = self.scope["headers"]
         if len(headers) > max_headers:
-            raise HeadersTooLarge(f"{len(headers)} headers, above the limit of {max_headers}")
+            raise HeadersTooLarge(
+                f"{len(headers)} headers, above the limit of {max_headers} (ingress.max_headers)"
+            )
         size = sum(len(name) + len(value) for name, value in headers)
         if size > max_bytes:
-            raise HeadersTooLarge(f"headers of {size} bytes, above the limit of {max_bytes}")
+            raise HeadersTooLarge(
+                f"headers of {size} bytes, above the limit of {max_bytes} "
+                "(ingress.max_header_bytes)"
+            )
 
     async def read_body(self, engine_client: EngineClient) -> bytes:
         """Read the body within the deployment's limits. Raises: as `body`, and Overloaded."""

@@ -13,8 +13,10 @@ closed as they come. With TLS each port has a quarter of them, as what it passes
 front end are connections as well, and one address an eighth. The machine itself is not limited
 (127.0.0.1): there stand the front ends for TLS and proxies of the user's own.
 
-At a reload, as when ingresses are exchanged, streams stay with the HAProxy that has them. Serve
-ends it, and them, after 120 s, the script after an hour. HAProxy takes 100 headers of a request:
+At a reload, as when ingresses are exchanged, streams stay with the HAProxy that has them, which
+Serve ends after `RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S`. Until then it passes on one more request of
+each client to the ports that it knew, so Serve gives these to nobody for as long: whoever changes
+the time must tell Serve, not HAProxy. HAProxy takes 100 headers of a request:
 the script lets as many pass as its buffer holds, and `ingress.max_headers` says which are too many.
 
 Where Serve's actor that started HAProxy is killed, its successor starts another one on the same
@@ -95,12 +97,16 @@ UNLOCKED_S = 60.0
 HEAD_S, IDLE_S = 10, 90
 """For a request's headers; between two requests on a connection."""
 MOST_CONNECTIONS = 16384
-"""With 32 KiB of buffers for each that is busy. `RAY_SERVE_HAPROXY_MAXCONN` sets another number."""
+"""With two buffers for each that is busy. `RAY_SERVE_HAPROXY_MAXCONN` sets another number."""
 RESERVE = 64
 """Connections less, for about 200 servers and threads."""
 _NO_SERVER = Unavailable("no process can take the request now; retry shortly", retry_after_s=1.0)
 ERRORS: dict[int, QuadrigaError] = {
-    400: InvalidRequest("the request is not valid HTTP", code="invalid_http"),
+    400: InvalidRequest(
+        "the request is not valid HTTP, or its headers are larger than HAProxy's buffer, which "
+        "follows ingress.max_header_bytes",
+        code="invalid_http",
+    ),
     403: Forbidden("the request is not allowed here"),
     405: MethodNotAllowed("the route does not take this method"),
     408: RequestTimeout("the request did not come in time"),
@@ -178,7 +184,13 @@ TIE = (
 )
 """Sets PR_SET_PDEATHSIG: HAProxy takes no new connections once the actor that started it died."""
 HARD_STOP_VARIABLE = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
-
+HARD_STOP_S = 3600
+BUFFER_VARIABLE = "RAY_SERVE_HAPROXY_TUNE_BUFSIZE"
+QUARANTINE_VARIABLE = "RAY_SERVE_PORT_QUARANTINE_S"
+OWN_QUARANTINE_S = 150
+"""Where no other application has these ports: a request that still goes to one finds an ingress of
+the same service. For as long as streams last they would be used up by ingresses that die again and
+again."""
 
 ADDRESSES = """\
     tcp-request connection track-sc0 src,ipmask(32,64) table quadriga_addresses
@@ -193,7 +205,6 @@ REWRITE = """\
 /^ *timeout client /a\\
     timeout http-request {head_s}s\\
     timeout http-keep-alive {idle_s}s
-{hard_stop}
 s/^ *maxconn .*/    maxconn "${{HAPROXY_CONNECTIONS}}"/
 /^defaults/i\\
 backend quadriga_addresses\\
@@ -288,12 +299,21 @@ def make_private() -> Path:
         own = list(itertools.islice(ports, INGRESS_PORTS))
         os.environ[f"RAY_SERVE_DIRECT_INGRESS_MIN_{kind}_PORT"] = str(own[0])
         os.environ[f"RAY_SERVE_DIRECT_INGRESS_MAX_{kind}_PORT"] = str(own[-1])
+    os.environ.setdefault(QUARANTINE_VARIABLE, str(OWN_QUARANTINE_S))
     _remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=PRIVATE, dir="/tmp"))  # a socket's path is short
     fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # until this process ends
     for name, file in FILES.items():
         os.environ[name] = str(folder / file)
     return folder
+
+
+def buffer_bytes(max_header_bytes: int) -> int:
+    """HAProxy's buffer for such headers: it keeps 1 KiB free, and holds the request line as well.
+
+    Serve's own 16 KiB are the least; a busy connection has two.
+    """
+    return max(16_384, max_header_bytes + 4096)
 
 
 def _remove_abandoned() -> None:
@@ -373,8 +393,6 @@ def _rewrite(folder: Path) -> str:
 
     answers = {name: escaped(text) for name, text in _answers(folder).items()}
     answers |= {"errors": lines(_error_lines(folder)), "addresses": lines(ADDRESSES)}
-    is_chosen = HARD_STOP_VARIABLE in os.environ
-    answers["hard_stop"] = "" if is_chosen else "s/hard-stop-after 120s/hard-stop-after 3600s/"
     return REWRITE.format(head_s=HEAD_S, idle_s=IDLE_S, **answers)
 
 

@@ -11,7 +11,7 @@ import ray
 import torch
 
 from actors.kv_transfer.handoff_sender import HandoffSender, OutgoingTransfer
-from actors.kv_transfer.transport_hub import TransportHub, received
+from actors.kv_transfer.transport_hub import TransportHub
 from actors.rpc.ray_rpc import NAMESPACE, call
 from actors.rpc.rpc_batcher import BatchedCalls, RpcBatcher
 from quadriga.clock import ManualClock, SystemClock
@@ -77,7 +77,7 @@ class Peer(BatchedCalls):
         self.nccl = FakeNccl(gpu or name) if kind == "nccl" or gpu else None
         self._clock = ManualClock()
         self._renewed: dict[str, asyncio.Event] = {}
-        self._receiver = HandoffReceiver(DEPTH_CLASS, self, self._clock, received(kind))
+        self._receiver = HandoffReceiver(DEPTH_CLASS, self, self._clock)
         self.transport = TransportHub(
             kind,  # type: ignore[arg-type]
             name,

@@ -118,7 +118,7 @@ def test_transfers_in_both_directions_at_once(pair: Pair) -> None:
 
 def test_peers_that_send_by_different_kinds_receive_from_each_other() -> None:
     """As replicas of the old and the new setting do in a roll-out."""
-    names = {kind: f"{kind}:mixed:{new_id()[:6]}" for kind in ("gloo", "object_store", "auto")}
+    names = {kind: f"{kind}:mixed:{new_id()[:6]}" for kind in (*TRANSPORTS, "auto")}
     peers = {kind: start_peer(name, kind) for kind, name in names.items()}
     get([peer.pid.remote() for peer in peers.values()], START_TIMEOUT_S)
     for source, peer in peers.items():
@@ -261,9 +261,7 @@ def test_a_stale_epoch_is_refused(pair: Pair) -> None:
 
 def test_a_commit_of_another_epoch_is_refused(pair: Pair) -> None:
     sequence_id = new_id()
-    offer = TransferOffer(
-        new_id(), sequence_id, DEPTH_CLASS, pair.a_name, 5, 16, 32, pair.kind, 10.0
-    )
+    offer = TransferOffer(new_id(), sequence_id, DEPTH_CLASS, pair.a_name, 5, 16, 32, 10.0)
     get(pair.b.reserve.remote(offer))
     with pytest.raises(MigrationFailed) as refusal:
         get(pair.b.commit.remote(offer.transfer_id, make_state(sequence_id, 16, epoch=4), ()))

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from quadriga.config.loader import load_config
+from serve_app.http.haproxy import BUFFER_VARIABLE, buffer_bytes
 from tests.deploy.charts import (
     BARE,
     CASES,
@@ -186,6 +187,16 @@ def test_grace_covers_the_longest_request(case: str) -> None:
         assert grace_s > drain_s >= longest_s
         if CASES[case].get("haproxy", {}).get("enabled", True):
             assert float(_env(ray, "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S")) >= longest_s
+
+
+@pytest.mark.parametrize("limit", [None, 1024, 65_536])
+def test_headers_that_are_allowed_fit_into_haproxys_buffer(limit: int | None) -> None:
+    ingress = {} if limit is None else {"max_header_bytes": limit}
+    documents = render({"config": {"ingress": ingress}})
+    allowed = load_config(serve_config(documents)["applications"][0]["args"]).ingress
+    for template in pod_templates(documents).values():
+        given = _env(template["spec"]["containers"][0], BUFFER_VARIABLE)
+        assert int(given) == buffer_bytes(allowed.max_header_bytes)
 
 
 @pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")  # of Serve's own models

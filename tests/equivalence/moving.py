@@ -123,7 +123,6 @@ class Move:
             self._epoch,
             state.num_tokens,
             state.max_total_tokens,
-            "gloo",
             5.0,
             is_live=True,
             min_depth=least,

@@ -80,7 +80,7 @@ class Side(DecodeReplica):
         self.departed, self._accepted, self._arrived = DepartedSequences(), [], []
         self._news = asyncio.Event()
         self.receiver = HandoffReceiver(
-            bench.runner.spec.depth_class, self, self.clock, ["local"], any_depth=True
+            bench.runner.spec.depth_class, self, self.clock, any_depth=True
         )
         self.transport = network  # type: ignore[assignment]
         self.calls = RpcBatcher(network.call)

@@ -176,7 +176,7 @@ class Decode(DecodeReplica):
         self.migrations = SimpleNamespace(  # type: ignore[assignment]
             under_way=()
         )
-        self.receiver = HandoffReceiver(CLASS, self, self.clock, ["local"])
+        self.receiver = HandoffReceiver(CLASS, self, self.clock)
         background(self._sweep())
 
     def post(self, callback: Callable[..., object], *args: object) -> None:

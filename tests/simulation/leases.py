@@ -88,9 +88,7 @@ def _part(number: int) -> KVPart:
 
 
 def _offer(number: int, transfer: Transfer) -> TransferOffer:
-    return TransferOffer(
-        str(number), SEQUENCE, CLASS, transfer.source, transfer.epoch, 1, 8, "gloo", 1.0
-    )
+    return TransferOffer(str(number), SEQUENCE, CLASS, transfer.source, transfer.epoch, 1, 8, 1.0)
 
 
 def _freeze(table: LeaseTable) -> Table:

@@ -74,7 +74,7 @@ class Decode(DecodeReplica):
         self.calls = RpcBatcher(world.call_of(name))
         self.migrations = Migrations(self)
         self.sender = HandoffSender(name, self.transport, self.calls, CONFIG.transport)
-        self.receiver = HandoffReceiver(CLASS, self, self.clock, ["local"])
+        self.receiver = HandoffReceiver(CLASS, self, self.clock)
         background(self._sweep())
         background(self._steps())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from quadriga.config.kv_memory import NodeMemory
 from quadriga.config.resolve import Hardware
 from quadriga.control.desired import resolve_on
 from quadriga.control.replica_names import fingerprint, new_replica_name, parse_replica_name
+from quadriga.core.adapters import Adapter
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.errors import ConfigError
 
@@ -75,6 +77,23 @@ def test_only_what_a_replica_cannot_change_makes_it_outdated(
     assert changed(**{"transport.kind": "object_store"}) != same
     assert changed(**{"engine.max_model_len": 512}) != same
     assert changed(**{"engine.kv_memory_bytes": 1 << 24}) != same
+
+
+def test_files_count_by_what_is_in_them_and_not_by_where_a_node_has_them() -> None:
+    """A controller that is started anew finds them where its own node has them."""
+    desired = resolve_on({"model": "quadriga-s"}, HARDWARE)
+    spec, there = desired.places[(Role.DECODE, 0)], Path("/another/node")
+
+    def changed(**engine: object) -> str:
+        return fingerprint(replace(spec, engine=replace(spec.engine, **engine)), desired.config)
+
+    read, lora = spec.engine.checkpoint, Adapter("a", there, 4, 1.0, "digest", 8)
+    elsewhere = replace(read, path=there, heads_path=there, source="org/name@commit")
+    assert changed(checkpoint=elsewhere) == changed()
+    assert changed(checkpoint=replace(read, fingerprint="of others")) != changed()
+    adapted = changed(adapters=(lora,))
+    assert changed(adapters=(replace(lora, path=there / "too"),)) == adapted != changed()
+    assert changed(adapters=(replace(lora, digest="of others"),)) != adapted
 
 
 def test_memory_that_nobody_named_makes_no_replica_outdated() -> None:

@@ -96,7 +96,7 @@ def test_a_report_is_as_old_on_every_clock(monkeypatch: pytest.MonkeyPatch, skew
     [
         STATE.sampling,
         ReplicaStatus(INFO, True, False, None, ReplicaLoad(2, exits=ExitCounters({8: 3})), "f"),
-        kv.TransferOffer("t", "s", INFO.depth_class, "p", 1, 3, 9, "gloo", 10.0),
+        kv.TransferOffer("t", "s", INFO.depth_class, "p", 1, 3, 9, 10.0),
     ],
 )
 def test_a_record_arrives_as_it_was_and_its_fields_are_not_named(sent: object) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -89,7 +88,7 @@ async def test_the_destination_compiles_a_grammar_while_the_kv_is_on_its_way() -
     receiver, ahead = Mock(reserve=AsyncMock(return_value=0)), AsyncMock()
     replica: Any = Mock(info_record=Mock(numerics=""), receiver=receiver, _compile_ahead=ahead)
     replica.leaving.return_value = ()
-    offer = TransferOffer("t", "s", CLASS, "source", 1, 3, 32, "gloo", 5.0, grammar=FORM)
+    offer = TransferOffer("t", "s", CLASS, "source", 1, 3, 32, 5.0, grammar=FORM)
     await DecodeReplica.reserve(replica, pickle.loads(pickle.dumps(offer)))
     await settled()
     ahead.assert_awaited_once_with(FORM)
@@ -108,9 +107,7 @@ async def test_a_running_sequence_is_promised_a_row_once_its_grammar_is_compiled
     replica: Any = Mock(info_record=Mock(numerics=""), receiver=receiver, compile_grammar=slowly)
     replica.leaving.return_value = ()
     replica._compile_before = partial(DecodeReplica._compile_before, replica)
-    offer = TransferOffer(
-        "t", "s", CLASS, "source", 1, 3, 32, "gloo", 5.0, is_live=True, grammar=FORM
-    )
+    offer = TransferOffer("t", "s", CLASS, "source", 1, 3, 32, 5.0, is_live=True, grammar=FORM)
     reserving = asyncio.create_task(DecodeReplica.reserve(replica, offer))
     await settled()
     receiver.reserve.assert_not_awaited()
@@ -130,16 +127,6 @@ async def test_a_running_sequence_is_promised_a_row_once_its_grammar_is_compiled
     await settled()
 
 
-@pytest.mark.parametrize("transport", ["nccl", "nixl"])
-async def test_while_the_transport_changes_to_auto_nccl_is_taken(transport: str) -> None:
-    replica: Any = Mock(config=load_config({"transport.kind": "auto"}), clock=ManualClock())
-    replica.spec.engine.depth_class, replica.reserve_row = CLASS, AsyncMock(return_value=(0, 0))
-    DecodeReplica._make_sink(replica)
-    offer = TransferOffer("t", "s", CLASS, "source", 1, 3, 32, transport, 5.0)
-    with nullcontext() if transport == "nccl" else pytest.raises(MigrationFailed):
-        assert await replica.receiver.reserve(offer) == 0
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_kv_of_other_weights_of_one_name_is_refused(deterministic: bool) -> None:
     """As of `org/name@one` while `org/name@two` takes its place: both are called `name`."""
@@ -156,7 +143,7 @@ def test_kv_of_other_weights_of_one_name_is_refused(deterministic: bool) -> None
         Replica.resized(replica, replica.spec.engine)
         assert replica.info_record.numerics == names[-1]
     assert ("kernels" in names[0]) is deterministic
-    offer = TransferOffer("t", "s", CLASS, "source", 1, 3, 32, "gloo", 5.0, numerics=names[0])
+    offer = TransferOffer("t", "s", CLASS, "source", 1, 3, 32, 5.0, numerics=names[0])
     check_numerics(offer, names[1])
     with pytest.raises(MigrationFailed, match="was computed with"):
         check_numerics(offer, names[2])

@@ -44,7 +44,7 @@ class Peer:
 
 
 def transfer(peer: Any = None, transport: Any = None, lease_s: float = 30.0) -> OutgoingTransfer:
-    offer = TransferOffer("t", "s", CLASS, "a", 1, 1, 9, "gloo", lease_s)
+    offer = TransferOffer("t", "s", CLASS, "a", 1, 1, 9, lease_s)
     info = Accepted(ReplicaInfo("b", Role.DECODE, CLASS, "n", "i", 8, 4096))
     peer = peer or Peer()
     return OutgoingTransfer(offer, info, transport or peer, peer, 5.0)

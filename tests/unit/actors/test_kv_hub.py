@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.kv_transfer.transport_hub import NO_ROUTE_RETRY_S, RETRY_S, TransportHub
+from actors.kv_transfer.transport_hub import NO_ROUTE_RETRY_S, NOT_HERE, RETRY_S, TransportHub
 from quadriga.clock import Clock, ManualClock, SystemClock
 from quadriga.core.kv import KVPart
 from quadriga.errors import ConfigError, KVTransportError
@@ -119,6 +119,24 @@ async def test_each_transport_leaves_time_for_the_next(bench: Bench) -> None:
     assert [way.deadlines_s[-1] for way in bench.ways.values()] == [4.0, 4.0, 8.0]
 
 
+async def test_a_transport_that_was_chosen_gives_way_only_where_the_peer_has_none(
+    bench: Bench,
+) -> None:
+    """As in a roll-out to another kind; elsewhere its failures are told."""
+    bench.hub.name = "nccl"
+    bench.ways["nccl"].code = NO_ROUTE
+    with pytest.raises(KVTransportError, match="nccl failed"):
+        await bench.send()
+    assert bench.ways["nccl"].deadlines_s == [8.0]
+    assert bench.ways["gloo"].deadlines_s == []
+    bench.ways["nccl"].code = NOT_HERE
+    bench.ways["gloo"].code = "timeout"
+    assert await bench.send() == ["nccl", "gloo", "object_store"]
+    assert await bench.send() == ["object_store"]
+    bench.ways["nccl"].code = None
+    assert await bench.send("another") == ["nccl"]
+
+
 async def test_each_kind_sends_by_its_transports_and_receives_by_two_more() -> None:
     def ways(kind: Any, **options: Any) -> tuple[str, ...]:
         made = hub(kind, **options)
@@ -130,8 +148,8 @@ async def test_each_kind_sends_by_its_transports_and_receives_by_two_more() -> N
     assert ways("auto", nccl=library) == ("nccl", "gloo", "object_store")
     assert ways("gloo") == ("gloo",)
     assert ways("object_store") == ("object_store",)
-    assert ways("nccl", nccl=library) == ("nccl",)
-    assert ways("nixl") == ("nixl",)
+    assert ways("nccl", nccl=library) == ("nccl", "gloo", "object_store")
+    assert ways("nixl") == ("nixl", "gloo", "object_store")
 
 
 def test_nccl_that_is_asked_for_and_missing_is_an_error(
@@ -146,11 +164,11 @@ def test_nccl_that_is_asked_for_and_missing_is_an_error(
     assert "without NCCL: torch sees no GPU" in caplog.text
 
 
-async def test_an_offer_of_a_transport_that_is_not_here_finds_no_route() -> None:
+async def test_an_offer_of_a_transport_that_is_not_here_is_told_so() -> None:
     made = hub("gloo")
     with pytest.raises(KVTransportError, match="receives over gloo, object_store alone") as refusal:
         made.connect(NixlOffer("p", "127.0.0.1", 1, 1, "token"))
-    assert refusal.value.code == NO_ROUTE
+    assert refusal.value.code == NOT_HERE
 
 
 def test_nixl_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,9 +202,7 @@ class Replica:
         self.on("reserve")
         if self.fails.get("reserve"):
             raise self.fails["reserve"].pop(0)
-        offer = TransferOffer(
-            "t", state.sequence_id, CLASS, "source", state.epoch + 1, 0, 0, "gloo", 1.0
-        )
+        offer = TransferOffer("t", state.sequence_id, CLASS, "source", state.epoch + 1, 0, 0, 1.0)
         theirs = replace(CLASS, depth=self.their_depth)
         info = ReplicaInfo(peer, Role.DECODE, theirs, "", "", 4, 1024)
         transfer = Transfer(offer, info, self.fails, self.end, self.on)

@@ -86,6 +86,15 @@ def test_a_hung_replica_is_replaced_and_a_stall_is_waited_out() -> None:
     assert None not in verdicts([beyond, beyond]), "a stall is not waited for for ever"
 
 
+async def test_who_was_not_ready_in_time_is_told_with_what_it_did_and_the_setting() -> None:
+    fleet, member = fleet_of(), replica_of(ReplicaPhase.STARTING, silence_s=0.0)
+    member.since_s -= fleet.lifecycle.replica_start_timeout_s + 1.0
+    member.status = replace(status_of(), is_ready=False, loading="reads the weights: 21%")
+    told = await fleet._verdict(member, LIMIT_S)
+    assert told is not None and "at last: reads the weights: 21%" in told
+    assert "raise lifecycle.replica_start_timeout_s" in told
+
+
 class Handle:
     """A replica's process, which is well once it `is_placed`, and not to be asked before."""
 

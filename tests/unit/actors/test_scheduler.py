@@ -23,7 +23,8 @@ from quadriga.core.migration import MigrationOrder, MigrationReport
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import AUTO_MODEL
 from quadriga.core.routing import Admission, AdmitRequest, ClusterView, PlaceRequest
-from quadriga.errors import Overloaded, ReplicaDied, Unavailable, UnknownModel
+from quadriga.errors import MigrationFailed, Overloaded, ReplicaDied, Unavailable, UnknownModel
+from quadriga.policies.load import STRANDED_S
 from quadriga.scheduling.prefixes.affinity import prefix_marks
 from quadriga.scheduling.transfer.placement_turns import PlacementTurns
 from serve_app.request.cluster_client import ClusterStateCache
@@ -288,6 +289,29 @@ async def test_without_helios_depths_are_kept_apart() -> None:
     await scheduler.report(snapshot("d0", Role.DECODE, SMALL))
     with pytest.raises(Unavailable):
         await scheduler.place_now(PREFILLED)
+
+
+async def test_a_prompt_that_nobody_decodes_any_more_is_begun_anew_by_those_who_would() -> None:
+    """As the last decode replica of its depth is exchanged for one of another depth."""
+    scheduler = Scheduler(plain())
+
+    async def ask(_: str, method: str, asked: PlaceRequest, **__: Any) -> str:
+        return await getattr(scheduler, method)(asked)
+
+    calls: Any = SimpleNamespace(call=ask, call_alone=ask)
+    placement = DecodePlacement(load_config({}), calls, PlacementTurns({}, time.monotonic))
+    waits = replace(PREFILLED, waited_s=STRANDED_S, source="p0")
+    await scheduler.report(snapshot("p0", Role.PREFILL, FULL))
+    await scheduler.report(snapshot("d0", Role.DECODE, SMALL))
+    assert await placement.find(waits) is None, "a decode replica alone cannot begin it"
+    await scheduler.report(snapshot("p1", Role.PREFILL, SMALL))
+    assert await placement.find(replace(waits, waited_s=0.0)) is None
+    with pytest.raises(MigrationFailed, match="as p0 computes it any more") as refusal:
+        await placement.find(waits)
+    assert refusal.value.code == "stranded"
+    await scheduler.report(snapshot("d1", Role.DECODE, FULL))
+    assert await placement.find(waits) == "d1"
+    assert await placement.find(replace(waits, exclude=("d1",))) is None
 
 
 @pytest.mark.parametrize(("config", "second"), [(CHOOSES, "d0"), (plain(), None)])

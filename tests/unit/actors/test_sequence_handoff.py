@@ -207,7 +207,7 @@ class Peer(BatchedCalls):
         self.name = name
         self.fates = fates
         self.joined: list[int] = []
-        self.receiver = HandoffReceiver(CLASS, self, SystemClock(), ["local"])
+        self.receiver = HandoffReceiver(CLASS, self, SystemClock())
 
     async def reserve(self, offer: TransferOffer) -> Accepted:
         assert offer.grammar == FORM, "it is to be compiled meanwhile"

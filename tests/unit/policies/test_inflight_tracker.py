@@ -73,6 +73,17 @@ def test_sent_sequences_count_until_they_are_reported_over_or_lost() -> None:
     assert ledger.adjust(last, now_s=0.0) is last
 
 
+def test_what_no_report_shows_yet_counts_with_its_priority() -> None:
+    """Less important prompts that were just sent wait behind a more important one as well."""
+    ledger, last = InflightTracker(), queue(3, loaded_s=5.0)
+    last.waiting_by_priority = ((0, 10), (5, 20))
+    for name, priority in (("a", 5), ("b", 7)):
+        ledger.sent("p", name, SentRequest(0.0, 40, 40, priority=priority))
+    ledger.begun(place("c", 6.0), last)
+    seen = ledger.adjust(last, now_s=1.0)
+    assert (seen.waiting_tokens, seen.waiting_by_priority) == (100, ((5, 60), (7, 40)))
+
+
 def test_a_burst_between_two_reports_is_shared_out() -> None:
     """The one with the least tokens gets no more of it than brings it level."""
     ledger, snapshots = InflightTracker(), [snapshot(name, []) for name in "abc"]

@@ -19,8 +19,8 @@ from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import AdmitRequest, PlaceRequest
 from quadriga.errors import Overloaded
 from quadriga.policies import admission
-from quadriga.policies.admission import admit, check_room, find_room, line_of
-from quadriga.policies.load import has_room
+from quadriga.policies.admission import admit, check_room, find_room
+from quadriga.policies.load import has_room, line_of
 from quadriga.policies.wait_estimator import (
     LATE_S,
     WaitEstimator,

@@ -41,7 +41,7 @@ KV = torch.ones(2, 2, 1, NUM_TOKENS, 4)
 
 
 def an_offer(transfer_id: str = "t") -> TransferOffer:
-    return TransferOffer(transfer_id, "s", CLASS, "source", 1, 3, 32, "gloo", 5.0)
+    return TransferOffer(transfer_id, "s", CLASS, "source", 1, 3, 32, 5.0)
 
 
 def a_state() -> SequenceState:
@@ -89,7 +89,7 @@ async def test_a_source_does_not_try_elsewhere_what_was_cancelled(
     refusal: Exception, end: LeaseState
 ) -> None:
     host = RefusingHost(refusal)
-    receiver = HandoffReceiver(CLASS, host, SystemClock(), ["gloo"])
+    receiver = HandoffReceiver(CLASS, host, SystemClock())
     await receiver.reserve(an_offer())
     digest = checksum(KV)
     part = KVPart("t", 0, 0, 2, 0, NUM_TOKENS, tuple(KV.shape), "float32", digest)
@@ -135,7 +135,7 @@ def carried(*parts: KVPart) -> ResumePoint:
 
 async def open_transfer(host: TakingHost) -> HandoffReceiver:
     """Of a running sequence, whose first position is here."""
-    receiver = HandoffReceiver(CLASS, host, SystemClock(), ["gloo"])
+    receiver = HandoffReceiver(CLASS, host, SystemClock())
     await receiver.reserve(replace(an_offer(), is_live=True))
     receiver.store("source", a_part(0, 0, 1), KV[:, :, :, :1].contiguous())
     return receiver
@@ -152,7 +152,7 @@ async def test_a_sequence_that_waits_for_its_grammar_behind_others_is_no_leak() 
         await may_join.wait()
 
     host.reserve_row, host.join = reserve_row, join  # type: ignore[assignment,method-assign]
-    receiver = HandoffReceiver(CLASS, host, clock, ["gloo"])
+    receiver = HandoffReceiver(CLASS, host, clock)
     engine: Any = Mock(held=[], _receiver=receiver, _leaks=Leaks())
     engine.loop.slots.owners, engine._replica.clock = ["s"], clock
     await receiver.reserve(an_offer())
@@ -260,7 +260,7 @@ async def until_taken(receiver: HandoffReceiver, offer: TransferOffer) -> None:
 async def test_a_second_try_waits_until_the_first_ones_row_is_free() -> None:
     """A part that is being written when its transfer ends keeps the row for a moment."""
     host = SlowHost()
-    receiver = HandoffReceiver(CLASS, host, SystemClock(), ["gloo"])
+    receiver = HandoffReceiver(CLASS, host, SystemClock())
     await receiver.reserve(an_offer())
     writing = asyncio.create_task(
         asyncio.to_thread(receiver.store, "source", a_part(0, 0, NUM_TOKENS), KV)
@@ -282,7 +282,7 @@ async def test_a_second_try_waits_until_the_first_ones_row_is_free() -> None:
 async def test_last_kv_that_takes_long_to_write_holds_nobody_up(lapses: bool) -> None:
     """With several ranks a write waits for a pass; a commit that is repeated waits for it, too."""
     host, clock = SlowHost(), ManualClock()
-    receiver = HandoffReceiver(CLASS, host, clock, ["gloo"])
+    receiver = HandoffReceiver(CLASS, host, clock)
     await receiver.reserve(replace(an_offer(), is_live=True))
     part = a_part(0, 0, NUM_TOKENS)
     commit = ("t", a_state(), [part.checksum], carried(part))
@@ -312,7 +312,7 @@ async def test_a_second_try_waits_for_a_row_that_was_asked_for_in_vain() -> None
             return await super().reserve_row(offer)
 
     host = StandingHost()
-    receiver = HandoffReceiver(CLASS, host, SystemClock(), ["gloo"])
+    receiver = HandoffReceiver(CLASS, host, SystemClock())
     first = asyncio.create_task(receiver.reserve(an_offer()))
     await asyncio.sleep(0)
     assert await receiver.abort("t") is LeaseState.ABORTED
@@ -335,7 +335,7 @@ async def test_a_replica_that_stalled_does_not_count_it_as_its_sources_silence(
 ) -> None:
     """The renewals of a time in which it read nothing may be there unread."""
     clock, left = ManualClock(1000.0), list(turns_s)
-    receiver = HandoffReceiver(CLASS, TakingHost(), clock, ["gloo"])
+    receiver = HandoffReceiver(CLASS, TakingHost(), clock)
     await receiver.reserve(replace(an_offer(), lease_s=10.0))
 
     async def sleep(_: float) -> None:
@@ -359,7 +359,7 @@ async def test_a_replica_that_stalled_does_not_count_it_as_its_sources_silence(
 async def test_a_second_try_waits_for_what_lapsed_with_others() -> None:
     clock = ManualClock()
     host = SlowHost()
-    receiver = HandoffReceiver(CLASS, host, clock, ["gloo"])
+    receiver = HandoffReceiver(CLASS, host, clock)
     for i in range(3):
         await receiver.reserve(replace(an_offer(f"t{i}"), sequence_id=f"s{i}", lease_s=1.0))
     clock.advance(2.0)
@@ -379,7 +379,7 @@ class KeepingHost(TakingHost):
 
 
 async def test_what_the_destination_has_is_neither_sent_nor_written_over() -> None:
-    receiver = HandoffReceiver(CLASS, KeepingHost(), SystemClock(), ["gloo"])
+    receiver = HandoffReceiver(CLASS, KeepingHost(), SystemClock())
     offer = replace(an_offer(), block_keys=(b"k",))
     assert await receiver.reserve(offer) == 2
     assert await receiver.reserve(offer) == 2, "a repeated offer gets the same answer"

@@ -50,7 +50,6 @@ def offer(name: str, num_tokens: int, prediction: LengthPrediction | None = None
         epoch=1,
         num_tokens=num_tokens,
         max_total_tokens=200,
-        transport="auto",
         lease_s=5.0,
         prediction=prediction,
     )

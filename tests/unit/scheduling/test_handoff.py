@@ -26,7 +26,7 @@ CLASS = DepthClass("m", DEPTH)
 
 
 def offer(transfer_id: str = "t", sequence_id: str = "s", epoch: int = 1) -> TransferOffer:
-    return TransferOffer(transfer_id, sequence_id, CLASS, "source", epoch, 10, 32, "gloo", 5.0)
+    return TransferOffer(transfer_id, sequence_id, CLASS, "source", epoch, 10, 32, 5.0)
 
 
 def part(

@@ -157,8 +157,8 @@ def test_replicas_are_grouped_and_none_is_left_out() -> None:
     ]
     assert groups[0]["replicas"][0]["is_silent"]
     view = busy_view()
-    view["fleet"]["replicas"][-1]["doing"] = "reads the weights: 3.00 of 14.00 GB"
-    assert run("classes", view)[0]["replicas"][0]["text"] == "reads the weights: 3.00 of 14.00 GB"
+    view["fleet"]["replicas"][-1]["doing"] = "reads the weights: 21%"
+    assert run("classes", view)[0]["replicas"][0]["text"] == "reads the weights: 21%"
 
 
 def test_of_many_replicas_those_are_listed_that_need_a_look() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -22,7 +23,14 @@ from quadriga.errors import ConfigError
 from quadriga.ports import free_port, is_free
 from serve_app.__main__ import main
 from serve_app.cli.environment import choose_proxy, haproxy_enabled
-from serve_app.http.haproxy import HARD_STOP_VARIABLE, make_private, starter_script
+from serve_app.http.haproxy import (
+    HARD_STOP_S,
+    OWN_QUARANTINE_S,
+    QUARANTINE_VARIABLE,
+    buffer_bytes,
+    make_private,
+    starter_script,
+)
 from serve_app.http.tls import BINARY_VARIABLE, HAPROXY_VARIABLE
 from tests.certificates import Authority
 
@@ -81,10 +89,10 @@ def no_binary_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def haproxy(script: Path, config: Path) -> Iterator[None]:
+def haproxy(script: Path, config: Path) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([script, "-db", "-f", config], stderr=subprocess.DEVNULL)
     try:
-        yield
+        yield process
     finally:
         process.kill()
         process.wait(60)
@@ -96,6 +104,14 @@ def connect(port: int, address: str = "127.0.0.1") -> socket.socket:
         try:
             return socket.create_connection(("127.0.0.1", port), 10, (address, 0))
         except ConnectionRefusedError:
+            assert time.monotonic() < give_up_s
+
+
+def wait_until_refused(port: int) -> None:
+    give_up_s = time.monotonic() + 60
+    with suppress(ConnectionRefusedError):
+        while True:
+            socket.create_connection(("127.0.0.1", port), 10).close()
             assert time.monotonic() < give_up_s
 
 
@@ -187,25 +203,59 @@ def test_it_starts_with_few_files_and_many(tmp_path: Path, files: int | str) -> 
         assert b" 503 " in ask(client)
 
 
-def test_many_headers_pass_and_streams_outlast_a_reload(tmp_path: Path) -> None:
-    front = free_port()
+@pytest.mark.parametrize("limit", [12_288, 65_536])
+def test_headers_that_are_allowed_pass_and_larger_ones_are_told_the_limit(
+    tmp_path: Path, limit: int
+) -> None:
+    front, head = free_port(), b"GET / HTTP/1.1\r\nhost: a\r\n"
+    many = b"a: b\r\n" * 200 + b"c: " + b"x" * (limit - 1100) + b"\r\n\r\n"
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
         config = tmp_path / "haproxy.cfg"
         listen = CONFIG.format(front=front, back=server.getsockname()[1])
-        config.write_text(f"global\n    hard-stop-after 120s\n{listen}")
+        config.write_text(f"global\n    tune.bufsize {buffer_bytes(limit)}\n{listen}")
         with haproxy(starter_script(tmp_path), config), connect(front) as client:
-            client.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n" + b"a: b\r\n" * 500 + b"\r\n")
-            inner, _ = server.accept()
+            client.sendall(head + many)
+            inner, received = server.accept()[0], b""
             with inner:
-                assert inner.recv(4096).startswith(b"GET / ")
-    assert "hard-stop-after 3600s" in (tmp_path / "haproxy.cfg.limited").read_text()
+                while not received.endswith(b"\r\n\r\n"):
+                    received += inner.recv(65_536)
+            assert received.count(b"a: b") == 200 and received.count(b"x") >= limit - 1100
+    assert "ingress.max_header_bytes" in (tmp_path / "haproxy-400.http").read_text()
 
 
-def test_a_hard_stop_that_was_chosen_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(HARD_STOP_VARIABLE, "120")
-    starter_script(tmp_path)
-    assert not any("hard-stop" in path.read_text() for path in tmp_path.iterdir())
+def test_a_port_is_free_again_only_when_no_haproxy_passes_requests_on_to_it(tmp_path: Path) -> None:
+    """One that a reload has replaced does, to whoever has the port by then."""
+    front = free_port()
+    config, server = tmp_path / "haproxy.cfg", socket.create_server(("127.0.0.1", 0))
+    server.settimeout(60)
+    back = server.getsockname()[1]
+    hard_stop = f"global\n    hard-stop-after {HARD_STOP_S}s\n"
+    config.write_text(hard_stop + CONFIG.format(front=front, back=back))
+    with haproxy(starter_script(tmp_path), config) as process, connect(front) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        with server.accept()[0] as stream:
+            assert stream.recv(4096)
+            stream.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
+            assert client.recv(4096)
+            process.send_signal(signal.SIGUSR1)  # as Serve does at a reload
+            wait_until_refused(front)
+            stream.sendall(b"0\r\n\r\n")
+        server.close()
+        with socket.create_server(("127.0.0.1", back)) as other:
+            other.settimeout(60)
+            client.sendall(b"GET / HTTP/1.1\r\nhost: a\r\nauthorization: secret\r\n\r\n")
+            with other.accept()[0] as misled:
+                assert b"secret" in misled.recv(4096)
+    code = (
+        "from serve_app.cli.environment import choose_proxy; choose_proxy('haproxy')\n"
+        "from ray.serve._private import constants as c\n"
+        "print(c.RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, c.RAY_SERVE_PORT_QUARANTINE_S)"
+    )
+    own = dict(os.environ) | {"XDG_CACHE_HOME": str(tmp_path)}
+    said = subprocess.check_output([sys.executable, "-c", code], env=own, text=True)
+    stop_s, quarantine_s = map(float, said.split())
+    assert stop_s == HARD_STOP_S < quarantine_s
 
 
 def test_the_script_starts_haproxy_and_not_itself(
@@ -279,7 +329,6 @@ def test_serves_template_has_the_lines_that_the_script_looks_for() -> None:
     wanted = "    {% if config.timeout_client_s is not none %}timeout client "
     assert any(line.startswith(wanted) for line in lines)
     assert "defaults" in lines and 'HAPROXY_CONFIG_TEMPLATE = """global' in lines
-    assert "    hard-stop-after {{ config.hard_stop_after_s }}s" in lines
     assert sum(line.startswith("    errorfile 50") for line in lines) == 3
     assert any(line.startswith("    use_backend ") for line in lines)
     texts = [
@@ -321,6 +370,7 @@ def test_services_of_one_machine_share_no_port_and_no_file(monkeypatch: pytest.M
     folders, seen = [make_private()], dict(os.environ)
     folders.append(make_private())
     try:
+        assert seen.pop(QUARANTINE_VARIABLE) == str(OWN_QUARANTINE_S)
         assert len(seen) == 11
         assert all(os.environ[name] != value for name, value in seen.items())
         for folder in folders:
