@@ -34,9 +34,9 @@ from loadgen.load.workload import RequestSpec
 from loadgen.options import add_setting_argument, check_service, number, whole
 from loadgen.report.experiment import print_line, wide_console
 from loadgen.report.output import add_out_argument
-from loadgen.runner import Live, LoadOptions, Record, RunResult, now_s, run_load
+from loadgen.runner import Live, LoadOptions, Record, RunResult, run_load
 from loadgen.target import Target, find_target
-from loadgen.wire.client_http import HttpClient, parse_url
+from loadgen.wire.capture import now_s
 from quadriga.errors import ConfigError
 from quadriga.files import write_atomically
 from tests.reliability.overload_report import (
@@ -125,12 +125,7 @@ class Overload:
         self._args = args
         self._console = console
         self._rng = random.Random(args.seed)
-        self._client = HttpClient(
-            parse_url(service.url),
-            now_s=now_s,
-            timeout_s=REQUEST_TIMEOUT_S,
-            api_key=service.api_key,
-        )
+        self._client = service.client(REQUEST_TIMEOUT_S)
         self._target = Target(args.model, None)
         self._judge = Judgement(self._target)
         assert service.pid is not None

@@ -31,10 +31,9 @@ from loadgen.checker.judge import Judgement
 from loadgen.checker.verdict import AnswerChoice, FaultKind, Write
 from loadgen.comparison.pairs import paired_ratio
 from loadgen.report.metrics import Distribution, LoadSummary
-from loadgen.runner import Record, now_s
+from loadgen.runner import Record
 from loadgen.target import Target
-from loadgen.wire.capture import Capture, Transport
-from loadgen.wire.client_http import parse_url
+from loadgen.wire.capture import Capture, Transport, now_s
 from quadriga.errors import ConfigError
 from tests.reliability import all_on, soak
 from tests.reliability import overload_report as overload
@@ -257,7 +256,7 @@ def test_a_stream_tells_its_wait_and_its_longest_pause() -> None:
 def test_a_slow_reader_gets_everything() -> None:
     async def read() -> Verdict:
         async with FakeServer(FakeOptions()) as server:
-            client = SlowHttpClient(parse_url(server.url), now_s=now_s, timeout_s=20.0)
+            client = SlowHttpClient(server.url, timeout_s=20.0)
             spec = make_spec()
             capture = await client.prepare(spec, MODEL, "request-1")()
             assert len(capture.reads) > 3
