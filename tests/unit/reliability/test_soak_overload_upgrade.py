@@ -54,6 +54,7 @@ from tests.reliability.overload_report import Found, Phase, Returns, recovered_a
 from tests.reliability.rescheduling_turns import ratios_of
 from tests.reliability.upgrade import tell
 from tests.unit.loadgen.conftest import make_spec
+from tests.waiting import until
 
 MIB = 1 << 20
 TIMES = [0.5 * i for i in range(240)]
@@ -147,8 +148,7 @@ async def test_a_replica_gets_its_layers_back_though_an_order_failed() -> None:
         if not done:
             await faults.settle()
     harming = asyncio.create_task(faults.run())
-    while not faults.done["resize"]:  # noqa: ASYNC110
-        await asyncio.sleep(1e-6)
+    await until(lambda: faults.done["resize"])
     harming.cancel()
     assert depths[:7] == [8, 4, 8, 4, 8, 4, 8] and faults.failures == []
 
@@ -454,8 +454,7 @@ async def test_turns_are_counted_in_pairs_and_taken_again_where_the_scheduler_di
     turns = all_on.ReschedulingTurns()
     assert turns.ratio(lambda *_: 7) is None
     running = asyncio.create_task(turns.run(Control(), 0.01))  # type: ignore[arg-type]
-    while len(turns.pairs) < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: len(turns.pairs) >= 2)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert orders[:11] == [True, True, *[False] * 8, True]
