@@ -33,6 +33,7 @@ from loadgen.event_loop import run_event_loop
 from loadgen.load.workload import RequestSpec
 from loadgen.options import add_setting_argument, check_service, number, whole
 from loadgen.report.experiment import print_line, wide_console
+from loadgen.report.figures import milliseconds
 from loadgen.report.output import add_out_argument
 from loadgen.runner import Live, LoadOptions, Record, RunResult, run_load
 from loadgen.target import Target, find_target
@@ -49,7 +50,6 @@ from tests.reliability.overload_report import (
     judge,
     mean,
     mean_tokens,
-    ms,
     recovered_after_s,
     table,
     tokens_between,
@@ -272,7 +272,8 @@ class Overload:
         ttft, tpot = phase.ttft(), phase.tpot()
         self._console.print(
             f"{phase.name}: {len(phase.records)} sent, {phase.share():.0%} let in, goodput "
-            f"{phase.goodput:.0f} tokens/s, P99 TTFT {ms(ttft.p99)}, TPOT {ms(tpot.p99)}; "
-            f"generator P99 {ms(phase.lag_p99_s)} late; cores {phase.cores}",
+            f"{phase.goodput:.0f} tokens/s, P99 TTFT {milliseconds(ttft.p99)}, TPOT "
+            f"{milliseconds(tpot.p99)}; generator P99 {milliseconds(phase.lag_p99_s)} late; "
+            f"cores {phase.cores}",
             style="dim",
         )
