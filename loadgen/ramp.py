@@ -29,8 +29,9 @@ from loadgen.report.metrics import LoadSlo, summarise
 from loadgen.report.output import output_folder
 from loadgen.report.plots import write_plots
 from loadgen.report.progress import progress_bar
-from loadgen.runner import Live, LoadOptions, RunResult, now_s, run_load
+from loadgen.runner import Live, LoadOptions, RunResult, run_load
 from loadgen.stage import Stage, exit_status, open_stage, print_failures
+from loadgen.wire.capture import now_s
 from quadriga.errors import ConfigError
 
 TICK_S = 0.25

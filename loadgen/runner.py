@@ -18,12 +18,11 @@ from typing import Protocol
 
 from loadgen.checker import Outcome, Verdict
 from loadgen.load.workload import RequestSpec
-from loadgen.wire.capture import Call, Capture, LoadClient
+from loadgen.wire.capture import Call, Capture, LoadClient, now_s
 
 MAX_BACKLOG_BYTES = 256 << 20  # captures kept for judging after the run
 MAX_REFUSAL_WAIT_S = 300.0
 PAUSE_S = 0.1  # of a closed loop's user that got no answer: a service that refuses is not flooded
-now_s = time.perf_counter
 
 Judge = Callable[[Capture, RequestSpec, str], Verdict]
 """(capture, spec, request id) → verdict."""

@@ -14,13 +14,11 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from loadgen.load.arrivals import FORMS, parse_arrivals
@@ -213,46 +211,8 @@ def run(args: argparse.Namespace) -> int:
     """
     _check(args)
     args.stays = DEFAULT_STAYS if args.stays is None else args.stays
-    load = _load(args, 1.0)
-    config = SimConfig(
-        profile=find_profile(args.profile),
-        num_decode=args.decode,
-        num_prefill=args.prefill,
-        seed=args.seed,
-        bandwidth_bytes_per_s=args.bandwidth_gbit and args.bandwidth_gbit * _GBIT,
-        memory=MEMORY_RULES[args.on_full],
-        precopy=not args.stop_and_copy,
-        report_every_s=args.report_every_s,
-        failures=tuple(args.fail),
-        depths=tuple(args.depths),
-        strict_share=args.strict_share,
-        lock_step=args.lock_step,
-        exits=_exits(args),
-    )
-    if not (load.arrivals_s >= args.warm_up_s).any():
-        raise ConfigError(
-            f"--warm-up-s: {args.warm_up_s:g} leaves no request: the last arrives at "
-            f"{load.arrivals_s[-1]:g} s",
-            param="warm-up-s",
-        )
-    standard = standard_slo(config)
-    slo = Slo(args.slo_ttft_s or standard.ttft_s, args.slo_tpot_s or standard.tpot_s)
-    console = wide_console(REPORT_WIDTH)
-    args.out.mkdir(parents=True, exist_ok=True)
-    if args.find_capacity is not None:
-        return _find_capacity(args, load, config, slo, console)
-    outcomes: list[SimOutcome] = []
-    try:
-        for policy in dict.fromkeys(args.policy):
-            outcomes.append(_simulate(args, policy, load, config, slo, console))
-            _write(args, outcomes[-1], load, slo)
-    finally:  # the runs that were over are told of a command that is broken off, too
-        if outcomes:
-            report.print_outcomes(console, outcomes, slo, _title(args, load))
-        for outcome in outcomes:
-            summary = figures(asdict(outcome.summary))
-            _print_line(args, load, slo, outcome.policy, report.headline(outcome), summary=summary)
-    return int(any(outcome.ended != COMPLETE for outcome in outcomes))
+    simulations = _Simulations(args)
+    return simulations.find_capacity() if args.find_capacity is not None else simulations.run()
 
 
 def _exits(args: argparse.Namespace) -> SimExits | None:
@@ -326,205 +286,224 @@ def _rate_given(args: argparse.Namespace) -> float:
     return arrivals.rate * float(args.scale)
 
 
-def _simulate(
-    args: argparse.Namespace,
-    policy: str,
-    load: SimLoad,
-    config: SimConfig,
-    slo: Slo,
-    console: Console,
-) -> SimOutcome:
-    """Run one policy; a run that is broken off has what came of it until then.
+class _Simulations:
+    """The runs of one command: its load and its cluster, under each policy.
 
     Raises:
-        KeyboardInterrupt, SystemExit: The run was interrupted; what it had is written.
+        ConfigError: The options leave no request.
     """
-    recorder = None if args.record is None else Recorder(args.record, config, policy)
-    shows = console.is_terminal and not args.no_progress
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[at]}"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not shows,
-    )
-    task = progress.add_task(policy, total=len(load), at="")
 
-    def on_tick(now_s: float, num_open: int) -> None:
-        progress.update(task, completed=len(load) - num_open, at=f"{now_s:,.0f} s")
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._load = load = _load(args, 1.0)
+        self._config = SimConfig(
+            profile=find_profile(args.profile),
+            num_decode=args.decode,
+            num_prefill=args.prefill,
+            seed=args.seed,
+            bandwidth_bytes_per_s=args.bandwidth_gbit and args.bandwidth_gbit * _GBIT,
+            memory=MEMORY_RULES[args.on_full],
+            precopy=not args.stop_and_copy,
+            report_every_s=args.report_every_s,
+            failures=tuple(args.fail),
+            depths=tuple(args.depths),
+            strict_share=args.strict_share,
+            lock_step=args.lock_step,
+            exits=_exits(args),
+        )
+        if not (load.arrivals_s >= args.warm_up_s).any():
+            raise ConfigError(
+                f"--warm-up-s: {args.warm_up_s:g} leaves no request: the last arrives at "
+                f"{load.arrivals_s[-1]:g} s",
+                param="warm-up-s",
+            )
+        standard = standard_slo(self._config)
+        self._slo = Slo(args.slo_ttft_s or standard.ttft_s, args.slo_tpot_s or standard.tpot_s)
+        self._console = wide_console(REPORT_WIDTH)
+        args.out.mkdir(parents=True, exist_ok=True)
 
-    simulation = make_simulation(
-        policy,
-        load,
-        config,
-        on_tick=on_tick if shows else None,
-        on_decision=None if recorder is None else recorder.decided,
-    )
-    started_s = time.perf_counter()
+    def run(self) -> int:
+        """One run under each policy."""
+        outcomes: list[SimOutcome] = []
+        try:
+            for policy in dict.fromkeys(self._args.policy):
+                outcomes.append(self._simulate(policy))
+                self._write(outcomes[-1])
+        finally:  # the runs that were over are told of a command that is broken off, too
+            if outcomes:
+                report.print_outcomes(self._console, outcomes, self._slo, self._title())
+            for outcome in outcomes:
+                summary = figures(asdict(outcome.summary))
+                self._print_line(outcome.policy, report.headline(outcome), summary=summary)
+        return int(any(outcome.ended != COMPLETE for outcome in outcomes))
 
-    def outcome(ended: str) -> SimOutcome:
-        summary = summary_of(simulation.result, load, slo, from_s=args.warm_up_s)
-        return SimOutcome(
-            policy, simulation.result, summary, ended, time.perf_counter() - started_s
+    def find_capacity(self) -> int:
+        """Search each policy's largest rate; prints every run of the search, and what it found."""
+        if not self._load.rate > 0.0:
+            raise ConfigError(
+                "--find-capacity: all requests arrive at once, so there is no rate to change",
+                param="find-capacity",
+            )
+        share = self._args.find_capacity
+        conclusions = []
+        try:
+            for policy in dict.fromkeys(self._args.policy):
+                found = find_capacity(partial(self._probe, policy), *self._factors())
+                document = {
+                    "share": share,
+                    "kept": found.kept and figures(asdict(found.kept)),
+                    "broken": found.broken and figures(asdict(found.broken)),
+                    "probes": [figures(asdict(one)) for one in found.probes],
+                }
+                conclusions.append((policy, found, document))
+                line = document | {"config": self._options(policy)}
+                path = self._path(policy).with_suffix(".capacity.json")
+                write_atomically(path, json.dumps(line, allow_nan=False).encode())
+        finally:  # what was found is told of a search that is broken off, too
+            for policy, found, _ in conclusions:
+                self._say(report.conclusion(policy, found, share), style="bold")
+            for policy, found, document in conclusions:
+                headline = {
+                    "largest_rate": None if found.kept is None else for_json(found.kept.rate),
+                    "next_rate": None if found.broken is None else for_json(found.broken.rate),
+                    "good_share": share,
+                }
+                self._print_line(policy, headline, capacity=document)
+        return 0
+
+    def _simulate(self, policy: str) -> SimOutcome:
+        """Run one policy; a run that is broken off has what came of it until then.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: The run was interrupted; what it had is written.
+        """
+        args, load = self._args, self._load
+        recorder = None if args.record is None else Recorder(args.record, self._config, policy)
+        shows = self._console.is_terminal and not args.no_progress
+        progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[at]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not shows,
+        )
+        task = progress.add_task(policy, total=len(load), at="")
+
+        def on_tick(now_s: float, num_open: int) -> None:
+            progress.update(task, completed=len(load) - num_open, at=f"{now_s:,.0f} s")
+
+        simulation = make_simulation(
+            policy,
+            load,
+            self._config,
+            on_tick=on_tick if shows else None,
+            on_decision=None if recorder is None else recorder.decided,
+        )
+        started_s = time.perf_counter()
+
+        def outcome(ended: str) -> SimOutcome:
+            result, took_s = simulation.result, time.perf_counter() - started_s
+            summary = summary_of(result, load, self._slo, from_s=args.warm_up_s)
+            return SimOutcome(policy, result, summary, ended, took_s)
+
+        try:
+            with progress:
+                simulation.run()
+            return outcome(COMPLETE)
+        except (KeyboardInterrupt, SystemExit):
+            _say_kept(policy, self._write(outcome("interrupted")))
+            raise
+        except Exception as exc:  # a fault of the simulator: other policies' runs are not lost
+            traceback.print_exc()
+            broken = outcome(f"{type(exc).__name__}: {exc}")
+            _say_kept(policy, self._path(policy, broken.ended))
+            return broken
+        finally:
+            if recorder is not None:
+                recorder.close()
+
+    def _probe(self, policy: str, factor: float) -> Probe:
+        """Simulate the load at a factor of its rate, until the share cannot be met any more."""
+        args, load, share, slo = self._args, self._load, self._args.find_capacity, self._slo
+        if args.trace is not None:
+            rate, load, warm_up_s = load.rate, load.faster(factor), args.warm_up_s / factor
+        else:
+            rate, load, warm_up_s = _rate_given(args), _load(args, factor), args.warm_up_s
+        stop = is_hopeless(load, slo, share, from_s=warm_up_s)
+        run = make_simulation(policy, load, self._config, stop=stop).run()
+        summary = summary_of(run, load, slo, from_s=warm_up_s)
+        is_cut = stop(run.end_s, run)
+        failures = {r: n for r, n in summary.failures.items() if r != UNFINISHED}
+        probe = Probe(
+            factor=factor,
+            rate=rate * factor,
+            good_share=None if is_cut else summary.good_share,
+            is_kept=not is_cut and summary.good_share >= share - 1e-9,
+            failures=failures,
+        )
+        self._say(report.probe_line(policy, probe))
+        return probe
+
+    def _factors(self) -> tuple[float, float]:
+        """The slowest and the fastest load that can be simulated, as factors of the rate given."""
+        load = self._load
+        if self._args.trace is not None:
+            return float(load.arrivals_s[-1]) / MAX_SPAN_S, math.inf
+        num_counted = int((load.arrivals_s >= self._args.warm_up_s).sum())
+        return MIN_REQUESTS / num_counted, MAX_ROWS / len(load)
+
+    def _options(self, policy: str) -> dict[str, Any]:
+        """All options that decide a run's figures."""
+        args, load, slo = self._args, self._load, self._slo
+        options = {name: value for name, value in vars(args).items() if name not in _NOT_RECORDED}
+        return options | {
+            "load": load.name,
+            "load_sha256": load.fingerprint(),
+            "rate": for_json(load.rate),
+            "requests": len(load),
+            "policy": policy,
+            "fail": [[f.at_s, f.replica, f.down_s] for f in args.fail],
+            "slo_ttft_s": slo.ttft_s,
+            "slo_tpot_s": for_json(slo.tpot_s),
+        }
+
+    def _path(self, policy: str, ended: str = COMPLETE) -> Path:
+        """The file of a run: no two runs with different options have the same."""
+        args, name = self._args, self._load.name[:_MAX_NAME_CHARS]
+        digest = hashlib.sha256(json.dumps(self._options(policy), sort_keys=True).encode())
+        part = "" if ended == COMPLETE else ".partial"
+        name = f"{name}-{policy}-{args.decode}d-x{args.scale:g}-s{args.seed}"
+        return Path(args.out / f"{name}-{digest.hexdigest()[:8]}{part}.json")
+
+    def _write(self, outcome: SimOutcome) -> Path:
+        """Write a run's raw figures, and its plot where it is complete."""
+        load, policy = self._load, outcome.policy
+        path = self._path(policy, outcome.ended)
+        text = json.dumps(report.raw(outcome, load, self._options(policy)), allow_nan=False)
+        write_atomically(path, text.encode())
+        if outcome.ended == COMPLETE:
+            self._path(policy, "").unlink(missing_ok=True)
+        if not self._args.no_plots and outcome.ended == COMPLETE:
+            title = f"{load.name}, {policy}"
+            write_run_plot(path.with_suffix(".png"), outcome.run, load, self._slo, title)
+        return path
+
+    def _title(self) -> str:
+        args, load = self._args, self._load
+        span = f"in {load.arrivals_s[-1]:,.0f} s, {load.rate:.3g}/s" if load.rate > 0 else "at once"
+        return (
+            f"{load.name}: {len(load):,} requests {span}; {args.prefill} prefill + {args.decode} "
+            f"decode × {args.profile} (simulated)"
         )
 
-    try:
-        with progress:
-            simulation.run()
-        return outcome(COMPLETE)
-    except (KeyboardInterrupt, SystemExit):
-        _say_kept(policy, _write(args, outcome("interrupted"), load, slo))
-        raise
-    except Exception as exc:  # a fault of the simulator: other policies' runs are not lost for it
-        traceback.print_exc()
-        broken = outcome(f"{type(exc).__name__}: {exc}")
-        _say_kept(policy, _path(args, load, slo, policy, broken.ended))
-        return broken
-    finally:
-        if recorder is not None:
-            recorder.close()
+    def _print_line(self, policy: str, headline: dict[str, Any], **more: Any) -> None:
+        print_line("simulate", headline=headline, **more, config=self._options(policy))
+
+    def _say(self, text: str, **options: Any) -> None:
+        self._console.print(text, markup=False, highlight=False, **options)
 
 
 def _say_kept(policy: str, path: Path) -> None:
     print(f"{policy}: the run was broken off; what it had is in {path}", file=sys.stderr)
-
-
-def _config(args: argparse.Namespace, load: SimLoad, slo: Slo, policy: str) -> dict[str, Any]:
-    """All options that decide a run's figures."""
-    options = {name: value for name, value in vars(args).items() if name not in _NOT_RECORDED}
-    return options | {
-        "load": load.name,
-        "load_sha256": load.fingerprint(),
-        "rate": for_json(load.rate),
-        "requests": len(load),
-        "policy": policy,
-        "fail": [[f.at_s, f.replica, f.down_s] for f in args.fail],
-        "slo_ttft_s": slo.ttft_s,
-        "slo_tpot_s": for_json(slo.tpot_s),
-    }
-
-
-def _path(
-    args: argparse.Namespace, load: SimLoad, slo: Slo, policy: str, ended: str = COMPLETE
-) -> Path:
-    """The file of a run: no two runs with different options have the same."""
-    config = json.dumps(_config(args, load, slo, policy), sort_keys=True)
-    digest = hashlib.sha256(config.encode()).hexdigest()[:8]
-    name = f"{load.name[:_MAX_NAME_CHARS]}-{policy}-{args.decode}d-x{args.scale:g}-s{args.seed}"
-    part = "" if ended == COMPLETE else ".partial"
-    return Path(args.out / f"{name}-{digest}{part}.json")
-
-
-def _write(args: argparse.Namespace, outcome: SimOutcome, load: SimLoad, slo: Slo) -> Path:
-    """Write a run's raw figures, and its plot where it is complete."""
-    path = _path(args, load, slo, outcome.policy, outcome.ended)
-    config = _config(args, load, slo, outcome.policy)
-    text = json.dumps(report.raw(outcome, load, config), allow_nan=False)
-    write_atomically(path, text.encode())
-    if outcome.ended == COMPLETE:
-        _path(args, load, slo, outcome.policy, "").unlink(missing_ok=True)
-    if not args.no_plots and outcome.ended == COMPLETE:
-        title = f"{load.name}, {outcome.policy}"
-        write_run_plot(path.with_suffix(".png"), outcome.run, load, slo, title)
-    return path
-
-
-def _title(args: argparse.Namespace, load: SimLoad) -> str:
-    span = f"in {load.arrivals_s[-1]:,.0f} s, {load.rate:.3g}/s" if load.rate > 0 else "at once"
-    return (
-        f"{load.name}: {len(load):,} requests {span}; {args.prefill} prefill + {args.decode} "
-        f"decode × {args.profile} (simulated)"
-    )
-
-
-def _print_line(
-    args: argparse.Namespace,
-    load: SimLoad,
-    slo: Slo,
-    policy: str,
-    headline: dict[str, Any],
-    **more: Any,
-) -> None:
-    config = _config(args, load, slo, policy)
-    print_line("simulate", headline=headline, **more, config=config)
-
-
-def _find_capacity(
-    args: argparse.Namespace, load: SimLoad, config: SimConfig, slo: Slo, console: Console
-) -> int:
-    """Search each policy's largest rate; prints every run of the search, and what it found."""
-    if not load.rate > 0.0:
-        raise ConfigError(
-            "--find-capacity: all requests arrive at once, so there is no rate to change",
-            param="find-capacity",
-        )
-    share = args.find_capacity
-    say = partial(console.print, markup=False, highlight=False)
-    conclusions = []
-    try:
-        for policy in dict.fromkeys(args.policy):
-            probe = partial(_probe, args, policy, load, config, slo, share, say)
-            found = find_capacity(probe, *_factors(args, load))
-            path = _path(args, load, slo, policy).with_suffix(".capacity.json")
-            document = {
-                "share": share,
-                "kept": found.kept and figures(asdict(found.kept)),
-                "broken": found.broken and figures(asdict(found.broken)),
-                "probes": [figures(asdict(one)) for one in found.probes],
-            }
-            conclusions.append((policy, found, document))
-            config_line = {"config": _config(args, load, slo, policy)}
-            text = json.dumps(document | config_line, allow_nan=False)
-            write_atomically(path, text.encode())
-    finally:  # what was found is told of a search that is broken off, too
-        for policy, found, _ in conclusions:
-            say(report.conclusion(policy, found, share), style="bold")
-        for policy, found, document in conclusions:
-            headline = {
-                "largest_rate": None if found.kept is None else for_json(found.kept.rate),
-                "next_rate": None if found.broken is None else for_json(found.broken.rate),
-                "good_share": share,
-            }
-            _print_line(args, load, slo, policy, headline, capacity=document)
-    return 0
-
-
-def _factors(args: argparse.Namespace, load: SimLoad) -> tuple[float, float]:
-    """The slowest and the fastest load that can be simulated, as factors of the rate given."""
-    if args.trace is not None:
-        return float(load.arrivals_s[-1]) / MAX_SPAN_S, math.inf
-    num_counted = int((load.arrivals_s >= args.warm_up_s).sum())
-    return MIN_REQUESTS / num_counted, MAX_ROWS / len(load)
-
-
-def _probe(
-    args: argparse.Namespace,
-    policy: str,
-    load: SimLoad,
-    config: SimConfig,
-    slo: Slo,
-    share: float,
-    say: Callable[[str], None],
-    factor: float,
-) -> Probe:
-    """Simulate the load at a factor of its rate, until the share cannot be met any more."""
-    if args.trace is not None:
-        rate, load, warm_up_s = load.rate, load.faster(factor), args.warm_up_s / factor
-    else:
-        rate, load, warm_up_s = _rate_given(args), _load(args, factor), args.warm_up_s
-    stop = is_hopeless(load, slo, share, from_s=warm_up_s)
-    run = make_simulation(policy, load, config, stop=stop).run()
-    summary = summary_of(run, load, slo, from_s=warm_up_s)
-    is_cut = stop(run.end_s, run)
-    failures = {r: n for r, n in summary.failures.items() if r != UNFINISHED}
-    probe = Probe(
-        factor=factor,
-        rate=rate * factor,
-        good_share=None if is_cut else summary.good_share,
-        is_kept=not is_cut and summary.good_share >= share - 1e-9,
-        failures=failures,
-    )
-    say(report.probe_line(policy, probe))
-    return probe

@@ -26,10 +26,10 @@ from loadgen.load.scenario import (
 )
 from loadgen.options import api_key
 from loadgen.report import run_report as report
-from loadgen.runner import Live, LoadOptions, RunResult, now_s, run_load
+from loadgen.runner import Live, LoadOptions, RunResult, run_load
 from loadgen.target import Target, find_target
 from loadgen.wire.capture import LoadClient
-from loadgen.wire.client_http import HttpClient, parse_url
+from loadgen.wire.client_http import HttpClient
 from loadgen.wire.clients import open_client
 from quadriga.errors import ConfigError
 
@@ -91,10 +91,10 @@ async def open_stage(
     """
     check_load(args)
     http = HttpClient(
-        parse_url(args.url, ca_file=args.ca_file),
-        now_s=now_s,
+        args.url,
         timeout_s=args.timeout_s,
         api_key=api_key(args),
+        ca_file=args.ca_file,
         on_data=live.on_data if args.transport == "http" else None,
     )
     target = await find_target(http, args.model)

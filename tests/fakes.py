@@ -5,69 +5,48 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from quadriga.clock import SystemClock
 from quadriga.core.output import EngineOutput, PollReply
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import FinishReason, ResumableSequence, SequenceState, TokenLogprob
 from quadriga.core.routing import Admission, AdmitRequest, AutoReport, ClusterView
 from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError, TakenOver
 from quadriga.observability.metrics import MetricsHub
+from quadriga.scheduling.output_dispatcher import MAX_POLL_S, OutputDispatcher
 
 PREFILL, DECODE = "prefill-0", "decode-0"
 
 
-class FakeMailbox:
-    """What a replica has to say to one ingress, kept until acknowledged."""
-
-    def __init__(self) -> None:
-        self.seq = 0
-        self.log: list[tuple[int, EngineOutput]] = []
-
-
 class FakeReplica:
-    """A mailbox per ingress."""
+    """What it has to say to each ingress; it dies, and its replies are lost, as a test wants."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.incarnation = f"{name}-a"
+        self.mail = OutputDispatcher(f"{name}-a", SystemClock(), MAX_POLL_S)
         self.dead = False
         self.held: set[str] = set()
         self.cancelled: list[str] = []
         self.num_polls = 0
         self.lost_replies = 0
-        self._boxes: defaultdict[str, FakeMailbox] = defaultdict(FakeMailbox)
-        self._news = asyncio.Event()
 
     def put(self, ingress_id: str, emission: EngineOutput) -> None:
-        box = self._boxes[ingress_id]
-        box.seq += 1
-        box.log.append((box.seq, emission))
-        self._news.set()
+        self.mail.put([(ingress_id, emission)])
 
     def die(self) -> None:
         self.dead = True
-        self._news.set()
+        self.mail.close()
 
     async def poll(self, ingress_id: str, ack: int, timeout_s: float) -> PollReply:
         self.num_polls += 1
-        box = self._boxes[ingress_id]
-        box.log = [(seq, e) for seq, e in box.log if seq > ack]
-        if timeout_s > 0:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    while not box.log and not self.dead:
-                        self._news.clear()
-                        await self._news.wait()
-            except TimeoutError:
-                pass
+        reply = await self.mail.poll(ingress_id, ack, timeout_s)
         self._check()
-        if self.lost_replies > 0 and box.log:
+        if self.lost_replies > 0 and reply.emissions:
             self.lost_replies -= 1
             raise QuadrigaError("the reply was lost")
-        return PollReply(self.incarnation, box.seq, [e for _, e in box.log])
+        return reply
 
     def _check(self) -> None:
         if self.dead:

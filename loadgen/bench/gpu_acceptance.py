@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quadriga.files import write_atomically
+
 ROOT = Path(__file__).parents[2]
 RESULT = "acceptance.json"
 _SAID_CHARACTERS = 4000
@@ -117,7 +119,7 @@ def _run_all(stages: Sequence[AcceptanceStage], out: Path, budget_s: float, rehe
         else:
             found = _run(stage, out, min(left_s, stage.limit_s), rehearse)
         report["stages"][stage.name] = found
-        _write(out / RESULT, report)
+        write_atomically(out / RESULT, (json.dumps(report, indent=1) + "\n").encode())
         print(f"{stage.name}: {found['outcome']}", flush=True)
     return 0 if all(s["outcome"] == "done" for s in report["stages"].values()) else 1
 
@@ -188,13 +190,6 @@ def _read(path: Path) -> list[Any]:
         except json.JSONDecodeError:
             continue
     return found
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    half = path.with_suffix(".half")
-    half.write_text(json.dumps(report, indent=1) + "\n")
-    half.replace(path)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,11 @@ def several(*values: float | None, form: str = ",.2f", unit: str = "", factor: f
     return " / ".join(cells) + (f" {unit}" if unit else "")
 
 
+def milliseconds(*values_s: float | None) -> str:
+    """Return times with their unit; see `several`."""
+    return several(*values_s, form=",.1f", unit="ms", factor=1e3)
+
+
 def for_json(value: float | None, digits: int = 6) -> float | int | None:
     """Return a figure for JSON: rounded to significant digits, None for NaN and infinity."""
     if value is None or isinstance(value, int):

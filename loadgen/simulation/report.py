@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from loadgen.report.figures import figures, for_json, several, shown
+from loadgen.report.figures import figures, for_json, milliseconds, several, shown
 from loadgen.simulation.capacity import Probe, SimCapacity
 from loadgen.simulation.loads import SimLoad
 from quadriga.sim.results import RunSummary, SimulatedRun, Slo, Spread
@@ -135,7 +135,7 @@ def _seconds(spread: Spread) -> str:
 
 
 def _ms(spread: Spread) -> str:
-    return several(spread.p50_s, spread.p99_s, spread.max_s, form=",.1f", unit="ms", factor=1e3)
+    return milliseconds(spread.p50_s, spread.p99_s, spread.max_s)
 
 
 def _memory(outcome: SimOutcome) -> str:

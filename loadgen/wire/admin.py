@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loadgen.options import api_key
-from loadgen.runner import now_s
-from loadgen.wire.client_http import HttpClient, parse_url
+from loadgen.wire.client_http import HttpClient
 from quadriga.errors import ConfigError
 
 REQUEST_TIMEOUT_S = 5.0
@@ -24,9 +23,7 @@ def add_admin_arguments(parser: argparse.ArgumentParser) -> None:
 
 def admin_client(args: argparse.Namespace) -> HttpClient:
     """Return a client of the admin port."""
-    return HttpClient(
-        parse_url(args.url), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S, api_key=api_key(args)
-    )
+    return HttpClient(args.url, timeout_s=REQUEST_TIMEOUT_S, api_key=api_key(args))
 
 
 def fetch(client: HttpClient, url: str, path: str) -> dict[str, Any]:

@@ -7,12 +7,16 @@ fails its check can be kept byte for byte as a reproduction.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
 from loadgen.load.workload import RequestSpec
+
+now_s = time.perf_counter
+"""The clock of a load and of all that is recorded of it."""
 
 
 class Transport(StrEnum):

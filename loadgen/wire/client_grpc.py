@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ import grpc.aio
 from google.protobuf.json_format import ParseDict, ParseError
 
 from loadgen.load.workload import RequestSpec
-from loadgen.wire.capture import Call, Capture, OnData, Transport
+from loadgen.wire.capture import Call, Capture, OnData, Transport, now_s
 from quadriga.errors import ConfigError
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 
@@ -40,14 +39,12 @@ class GrpcClient:
         self,
         address: str,
         *,
-        now_s: Callable[[], float],
         timeout_s: float,
         api_key: str | None = None,
         tls: bool = False,
         ca_file: str | None = None,
         on_data: OnData | None = None,
     ) -> None:
-        self.now_s = now_s
         self.timeout_s = timeout_s
         self.on_data = on_data
         self.metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
@@ -84,17 +81,17 @@ class GrpcClient:
         await asyncio.gather(*(channel.close(grace=None) for channel in self._channels))
 
     async def _stream(self, request: bytes) -> Capture:
-        capture = Capture(Transport.GRPC, sent_s=self.now_s())
+        capture = Capture(Transport.GRPC, sent_s=now_s())
         call = next(self._generate)(request, metadata=self.metadata, wait_for_ready=False)
         return await self._record(capture, call, self._read_all(capture, call))
 
     async def _once(self, request: bytes) -> Capture:
-        capture = Capture(Transport.GRPC, sent_s=self.now_s())
+        capture = Capture(Transport.GRPC, sent_s=now_s())
         call = next(self._generate_once)(request, metadata=self.metadata, wait_for_ready=False)
         return await self._record(capture, call, self._read_one(capture, call))
 
     async def _read_all(self, capture: Capture, call: Any) -> None:
-        now_s, on_data, append = self.now_s, self.on_data, capture.reads.append
+        on_data, append = self.on_data, capture.reads.append
         async for message in call:
             append((now_s(), message))
             if on_data is not None:
@@ -102,7 +99,7 @@ class GrpcClient:
 
     async def _read_one(self, capture: Capture, call: Any) -> None:
         message = await call
-        capture.reads.append((self.now_s(), message))
+        capture.reads.append((now_s(), message))
 
     async def _record(self, capture: Capture, call: Any, reading: Any) -> Capture:
         """Wait for the end within the limit; note status and trailers."""
@@ -118,7 +115,7 @@ class GrpcClient:
             capture.fault = f"timeout: not complete within {self.timeout_s:g} s"
         finally:
             call.cancel()
-            capture.ended_s = self.now_s()
+            capture.ended_s = now_s()
         return capture
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from loadgen.load.workload import RequestSpec
-from loadgen.wire.capture import Call, Capture, OnData, Transport
+from loadgen.wire.capture import Call, Capture, OnData, Transport, now_s
 from loadgen.wire.http_wire import Response, ResponseReader, parse_response
 from quadriga.errors import ConfigError
 
@@ -71,21 +71,23 @@ class HttpClient:
     """Sends requests and returns their captures; never raises for what a service does.
 
     Args:
-        now_s: Clock of the run.
+        url, ca_file: See `parse_url`.
         on_data: Called with every read, for live counters; must be cheap.
+
+    Raises:
+        ConfigError: See `parse_url`.
     """
 
     def __init__(
         self,
-        address: Address,
+        url: str,
         *,
-        now_s: Callable[[], float],
         timeout_s: float,
         api_key: str | None = None,
+        ca_file: str | None = None,
         on_data: OnData | None = None,
     ) -> None:
-        self.address = address
-        self.now_s = now_s
+        self.address = parse_url(url, ca_file=ca_file)
         self.timeout_s = timeout_s
         self.on_data = on_data
         self.auth = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
@@ -108,8 +110,8 @@ class HttpClient:
 
         Cancellation closes the connection at once.
         """
-        capture = Capture(Transport.HTTP, sent_s=self.now_s())
-        connection = _Connection(capture, request, self.now_s, self.on_data)
+        capture = Capture(Transport.HTTP, sent_s=now_s())
+        connection = _Connection(capture, request, self.on_data)
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -123,7 +125,7 @@ class HttpClient:
             capture.fault = f"cannot connect: {exc}"
         finally:
             connection.close()
-            capture.ended_s = self.now_s()
+            capture.ended_s = now_s()
         return capture
 
     async def fetch(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
@@ -195,12 +197,9 @@ def request_body(spec: RequestSpec, model: str) -> dict[str, Any]:
 class _Connection(asyncio.Protocol):
     """Writes the request, appends every read, and notices the end of the response."""
 
-    def __init__(
-        self, capture: Capture, request: bytes, now_s: Callable[[], float], on_data: OnData | None
-    ) -> None:
+    def __init__(self, capture: Capture, request: bytes, on_data: OnData | None) -> None:
         self.capture = capture
         self.request = request
-        self.now_s = now_s
         self.on_data = on_data
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.transport: asyncio.Transport | None = None
@@ -213,13 +212,13 @@ class _Connection(asyncio.Protocol):
         self.transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
-        now_s = self.now_s()
-        self.capture.reads.append((now_s, data))
+        at_s = now_s()
+        self.capture.reads.append((at_s, data))
         self.num_bytes += len(data)
         if self.on_data is not None:
             self.on_data(data)
         if not self.head.has_headers:
-            self.head.feed(now_s, data)
+            self.head.feed(at_s, data)
         if self._may_be_over(data) and parse_response(self.capture.reads).complete:
             self._finish(None)
         if self.num_bytes > MAX_RESPONSE_BYTES:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from loadgen.options import api_key
-from loadgen.runner import Live, now_s
+from loadgen.runner import Live
 from loadgen.wire.capture import LoadClient
 from loadgen.wire.client_http import HttpClient
 
@@ -24,7 +24,6 @@ async def open_client(
 
     client = GrpcClient(
         args.grpc,
-        now_s=now_s,
         timeout_s=args.timeout_s,
         api_key=api_key(args),
         tls=args.grpc_tls or args.ca_file is not None,

@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import os
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +22,7 @@ from quadriga.kv_transport import channel_ends
 from quadriga.kv_transport.channel import ChannelOffer
 from quadriga.kv_transport.pairs import Invite, PairTransport
 from quadriga.kv_transport.payload import checksum, to_host
+from tests.waiting import wait_until
 
 Maker = Callable[[str, "Sink", Invite], PairTransport]
 WAIT_S = 60.0
@@ -158,15 +158,6 @@ def make_rig(make: Maker, device: torch.device | None = None) -> Iterator[Rig]:
         rig.close()
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    """Return as soon as it holds; fail when it does not in time."""
-    end_s = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come true in time"
-        pause.wait(0.002)
-
-
 class LinesContract:
     """Subclass it in a module that has a fixture `rig`."""
 
@@ -258,10 +249,10 @@ class LinesContract:
             rig.deliver()
             # By the offers: the channel may be idle again already.
             assert [o.generation for o in rig.offers] == list(range(1, generation + 1))
-            wait_for(lambda: not any(t.name.startswith("kv-") for t in threading.enumerate()))
+            wait_until(lambda: not any(t.name.startswith("kv-") for t in threading.enumerate()))
             if generation == 2:  # the first one may open what all share
                 num_open = len(os.listdir("/proc/self/fd"))
-        wait_for(lambda: len(os.listdir("/proc/self/fd")) <= num_open)  # aborts end by themselves
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_open)  # aborts end by themselves
 
     def test_an_abort_in_mid_part_ends_it_and_spares_the_others(self, rig: Rig) -> None:
         rig.deliver()
@@ -297,6 +288,6 @@ class LinesContract:
         rig.deliver(source="b")
         assert num_channels() == 4
         rig.close_ends()
-        wait_for(lambda: num_channels() == 0)
+        wait_until(lambda: num_channels() == 0)
         with pytest.raises(KVTransportError, match="closed"):
             rig.send(rig.make(10)).result(WAIT_S)

@@ -17,8 +17,8 @@ from actors.rpc.ray_rpc import from_ray
 from quadriga.core.kv import TransferOffer
 from quadriga.errors import MigrationFailed, QuadrigaError, ReplicaError
 from quadriga.scheduling.transfer.handoff import LeaseState
-from tests.contract.lines import wait_for
 from tests.contract.peer import DEPTH_CLASS, NUM_LAYERS, NUM_ROWS, make_state, start_peer
+from tests.waiting import wait_until
 
 TRANSPORTS = ["gloo", "object_store", "nixl", "nccl"]
 """NCCL on a stand-in for the library: see `tests.fake_nccl`."""
@@ -195,7 +195,7 @@ def test_abort_in_mid_copy_leaves_the_others_alone(pair: Pair) -> None:
     assert get(endless) in ("KVTransportError:aborted", "KVTransportError:refused")
     get(moves)
     # Whoever still writes into the doomed one's row lets go of it afterwards.
-    wait_for(lambda: get(pair.b.num_held.remote()) == 2)
+    wait_until(lambda: get(pair.b.num_held.remote()) == 2)
 
 
 def num_lapsed_after(peer: Any, seconds: float) -> int:

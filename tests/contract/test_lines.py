@@ -15,8 +15,9 @@ from quadriga.kv_transport.nccl import NcclChannels
 from quadriga.kv_transport.nccl_library import NcclLibrary
 from quadriga.kv_transport.nixl import NixlChannels, find_nixl
 from quadriga.kv_transport.pairs import Invite, PairTransport
-from tests.contract.lines import LinesContract, Rig, Sink, make_rig, wait_for
+from tests.contract.lines import LinesContract, Rig, Sink, make_rig
 from tests.fake_nccl import FakeDevice, FakeNccl
+from tests.waiting import wait_until
 
 
 def localhost(_: str) -> str:
@@ -40,7 +41,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         yield rig
     # Aborts end by themselves; a rank that met nobody has nothing to abort.
     made = [module.communicators for module in modules.values()]
-    wait_for(lambda: all(c.is_aborted.is_set() or c.is_alone for some in made for c in some))
+    wait_until(lambda: all(c.is_aborted.is_set() or c.is_alone for some in made for c in some))
     for module in modules.values():
         module.close()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 
 from quadriga.observability.metrics import parse_exposition
-from tests.ray.apps import wait_until
 from tests.reliability.cluster.baseline import HELD
+from tests.waiting import wait_until
 
 GIVE_UP_S = 30.0
 

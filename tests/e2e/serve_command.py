@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,10 +17,10 @@ import psutil
 from quadriga.client import Client, RetryPolicy
 from quadriga.ports import RAY_ON_LOOPBACK, free_port
 from tests.e2e.roles import argument
+from tests.waiting import wait_until
 
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 240.0
-LOOK_INTERVAL_S = 0.1
 READY = "Ctrl-C stops everything"
 PROC = Path("/proc")
 RAYS_OWN = ("gcs_server", "raylet")
@@ -78,10 +77,7 @@ class ServeCommand:
 
     def until(self, is_so: Callable[[], bool], timeout_s: float = END_TIMEOUT_S) -> None:
         """Raises: AssertionError when it is not so in time; with what the command has said."""
-        give_up_s = time.monotonic() + timeout_s
-        while not is_so():
-            assert time.monotonic() < give_up_s, self.said
-            time.sleep(LOOK_INTERVAL_S)
+        wait_until(is_so, timeout_s, lambda: self.said)
 
     def until_ready(self) -> None:
         self.until(lambda: READY in self.said or self._process.poll() is not None, START_TIMEOUT_S)
@@ -112,11 +108,12 @@ class ServeCommand:
 
     def signal_until_over(self, number: int) -> None:
         """To the command, again and again, as an impatient user does."""
-        give_up_s = time.monotonic() + END_TIMEOUT_S
-        while self._process.poll() is None:
-            assert time.monotonic() < give_up_s, self.said
-            os.kill(self.pid, number)
-            time.sleep(LOOK_INTERVAL_S)
+
+        def is_over() -> bool:
+            self._process.send_signal(number)  # to nobody once it has ended
+            return self._process.poll() is not None
+
+        self.until(is_over)
 
     def status(self) -> int:
         """Wait for the end and return the exit status, negative after a signal's default."""

@@ -23,7 +23,7 @@ from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.cli.environment import MAX_GRPC_MESSAGE_BYTES
 from tests.e2e.conftest import Service
 from tests.e2e.observe import series, total, wait_until_free
-from tests.ray.apps import wait_until
+from tests.waiting import wait_until
 
 GENERATE = "/quadriga.v1.Quadriga/GenerateOnce"
 STREAM = "/quadriga.v1.Quadriga/Generate"

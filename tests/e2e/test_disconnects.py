@@ -24,7 +24,7 @@ from tests.e2e.observe import (
     wait_until_free,
     wait_until_told,
 )
-from tests.ray.apps import wait_until
+from tests.waiting import wait_until
 
 PROMPT = "count from 1 to 9:"
 NUM_CHOICES, MAX_TOKENS = 16, 1900
@@ -68,10 +68,12 @@ def wait_until_left(
     """
     num_cancelled, num_computed = before
     give_up_s = time.monotonic() + after_s + FREED_WITHIN_S
-    while (count := cancelled(http) - num_cancelled) < num_sequences:
-        assert time.monotonic() < give_up_s, f"{count} of {num_sequences} were cancelled"
-        time.sleep(0.1)
-    assert count == num_sequences
+
+    def count() -> float:
+        return cancelled(http) - num_cancelled
+
+    wait_until(lambda: count() >= num_sequences, after_s + FREED_WITHIN_S, count)
+    assert count() == num_sequences
     wait_until_free(http, within_s=max(0.0, give_up_s - time.monotonic()))
     most = MOST * num_sequences * MAX_TOKENS
     assert computed(http) - num_computed < most, "they ended by themselves"

@@ -16,7 +16,7 @@ from tests.e2e.observe import series, total
 from tests.e2e.roles import DECODE
 from tests.e2e.test_replica_death import replicas
 from tests.random_drafter import draft_as_it_pays, draft_at_random
-from tests.ray.apps import wait_until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
     "QUADRIGA_E2E_HTTP" in os.environ, reason="reaches into replicas of the service it started"

@@ -17,7 +17,7 @@ from serve_app.cli.environment import haproxy_enabled
 from serve_app.http.haproxy import HEAD_S
 from serve_app.http.protocol import HEAD_TIMEOUT_S, allow_many_files
 from tests.e2e.conftest import Service
-from tests.ray.apps import wait_until
+from tests.waiting import wait_until
 
 BURST = 3000
 PATIENCE_S = 120.0

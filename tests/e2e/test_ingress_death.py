@@ -25,9 +25,9 @@ from tests.e2e.conftest import MODEL, Service
 from tests.e2e.observe import wait_until_free
 from tests.e2e.roles import IS_MIXED
 from tests.e2e.serve_command import serve_command
-from tests.ray.apps import wait_until
 from tests.ray.choosing import spans, write_history
 from tests.ray.test_helios_orders import KNOWN, S4
+from tests.waiting import wait_until
 
 NUM_STREAMS = 8
 MAX_TOKENS = 400

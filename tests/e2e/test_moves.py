@@ -30,8 +30,8 @@ from serve_app.openai.answers import QuadrigaUsage
 from tests.e2e.conftest import Service
 from tests.e2e.observe import series, total
 from tests.e2e.roles import DECODE
-from tests.ray.apps import wait_until
 from tests.ray.moves import free_memory, held, hold, pause
+from tests.waiting import wait_until
 
 Found = TypeVar("Found")
 CANARY = "zebra-canary-4713"

@@ -14,7 +14,7 @@ from quadriga.client import Client
 from tests.e2e.conftest import Service
 from tests.e2e.observe import series, total
 from tests.e2e.roles import PREFILL
-from tests.ray.apps import wait_until
+from tests.waiting import wait_until
 
 SETTLE_S = 60.0
 QUIET_S = 3.0

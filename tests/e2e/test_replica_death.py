@@ -18,7 +18,7 @@ from tests.e2e.conftest import ADAPTER, Service
 from tests.e2e.observe import series, total, wait_until_free
 from tests.e2e.roles import DECODE
 from tests.random_drafter import draft_at_random
-from tests.ray.apps import wait_until
+from tests.waiting import wait_until
 
 NAMESPACE = "quadriga"
 MAX_DEATHS = 4

@@ -25,7 +25,7 @@ from quadriga.ports import free_port
 from serve_app.auth.keys import ApiKey, KeyLimits, digest
 from tests.certificates import Authority, Pair
 from tests.e2e.serve_command import serve_command
-from tests.ray.apps import wait_until
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 ONCE = RetryPolicy(max_attempts=1)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,9 +22,9 @@ from quadriga.core.replica import ReplicaSnapshot
 from quadriga.errors import QuadrigaError, ReplicaDied, Unavailable
 from quadriga.observability.metrics import parse_exposition
 from tests.ray.ingress import Ingress, call
+from tests.waiting import wait_until
 
 START_TIMEOUT_S = 120.0
-MIN_LOOK_INTERVAL_S, MAX_LOOK_INTERVAL_S = 0.02, 0.2
 IDLE = (0, 0, 0, 0, 0)
 IDLE_S = 6.0
 """Longer than a busy machine stands still, shorter than what ends work by itself: a transfer's
@@ -143,23 +142,6 @@ def app_fixture(name: str, *, scope: Any = "module", **config: Any) -> Any:
     return start
 
 
-def wait_until(
-    is_true: Callable[[], bool], timeout_s: float, explain: Callable[[], object] = lambda: ""
-) -> None:
-    """Wait for something to become the case. Raises: AssertionError when it does not in time.
-
-    Only a look that begins after that time tells: a slow one shows what was the case long before.
-    The longer it takes, the rarer the looks: they need the processors that others wait for, too.
-    """
-    began = time.monotonic()
-    is_last = False
-    while not is_true():
-        assert not is_last, f"not within {timeout_s} s: {explain()}"
-        waited = time.monotonic() - began
-        time.sleep(min(MAX_LOOK_INTERVAL_S, MIN_LOOK_INTERVAL_S + waited / 20))
-        is_last = time.monotonic() > began + timeout_s
-
-
 def pids(app: str) -> dict[str, int]:
     """Process of every living actor of an application, by actor name."""
     table = ray._private.state.actors()
@@ -187,4 +169,4 @@ def living_groups(app: str) -> list[str]:
     return [g["name"] for g in table if g["state"] != "REMOVED" and g["name"].startswith(f"{app}:")]
 
 
-__all__ = ["NAMESPACE", "App", "app_fixture", "is_running", "living_groups", "pids", "wait_until"]
+__all__ = ["NAMESPACE", "App", "app_fixture", "is_running", "living_groups", "pids"]

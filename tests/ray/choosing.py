@@ -28,8 +28,9 @@ from serve_app.http.server import HttpServer
 from serve_app.openai.models import ModelDirectory
 from serve_app.request.cluster_client import ClusterClient
 from serve_app.request.engine_client import EngineClient
-from tests.ray.apps import App, wait_until
+from tests.ray.apps import App
 from tests.ray.ingress import call
+from tests.waiting import wait_until
 
 TIME_LIMIT_S = 150.0
 EASY = "Count from 3 to 40.\n"

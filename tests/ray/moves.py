@@ -20,8 +20,8 @@ from quadriga.core.migration import MigrationCause, MigrationOrder, MigrationRep
 from quadriga.core.replica import DepthClass
 from quadriga.errors import QuadrigaError
 from quadriga.scheduling.paced_runner import PacedRunner
-from tests.ray.apps import wait_until
 from tests.ray.ingress import Ingress, Stream, call
+from tests.waiting import wait_until
 
 UNPACED = PaceProfile("unpaced", 0.0, 0.0, 0.0, "as fast as it goes")
 HELD_STEP_S = 0.1

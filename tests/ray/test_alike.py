@@ -19,9 +19,10 @@ from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.core.replica import ReplicaInfo
 from quadriga.core.request import SamplingParams
 from quadriga.errors import Unavailable
-from tests.ray.apps import App, wait_until
+from tests.ray.apps import App
 from tests.ray.ingress import call
 from tests.ray.moves import order
+from tests.waiting import wait_until
 
 ADAPTER = "an-adapter"
 NUM_LONG = 1_500

@@ -6,7 +6,8 @@ import pytest
 import ray
 
 from actors.rpc.lookup import controller_name, get_actor
-from tests.ray.apps import App, living_groups, pids, wait_until
+from tests.ray.apps import App, living_groups, pids
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("with_controller", [True, pytest.param(False, marks=pytest.mark.slow)])

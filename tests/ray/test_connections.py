@@ -18,7 +18,7 @@ from actors.rpc.connections import DirectlyCalled
 from actors.rpc.lifecycle import create_or_get
 from actors.rpc.ray_rpc import NAMESPACE
 from quadriga.errors import QuadrigaError
-from tests.ray.apps import wait_until
+from tests.waiting import wait_until
 
 DEADLINE_S = 60.0
 

@@ -15,10 +15,11 @@ from quadriga.checkpoint.exits import ExitParams
 from quadriga.config.pacing import find_profile
 from quadriga.core.replica import DepthClass
 from quadriga.policies.ares import depth_pools
-from tests.ray.apps import App, app_fixture, wait_until
+from tests.ray.apps import App, app_fixture
 from tests.ray.choosing import OwnIngress, set_constant
 from tests.ray.ingress import call
 from tests.ray.moves import set_device, set_pace
+from tests.waiting import wait_until
 
 SHALLOW, DEEP = ExitParams(0.0, "bounded"), ExitParams(1.0, "off")
 CLASS = DepthClass("quadriga-s", 8)

@@ -15,8 +15,9 @@ from actors.rpc.lookup import controller_name, ensure_cluster, scheduler_name
 from quadriga.errors import ReplicaDied
 from quadriga.observability.metrics import parse_exposition
 from quadriga.policies.liveness import MIN_SILENCE_S
-from tests.ray.apps import App, is_running, living_groups, pids, wait_until
+from tests.ray.apps import App, is_running, living_groups, pids
 from tests.ray.ingress import call
+from tests.waiting import wait_until
 
 NUM_LONG = 1_900
 

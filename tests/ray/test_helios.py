@@ -16,7 +16,7 @@ from actors.rpc.lookup import forget_actor, get_actor, scheduler_name
 from quadriga.config.loader import load_config
 from quadriga.core.replica import ReplicaSnapshot, Role
 from quadriga.policies.drex import RebatchPlan
-from tests.ray.apps import App, app_fixture, pids, wait_until
+from tests.ray.apps import App, app_fixture, pids
 from tests.ray.choosing import (
     EASY,
     SURE,
@@ -28,6 +28,7 @@ from tests.ray.choosing import (
     until_another,
 )
 from tests.ray.moves import held
+from tests.waiting import wait_until
 
 FULL = {"quadriga-s": 8, "quadriga-l": 12}
 

@@ -17,7 +17,7 @@ from quadriga.checkpoint.folder import ASSETS
 from quadriga.core.replica import DepthClass
 from quadriga.errors import QuadrigaError
 from quadriga.policies.helios import machine
-from tests.ray.apps import App, wait_until
+from tests.ray.apps import App
 from tests.ray.choosing import (
     EASY,
     SURE,
@@ -34,6 +34,7 @@ from tests.ray.choosing import (
 )
 from tests.ray.ingress import call
 from tests.ray.moves import set_pace
+from tests.waiting import wait_until
 
 S, L = "quadriga-s", "quadriga-l"
 S4, S8, L6, L12 = (DepthClass(m, k) for m, k in ((S, 4), (S, 8), (L, 6), (L, 12)))

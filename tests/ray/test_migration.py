@@ -15,9 +15,10 @@ from quadriga.core.grammar import Grammar
 from quadriga.core.replica import DepthClass
 from quadriga.core.request import FinishReason
 from tests.random_drafter import draft_as_it_pays, draft_at_random, num_dropped_drafts
-from tests.ray.apps import App, wait_until
+from tests.ray.apps import App
 from tests.ray.ingress import Ingress, Stream, call
 from tests.ray.moves import Mover, free_memory, held, hold, open_books, order, pause
+from tests.waiting import wait_until
 
 NUM_STREAMS = 10
 NUM_OUTPUT = 220

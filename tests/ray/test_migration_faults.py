@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from quadriga.core.request import FinishReason
 from quadriga.errors import QuadrigaError, ReplicaDied
-from tests.ray.apps import App, app_fixture, pids, wait_until
+from tests.ray.apps import App, app_fixture, pids
 from tests.ray.ingress import Ingress, Stream
 from tests.ray.moves import Mover, set_pace
 from tests.ray.stopping import (
@@ -24,6 +24,7 @@ from tests.ray.stopping import (
     has_lost_answer,
     lose_answer,
 )
+from tests.waiting import wait_until
 
 
 def hard_ones_first(points: tuple[str, ...]) -> list[Any]:

@@ -19,9 +19,10 @@ from quadriga.core.routing import AdmitRequest
 from quadriga.errors import Overloaded, ReplicaDied, Unavailable
 from quadriga.llm import LLM
 from quadriga.scheduling.transfer.rebuild import num_prefill_tokens
-from tests.ray.apps import App, app_fixture, pids, wait_until
+from tests.ray.apps import App, app_fixture, pids
 from tests.ray.ingress import Ingress, Stream, call
 from tests.ray.moves import HELD_STEP_S, Mover, held, hold, open_books, order
+from tests.waiting import wait_until
 
 NUM_OUTPUT = 60
 NUM_LONG = 700

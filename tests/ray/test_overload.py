@@ -8,9 +8,10 @@ import pytest
 
 from actors.rpc.lookup import scheduler_name
 from quadriga.core.request import FinishReason
-from tests.ray.apps import App, app_fixture, wait_until
+from tests.ray.apps import App, app_fixture
 from tests.ray.ingress import Stream, call
 from tests.ray.moves import hold, set_pace
+from tests.waiting import wait_until
 
 MAX_LEN, NUM_LONG, LONG, SHORT = 256, 11, 120, 3
 PROMPT = 100

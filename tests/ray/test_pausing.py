@@ -15,10 +15,11 @@ from actors.rpc.lookup import get_actor
 from quadriga.core.request import FinishReason
 from quadriga.policies.drex import DrexRebatcher
 from tests.promql import evaluate
-from tests.ray.apps import App, app_fixture, wait_until
+from tests.ray.apps import App, app_fixture
 from tests.ray.choosing import OwnIngress
 from tests.ray.ingress import Stream, call
 from tests.ray.moves import held, set_pace
+from tests.waiting import wait_until
 
 ALERTS = Path(__file__).parents[2] / "deploy" / "alerts" / "quadriga.yaml"
 MAX_LEN = 256

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from tests.ray.apps import App, app_fixture, wait_until
+from tests.ray.apps import App, app_fixture
 from tests.ray.moves import Mover
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

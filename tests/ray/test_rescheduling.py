@@ -17,9 +17,10 @@ from quadriga.errors import QuadrigaError
 from quadriga.policies.ares.forecast import REMAINING, rows_of
 from quadriga.policies.ares.recording import read_ticks, replay
 from quadriga.policies.scaling_need import remaining_work
-from tests.ray.apps import App, wait_until
+from tests.ray.apps import App
 from tests.ray.ingress import Ingress, call
 from tests.ray.moves import HELD_STEP_S, free_memory, hold, order, pause, set_pace
+from tests.waiting import wait_until
 
 PACE = "ares-qwen7b-4090d-short"
 NUM_SEQUENCES = 6

@@ -16,9 +16,10 @@ from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.replica import ResizeReport
 from quadriga.core.request import FinishReason
 from tests.random_drafter import draft_as_it_pays, draft_at_random
-from tests.ray.apps import App, app_fixture, pids, wait_until
+from tests.ray.apps import App, app_fixture, pids
 from tests.ray.ingress import Ingress, Stream, call
 from tests.ray.moves import free_memory, held, order, pause
+from tests.waiting import wait_until
 
 NUM_RESIZES = 42
 """Of the decode replica and of the prefill replica, together at least."""

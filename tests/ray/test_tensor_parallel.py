@@ -9,10 +9,11 @@ import signal
 import pytest
 
 from quadriga.control.replica_names import rank_name
-from tests.ray.apps import App, app_fixture, pids, wait_until
+from tests.ray.apps import App, app_fixture, pids
 from tests.ray.ingress import call
 from tests.ray.moves import Mover, held, open_books, order
 from tests.ray.test_mixed import SETTINGS, assert_said_alone, lose_one, submit
+from tests.waiting import wait_until
 
 NUM_OUTPUT = 120
 

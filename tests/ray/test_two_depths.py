@@ -15,10 +15,11 @@ from actors.rpc.lookup import controller_name, get_actor, scheduler_name
 from quadriga.checkpoint.exits import ExitParams
 from quadriga.core.request import FinishReason
 from quadriga.errors import Unavailable
-from tests.ray.apps import App, app_fixture, pids, wait_until
+from tests.ray.apps import App, app_fixture, pids
 from tests.ray.choosing import EASY, UNSURE, OwnIngress
 from tests.ray.ingress import Ingress, Stream, call
 from tests.ray.moves import free_memory, pause, set_pace
+from tests.waiting import wait_until
 
 SHALLOW, DEEP = 4, 8
 BOUNDED = ExitParams(UNSURE, "bounded")

@@ -19,7 +19,7 @@ from typing import Any
 
 from loadgen.comparison.pairs import PairedRatio, paired_ratio
 from loadgen.load.workload import RequestSpec
-from loadgen.runner import now_s
+from loadgen.wire.capture import now_s
 from loadgen.wire.client_http import HttpClient
 from quadriga.core.request import AUTO_MODEL
 from quadriga.observability.metrics import parse_exposition

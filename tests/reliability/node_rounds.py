@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loadgen.runner import now_s
 from loadgen.target import find_target
+from loadgen.wire.capture import now_s
 from tests.reliability.chaos.fault_matrix import Stage
 from tests.reliability.cluster.agent_client import AgentError
 from tests.reliability.cluster.stages import started_stage

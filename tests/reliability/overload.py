@@ -33,10 +33,11 @@ from loadgen.event_loop import run_event_loop
 from loadgen.load.workload import RequestSpec
 from loadgen.options import add_setting_argument, check_service, number, whole
 from loadgen.report.experiment import print_line, wide_console
+from loadgen.report.figures import milliseconds
 from loadgen.report.output import add_out_argument
-from loadgen.runner import Live, LoadOptions, Record, RunResult, now_s, run_load
+from loadgen.runner import Live, LoadOptions, Record, RunResult, run_load
 from loadgen.target import Target, find_target
-from loadgen.wire.client_http import HttpClient, parse_url
+from loadgen.wire.capture import now_s
 from quadriga.errors import ConfigError
 from quadriga.files import write_atomically
 from tests.reliability.overload_report import (
@@ -49,7 +50,6 @@ from tests.reliability.overload_report import (
     judge,
     mean,
     mean_tokens,
-    ms,
     recovered_after_s,
     table,
     tokens_between,
@@ -125,12 +125,7 @@ class Overload:
         self._args = args
         self._console = console
         self._rng = random.Random(args.seed)
-        self._client = HttpClient(
-            parse_url(service.url),
-            now_s=now_s,
-            timeout_s=REQUEST_TIMEOUT_S,
-            api_key=service.api_key,
-        )
+        self._client = service.client(REQUEST_TIMEOUT_S)
         self._target = Target(args.model, None)
         self._judge = Judgement(self._target)
         assert service.pid is not None
@@ -277,7 +272,8 @@ class Overload:
         ttft, tpot = phase.ttft(), phase.tpot()
         self._console.print(
             f"{phase.name}: {len(phase.records)} sent, {phase.share():.0%} let in, goodput "
-            f"{phase.goodput:.0f} tokens/s, P99 TTFT {ms(ttft.p99)}, TPOT {ms(tpot.p99)}; "
-            f"generator P99 {ms(phase.lag_p99_s)} late; cores {phase.cores}",
+            f"{phase.goodput:.0f} tokens/s, P99 TTFT {milliseconds(ttft.p99)}, TPOT "
+            f"{milliseconds(tpot.p99)}; generator P99 {milliseconds(phase.lag_p99_s)} late; "
+            f"cores {phase.cores}",
             style="dim",
         )

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from loadgen.checker import Outcome
 from loadgen.report.experiment import table_of
+from loadgen.report.figures import milliseconds
 from loadgen.report.metrics import Distribution, tpot_s, ttft_s
 from loadgen.runner import Record
 
@@ -161,7 +162,9 @@ def judge(found: Found) -> list[str]:
             p99 = getattr(over, what)(priority).p99
             if p99 is None or p99 > limit_s:
                 of = "" if priority is None else f" of priority {priority}"
-                failures.append(f"P99 {what}{of} is {ms(p99)}, above {ms(limit_s)}")
+                failures.append(
+                    f"P99 {what}{of} is {milliseconds(p99)}, above {milliseconds(limit_s)}"
+                )
     if over.goodput < MIN_GOODPUT * peak.goodput:
         failures.append(f"goodput {over.goodput:.0f} of {peak.goodput:.0f} tokens/s at the peak")
     failures += [
@@ -235,14 +238,10 @@ def table(found: Found) -> Table:
         "of priority 0 / 1 / 2": lambda p: " / ".join(f"{p.share(i):.1%}" for i in PRIORITIES),
         "failed": lambda p: p.count(Outcome.FAILED),
         "tokens/s": lambda p: f"{p.goodput:.0f}",
-        "TTFT P50 / P99": lambda p: f"{ms(p.ttft().p50)} / {ms(p.ttft().p99)}",
-        "TPOT P50 / P99": lambda p: f"{ms(p.tpot().p50)} / {ms(p.tpot().p99)}",
+        "TTFT P50 / P99": lambda p: milliseconds(p.ttft().p50, p.ttft().p99),
+        "TPOT P50 / P99": lambda p: milliseconds(p.tpot().p50, p.tpot().p99),
     }
     return table_of(found.phases.values(), columns)
-
-
-def ms(seconds: float | None) -> str:
-    return "–" if seconds is None else f"{1e3 * seconds:.1f} ms"
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -31,8 +31,8 @@ from loadgen.comparison.pairs import LEAST_RATIO, PairedRatio
 from loadgen.options import add_setting_argument, check_service, number, whole
 from loadgen.report.experiment import REPORT_WIDTH, drawn, print_line, table_of, wide_console
 from loadgen.report.output import add_out_argument
-from loadgen.runner import now_s
 from loadgen.target import find_target
+from loadgen.wire.capture import now_s
 from quadriga.errors import ConfigError
 from quadriga.files import write_atomically
 from tests.reliability import all_on

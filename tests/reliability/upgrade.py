@@ -32,8 +32,8 @@ from loadgen.load.workload import RequestSpec
 from loadgen.options import add_setting_argument, check_service, number, whole
 from loadgen.report.experiment import REPORT_WIDTH, drop_rows, keep_rows, print_line, wide_console
 from loadgen.report.output import add_out_argument
-from loadgen.runner import now_s
 from loadgen.target import find_target
+from loadgen.wire.capture import now_s
 from tests.reliability.cluster.agent_client import AgentError
 from tests.reliability.cluster.control import ClusterControl, cluster_control
 from tests.reliability.load.mixed_load import MixedLoad, Tally

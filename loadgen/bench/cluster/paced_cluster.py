@@ -19,9 +19,10 @@ from loadgen.load.workload import RequestSpec
 from loadgen.options import whole
 from loadgen.report.metrics import LoadSlo
 from loadgen.report.output import add_out_argument
-from loadgen.runner import Live, LoadOptions, RunResult, now_s, run_load
+from loadgen.runner import Live, LoadOptions, RunResult, run_load
 from loadgen.target import Target
-from loadgen.wire.client_http import HttpClient, parse_url
+from loadgen.wire.capture import now_s
+from loadgen.wire.client_http import HttpClient
 from quadriga.checkpoint.folder import read_checkpoint
 from quadriga.config.pacing import SHORT_FACTOR, find_profile
 from quadriga.errors import ConfigError
@@ -82,12 +83,7 @@ def slo_of(args: argparse.Namespace) -> LoadSlo:
 
 def client_of(args: argparse.Namespace, service: ServiceUnderLoad) -> HttpClient:
     """A client that waits as much longer as the devices are slower."""
-    return HttpClient(
-        parse_url(service.url),
-        now_s=now_s,
-        timeout_s=args.slow * REQUEST_TIMEOUT_S,
-        api_key=service.api_key,
-    )
+    return service.client(args.slow * REQUEST_TIMEOUT_S)
 
 
 def settings_of(args: argparse.Namespace, policy: str, admin_port: int) -> list[str]:
@@ -173,9 +169,7 @@ async def _send(
     counts: bool,
 ) -> Played:
     client = client_of(args, service)
-    admin = HttpClient(
-        parse_url(f"http://127.0.0.1:{admin_port}"), now_s=now_s, timeout_s=REQUEST_TIMEOUT_S
-    )
+    admin = HttpClient(f"http://127.0.0.1:{admin_port}", timeout_s=REQUEST_TIMEOUT_S)
     judgement = Judgement(Target(args.model, None))
     specs = await make_specs(client)
     warm = [replace(s, index=i, arrival_s=0.0) for i, s in enumerate(specs[: 2 * args.decode])]

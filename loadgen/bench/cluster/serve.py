@@ -31,10 +31,9 @@ from loadgen.options import api_key, number, whole
 from loadgen.report.experiment import say
 from loadgen.report.metrics import LoadSlo, LoadSummary, summarise
 from loadgen.report.output import file_to_write
-from loadgen.runner import Live, LoadOptions, RunResult, now_s, run_load
+from loadgen.runner import Live, LoadOptions, RunResult, run_load
 from loadgen.target import Target
 from loadgen.wire.client_grpc import GrpcClient
-from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.checkpoint.folder import Checkpoint, read_checkpoint
 from quadriga.errors import ConfigError
 
@@ -225,16 +224,9 @@ async def _send(
     judgement, live = Judgement(Target(model, None)), Live()
     options = LoadOptions(concurrency=workload.concurrency)
     if transport == "http":
-        http = HttpClient(
-            parse_url(service.url),
-            now_s=now_s,
-            timeout_s=REQUEST_TIMEOUT_S,
-            api_key=service.api_key,
-        )
+        http = service.client(REQUEST_TIMEOUT_S)
         return await run_load(specs, http, model, judgement, options, live)
-    grpc = GrpcClient(
-        service.grpc, now_s=now_s, timeout_s=REQUEST_TIMEOUT_S, api_key=service.api_key
-    )
+    grpc = GrpcClient(service.grpc, timeout_s=REQUEST_TIMEOUT_S, api_key=service.api_key)
     try:
         return await run_load(specs, grpc, model, judgement, options, live)
     finally:

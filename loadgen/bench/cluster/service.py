@@ -13,8 +13,7 @@ from pathlib import Path
 
 from loadgen.model_costs.subprocesses import python_process
 from loadgen.options import API_KEY_VARIABLE
-from loadgen.runner import now_s
-from loadgen.wire.client_http import HttpClient, parse_url
+from loadgen.wire.client_http import HttpClient
 from quadriga.errors import ConfigError
 from quadriga.ports import free_port, use_private_ray
 
@@ -36,6 +35,10 @@ class ServiceUnderLoad:
     grpc: str
     api_key: str | None
     pid: int | None = None
+
+    def client(self, timeout_s: float) -> HttpClient:
+        """Return a client of its HTTP API."""
+        return HttpClient(self.url, timeout_s=timeout_s, api_key=self.api_key)
 
 
 @contextmanager
@@ -60,7 +63,7 @@ def started_service(settings: Sequence[str], *, log: Path) -> Iterator[ServiceUn
 
 
 def _await_health(service: ServiceUnderLoad, process: subprocess.Popen[bytes], log: Path) -> None:
-    client = HttpClient(parse_url(service.url), now_s=now_s, timeout_s=PROBE_TIMEOUT_S)
+    client = service.client(PROBE_TIMEOUT_S)
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not asyncio.run(_is_healthy(client)):
         if process.poll() is not None or time.monotonic() > deadline_s:

@@ -206,27 +206,22 @@ class Rescheduler:
                 wants_all = overload is not None or split is not None
                 cluster = unpack(members, None if wants_all else sources)
                 if cluster is not None:
-                    orders += self.decide(
-                        cluster,
-                        members[0].info.depth_class,
-                        costs,
-                        busy=used,
-                        load_only=load_only,
-                        overload=overload,
-                        pools=split,
+                    weigh = self._weights(cluster, load_only)
+                    depth_class = members[0].info.depth_class
+                    orders += self._decide(
+                        cluster, depth_class, costs, weigh, used, overload, split
                     )
         return orders
 
-    def decide(
+    def _decide(
         self,
         cluster: ClusterForecast,
         depth_class: DepthClass,
         costs: TransferCosts,
-        *,
-        busy: Set[str] = frozenset(),
-        load_only: bool = False,
-        overload: OverloadPlan | None = None,
-        pools: DepthPools | None = None,
+        weigh: RoleWeights,
+        busy: Set[str],
+        overload: OverloadPlan | None,
+        pools: DepthPools | None,
     ) -> list[MigrationOrder]:
         """Decide the moves of this tick inside one class, or between those of one model.
 
@@ -235,7 +230,6 @@ class Rescheduler:
             pools: What holds for the class, if its shallow and deep sequences run apart. The others
                 are as in `tick`.
         """
-        weigh = self._weights(cluster, load_only)
         if overload is not None:
             choices = evictions(cluster, overload, self.settings, busy=busy)
         elif pools is not None:
@@ -324,15 +318,9 @@ class Rescheduler:
         orders: list[MigrationOrder] = []
         for part in parts:
             used = _taking_part(orders) | busy
-            orders += self.decide(
-                part,
-                depth_class,
-                costs,
-                busy=used,
-                load_only=load_only,
-                overload=overload,
-                pools=pools if part.is_one_class and pools is not None and pools.is_on else None,
-            )
+            split = pools if part.is_one_class and pools is not None and pools.is_on else None
+            weigh = self._weights(part, load_only)
+            orders += self._decide(part, depth_class, costs, weigh, used, overload, split)
         return orders
 
     def work(

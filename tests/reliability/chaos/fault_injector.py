@@ -9,7 +9,7 @@ import signal
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from loadgen.runner import now_s
+from loadgen.wire.capture import now_s
 from tests.reliability.chaos.fault_matrix import Cell, Fault, Moment, Victim
 from tests.reliability.chaos.injection_points import InjectionPoint, candidates
 from tests.reliability.cluster.agent_client import AgentError

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loadgen.runner import now_s
+from loadgen.wire.capture import now_s
 from tests.reliability.chaos.fault_matrix import IN_TRANSIT, MIGRATION, Cell, Moment, Victim
 from tests.reliability.cluster.actor_patches import GO, HELD
 from tests.reliability.cluster.agent_client import AgentError

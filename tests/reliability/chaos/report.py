@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from loadgen.report.figures import shown
 from tests.reliability.chaos.cell_results import CellResult
 from tests.reliability.chaos.fault_matrix import Cell
 
@@ -22,7 +23,7 @@ def table(results: Sequence[CellResult]) -> Table:
         made.add_row(
             str(r.cell),
             *(str(getattr(r, name)) for name in SHOWN),
-            *(_seconds(r.percentile_s(share)) for share in (0.5, 0.99)),
+            *(shown(r.percentile_s(share)) for share in (0.5, 0.99)),
             "no" if r.not_restored else "yes",
         )
     return made
@@ -43,10 +44,6 @@ def not_run(cells: Sequence[Cell]) -> Table:
     for reason, names in reasons.items():
         made.add_row(f"{len(names)}: {reason}", "; ".join(names), end_section=True)
     return made
-
-
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
 
 
 def summary(results: Sequence[CellResult], *, seconds: float) -> str:

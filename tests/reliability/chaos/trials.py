@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loadgen.load.workload import RequestSpec
-from loadgen.runner import now_s
+from loadgen.wire.capture import now_s
 from quadriga.observability.metrics import parse_exposition
 from tests.reliability.chaos import fault_injector
 from tests.reliability.chaos.cell_results import CellResult

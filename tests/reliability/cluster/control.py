@@ -14,7 +14,7 @@ from typing import Any
 from loadgen.bench.cluster.process_cpu import service_processes
 from loadgen.bench.cluster.service import ServiceUnderLoad
 from loadgen.options import API_KEY_VARIABLE
-from loadgen.runner import now_s
+from loadgen.wire.capture import now_s
 from quadriga.errors import ConfigError
 from tests.reliability.cluster.agent_client import AgentClient, AgentError, started_agent
 

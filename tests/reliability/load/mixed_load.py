@@ -16,10 +16,9 @@ from loadgen.checker import Outcome
 from loadgen.checker.judge import Judgement
 from loadgen.checker.verdict import FaultKind
 from loadgen.load.workload import RequestSpec
-from loadgen.runner import now_s
 from loadgen.target import Target
-from loadgen.wire.capture import Capture, Transport
-from loadgen.wire.client_http import HttpClient, parse_url
+from loadgen.wire.capture import Capture, Transport, now_s
+from loadgen.wire.client_http import HttpClient
 from tests.reliability.load.streams import TIMEOUT_S, StreamAnswer, StreamClients
 
 MANNERS = {"patient": 0.75, "impatient": 0.17, "slow": 0.08}
@@ -35,14 +34,14 @@ class SlowHttpClient(HttpClient):
 
     async def send(self, request: bytes) -> Capture:
         """As `HttpClient.send`."""
-        capture = Capture(Transport.HTTP, sent_s=self.now_s())
+        capture = Capture(Transport.HTTP, sent_s=now_s())
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(self.timeout_s):
                 reader, writer = await self._connect()
                 writer.write(request)
                 while data := await reader.read(SLOW_BYTES):
-                    capture.reads.append((self.now_s(), data))
+                    capture.reads.append((now_s(), data))
                     await asyncio.sleep(SLOW_PAUSE_S)
         except TimeoutError:
             capture.fault = f"timeout: not complete within {self.timeout_s:g} s"
@@ -51,7 +50,7 @@ class SlowHttpClient(HttpClient):
         finally:
             if writer is not None:
                 writer.transport.abort()
-            capture.ended_s = self.now_s()
+            capture.ended_s = now_s()
         return capture
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -177,9 +176,7 @@ class MixedLoad:
         self._clients = clients
         self._judge = Judgement(target)
         self._model = target.model
-        self._slow = SlowHttpClient(
-            parse_url(service.url), now_s=now_s, timeout_s=TIMEOUT_S, api_key=service.api_key
-        )
+        self._slow = SlowHttpClient(service.url, timeout_s=TIMEOUT_S, api_key=service.api_key)
         self._specs = specs
         self._reference = reference
         self._places = places

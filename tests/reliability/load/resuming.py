@@ -14,7 +14,7 @@ from collections.abc import Callable
 from loadgen.checker import Verdict
 from loadgen.checker.verdict import AnswerChoice, FaultKind, Write
 from loadgen.load.workload import RequestSpec
-from loadgen.wire.capture import Capture, Transport
+from loadgen.wire.capture import Capture, Transport, now_s
 from loadgen.wire.client_http import HttpClient
 from quadriga.client import AsyncClient
 from quadriga.errors import QuadrigaError
@@ -70,12 +70,7 @@ def _is_final(verdict: Verdict) -> bool:
 
 
 async def over_grpc(
-    client: AsyncClient,
-    spec: RequestSpec,
-    model: str,
-    *,
-    now_s: Callable[[], float],
-    timeout_s: float,
+    client: AsyncClient, spec: RequestSpec, model: str, *, timeout_s: float
 ) -> tuple[Capture, Verdict]:
     """One stream through the SDK, which resumes by itself."""
     capture = Capture(Transport.GRPC, sent_s=now_s())

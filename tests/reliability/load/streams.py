@@ -15,11 +15,10 @@ from loadgen.bench.cluster.service import ServiceUnderLoad
 from loadgen.checker import Outcome, Verdict
 from loadgen.checker.judge import Judgement
 from loadgen.load.workload import RequestSpec
-from loadgen.runner import now_s
 from loadgen.target import Target, find_target
 from loadgen.wire.capture import Capture, LoadClient
 from loadgen.wire.client_grpc import GrpcClient
-from loadgen.wire.client_http import HttpClient, parse_url
+from loadgen.wire.client_http import HttpClient
 from quadriga.client import AsyncClient
 from quadriga.errors import ConfigError
 from tests.reliability.load.resuming import over_grpc, over_http
@@ -138,7 +137,7 @@ class StreamClients:
         """As `send`, and where the connection breaks it is taken up again."""
         model = self._target.model
         if is_grpc:
-            found = over_grpc(self._sdk, spec, model, now_s=now_s, timeout_s=TIMEOUT_S)
+            found = over_grpc(self._sdk, spec, model, timeout_s=TIMEOUT_S)
         else:
             found = over_http(self.http, self._judge, spec, model)
         return StreamAnswer(spec, is_grpc, *await found)
@@ -171,9 +170,8 @@ async def clients_of(
     service: ServiceUnderLoad, model: str | None = None
 ) -> AsyncIterator[StreamClients]:
     """Clients of both doors, closed on every path. Raises: ConfigError: No model is served."""
-    options = {"now_s": now_s, "timeout_s": TIMEOUT_S, "api_key": service.api_key}
-    http = HttpClient(parse_url(service.url), **options)  # type: ignore[arg-type]
-    grpc = GrpcClient(service.grpc, **options)  # type: ignore[arg-type]
+    http = service.client(TIMEOUT_S)
+    grpc = GrpcClient(service.grpc, timeout_s=TIMEOUT_S, api_key=service.api_key)
     sdk = AsyncClient(service.grpc, api_key=service.api_key)
     try:
         await grpc.connect()  # all that will be open is open when the base line is taken

@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 from actors.rpc import connections, ray_rpc
 from actors.rpc.connections import CallAddress, Connection, DirectlyCalled, connect
 from quadriga.errors import KVCacheExhausted, ReplicaDied, ReplicaError
-from tests.settled import settled
+from tests.waiting import settled
 
 NODE = "here"
 REQUEST = ContextVar("request", default="")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from quadriga.control.replica_record import PlaceKey, ReplicaLoad, ReplicaPhase,
 from quadriga.control.rollout import FIRST_ANSWER_S
 from quadriga.core.replica import DepthClass, ReplicaInfo, Role
 from quadriga.errors import ConfigError, ReplicaDied
+from tests.waiting import until
 
 
 def plain(config: dict[str, Any]) -> dict[str, Any]:
@@ -88,12 +89,6 @@ async def controller(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> AsyncIter
     finally:
         made._is_ending = True
         made._wake.set()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 async def test_the_controller_adopts_replicas_once_the_control_store_answers(

@@ -28,8 +28,8 @@ from quadriga.errors import MigrationFailed, Overloaded, Unavailable
 from quadriga.replica.spans import SequenceSpans
 from quadriga.scheduling.transfer.handoff import check_numerics
 from quadriga.text.grammar import MAX_KEPT, grammars_of
-from tests.settled import settled
 from tests.unit.actors.test_sequence_handoff import CLASS, FORM, a_state
+from tests.waiting import settled
 
 
 async def test_the_span_of_a_sequence_that_cannot_join_ends() -> None:

@@ -17,7 +17,7 @@ from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.errors import ReplicaDied
 from quadriga.scheduling.transfer.handoff import LeaseState
 from tests.sequences import make_sequence
-from tests.settled import settled
+from tests.waiting import settled
 
 CLASS = DepthClass("m", 8)
 

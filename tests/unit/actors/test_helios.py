@@ -33,7 +33,7 @@ from quadriga.core.routing import AutoReport
 from quadriga.errors import ConfigError, ReplicaDied
 from quadriga.policies.helios.history import unpack_table
 from quadriga.policies.helios.messages import OrderDone, OrderFailed, Resize, Switch
-from tests.settled import settled
+from tests.waiting import settled
 
 S2, S4, S8 = (DepthClass("quadriga-s", k) for k in (2, 4, 8))
 L3, L12 = (DepthClass("quadriga-l", k) for k in (3, 12))

@@ -19,6 +19,7 @@ from actors.kv_transfer import object_store
 from actors.kv_transfer.object_store import MAX_PUTS, ObjectStoreTransport
 from quadriga.core.kv import KVPart
 from quadriga.errors import KVTransportError, ReplicaError
+from tests.waiting import until
 
 PATIENCE_S = 20.0
 
@@ -108,12 +109,6 @@ class Sender:
     @property
     def num_kept(self) -> int:
         return sum(memory() is not None for memory in self.sent)
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - threads do it
-            await asyncio.sleep(0.005)
 
 
 async def test_a_part_is_stored_and_its_peer_notified(store: Store) -> None:

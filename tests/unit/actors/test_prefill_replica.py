@@ -20,6 +20,7 @@ from quadriga.errors import DeadlineExceeded, MigrationFailed, Overloaded, Quadr
 from quadriga.replica.departed_sequences import DepartedSequences
 from quadriga.scheduling.transfer.kv_feed import KVFeed, StagingBudget
 from tests.simulation.handoff import Engine
+from tests.waiting import until
 
 
 class Loop:
@@ -89,9 +90,7 @@ class Prefill(PrefillReplica):
         sequence.feed.add(KVSpan(0, 2, 0, 2), SimpleNamespace(nbytes=8))
 
     async def settle(self) -> None:
-        async with asyncio.timeout(60):
-            while self._tasks:  # noqa: ASYNC110 - a few turns of the loop
-                await asyncio.sleep(0)
+        await until(lambda: not self._tasks)
 
 
 def a_state() -> SequenceState:

@@ -10,7 +10,7 @@ import pytest
 from actors.rpc import rpc_batcher
 from actors.rpc.rpc_batcher import MAX_BATCH, BatchedCalls, RpcBatcher
 from quadriga.errors import KVCacheExhausted, ReplicaDied, ReplicaError
-from tests.settled import settled
+from tests.waiting import settled
 
 
 class Callee(BatchedCalls):

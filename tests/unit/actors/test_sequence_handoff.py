@@ -37,7 +37,7 @@ from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.transfer.handoff import LeaseState
 from quadriga.scheduling.transfer.kv_feed import KVFeed, StagingBudget
 from quadriga.scheduling.transfer.placement_turns import PlacementTurns
-from tests.settled import settled
+from tests.waiting import settled, until
 
 CLASS = DepthClass("m", 2)
 FORM = Grammar.choice(["a"])
@@ -367,9 +367,7 @@ async def test_a_cancellation_is_passed_to_the_replica_that_may_run_it(abort: Fa
     fates: dict[str, Fate] = {"commit": "is_answer_lost"}
     prefill = Prefill(fates if abort is None else fates | {"abort": abort}, deadline_s=20.0)
     await cancelled_after(prefill.asked, prefill.hand_off())
-    async with asyncio.timeout(60):
-        while not prefill.cancelled:  # noqa: ASYNC110 - a few turns of the loop
-            await asyncio.sleep(0)
+    await until(lambda: prefill.cancelled)
     assert prefill.cancelled == ["a"]
 
 

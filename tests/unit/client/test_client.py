@@ -33,8 +33,7 @@ from quadriga.errors import (
 )
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 from serve_app.grpc.messages import set_error
-from tests.settled import settled
-from tests.unit.serve_app.test_engine_client import until
+from tests.waiting import settled, until
 
 WORDS = ["one ", "two ", "three ", "four"]
 FAST = RetryPolicy(max_attempts=4, first_pause_s=0.001)

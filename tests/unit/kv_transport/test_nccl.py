@@ -21,9 +21,10 @@ from quadriga.kv_transport.nccl import MAX_STUCK_PAIRS, NcclChannels, Staging
 from quadriga.kv_transport.nccl_library import SHARE_VARIABLE, NcclLibrary, named
 from quadriga.kv_transport.nccl_pair import NcclPair
 from quadriga.kv_transport.pairs import Invite, PairTransport
-from tests.contract.lines import WAIT_S, Rig, Sink, make_rig, wait_for
+from tests.contract.lines import WAIT_S, Rig, Sink, make_rig
 from tests.contract.test_lines import localhost
 from tests.fake_nccl import FakeNccl
+from tests.waiting import wait_until
 
 LONG_S = 50.0
 """A part's deadline that nothing here may have to wait for; less than `WAIT_S`."""
@@ -69,7 +70,7 @@ def start() -> Iterator[Start]:
     for side in gpus:
         for nccl in side.nccl.values():
             nccl.is_frozen.clear()
-    wait_for(lambda: all(c.is_aborted.is_set() for c in made if not c.is_alone))
+    wait_until(lambda: all(c.is_aborted.is_set() for c in made if not c.is_alone))
     for side in gpus:
         for nccl in side.nccl.values():
             nccl.close()
@@ -92,7 +93,7 @@ def freeze_in_mid_part(gpus: Gpus, rig: Rig, deadline_s: float = LONG_S) -> Futu
 
     rig.sink.accept = accept_and_freeze  # type: ignore[method-assign]
     future: Future[None] = rig.send(rig.make(2000), deadline_s=deadline_s)
-    wait_for(gpus.nccl["b"].is_frozen.is_set)
+    wait_until(gpus.nccl["b"].is_frozen.is_set)
     rig.sink.accept = accept  # type: ignore[method-assign]
     return future
 
@@ -141,7 +142,7 @@ def test_a_peer_that_hangs_in_mid_part(start: Start) -> None:
         future.result(WAIT_S)
     assert time.monotonic() - started_s < SOON_S
     gpus.nccl["b"].is_frozen.clear()
-    wait_for(lambda: staging(rig) == (0, 0))
+    wait_until(lambda: staging(rig) == (0, 0))
     rig.deliver(2000)
     assert rig.generation() == 2
 
@@ -152,12 +153,12 @@ def test_an_abort_reaches_a_peer_whose_gpu_waits(start: Start) -> None:
     rig.deliver(100)
     gpus.nccl["a"].is_frozen.set()
     doomed = rig.send(rig.make(2000, "doomed"), deadline_s=LONG_S)
-    wait_for(lambda: staging(rig)[1] > 0)
+    wait_until(lambda: staging(rig)[1] > 0)
     rig.run(rig.a.abort("b", "doomed"))
     with pytest.raises(KVTransportError) as end:
         doomed.result(WAIT_S)
     assert end.value.code == "aborted"
-    wait_for(lambda: staging(rig) == (0, 0), timeout_s=SOON_S)
+    wait_until(lambda: staging(rig) == (0, 0), timeout_s=SOON_S)
     gpus.nccl["a"].is_frozen.clear()
     rig.deliver()
 
@@ -278,9 +279,9 @@ def test_an_idle_pair_is_given_up_and_made_again(
     monkeypatch.setattr(channel_ends, "MAX_IDLE_S", 0.2)
     gpus, rig = start()
     rig.deliver()
-    wait_for(lambda: rig.generation() == 0)
+    wait_until(lambda: rig.generation() == 0)
     made = [nccl.communicators[0] for nccl in gpus.nccl.values()]
-    wait_for(lambda: all(communicator.is_aborted.is_set() for communicator in made))
+    wait_until(lambda: all(communicator.is_aborted.is_set() for communicator in made))
     rig.deliver()
     assert rig.generation() == 2
 

@@ -18,10 +18,9 @@ from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
 from loadgen.checker import Verdict
 from loadgen.checker.judge import Judgement
 from loadgen.load.workload import RequestSpec
-from loadgen.runner import now_s
 from loadgen.target import Target
 from loadgen.wire.capture import Capture
-from loadgen.wire.client_http import HttpClient, parse_url
+from loadgen.wire.client_http import HttpClient
 
 
 class Exchange:
@@ -32,7 +31,7 @@ class Exchange:
     def capture(self, spec: RequestSpec, timeout_s: float = 20.0, **options: Any) -> Capture:
         async def exchange() -> Capture:
             async with FakeServer(FakeOptions(**options)) as server:
-                client = HttpClient(parse_url(server.url), now_s=now_s, timeout_s=timeout_s)
+                client = HttpClient(server.url, timeout_s=timeout_s)
                 return await client.prepare(spec, MODEL, "request-1")()
 
         return asyncio.run(exchange())

@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import AsyncMock
 
@@ -26,6 +25,7 @@ from quadriga.checkpoint.exits import NO_EXITS
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.core.request import SamplingParams
 from quadriga.errors import ConfigError
+from tests.waiting import wait_until
 
 CHECKPOINT = Checkpoint(
     id="tiny",
@@ -92,13 +92,6 @@ def test_tokens_that_all_leave_at_one_exit_left_early() -> None:
     assert share_early([sequence("t", [1], SamplingParams(4))], 8) == 0.0
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def test_cpu_time_of_children_is_counted() -> None:
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"
@@ -136,7 +129,7 @@ def test_process_is_ended_with_its_children(asked_by: signal.Signals) -> None:
             return True
         return state == "Z"
 
-    wait_for(is_gone)
+    wait_until(is_gone)
 
 
 def test_process_that_says_nothing_is_named() -> None:

@@ -16,7 +16,6 @@ from loadgen.bench.fake_service.grpc_server import (
 from loadgen.checker import FaultKind, Outcome, Verdict
 from loadgen.checker.judge import Judgement
 from loadgen.load.workload import RequestSpec
-from loadgen.runner import now_s
 from loadgen.target import Target
 from loadgen.wire.capture import Capture, Transport
 from loadgen.wire.client_grpc import GrpcClient, encode_request
@@ -50,7 +49,7 @@ EXPECTED: dict[str, FaultKind] = {
 def exchange(spec: RequestSpec, timeout_s: float = 20.0, **options: Any) -> Verdict:
     async def call() -> Capture:
         async with FakeGrpcServer(FakeGrpcOptions(**options)) as server:
-            client = GrpcClient(server.address, now_s=now_s, timeout_s=timeout_s)
+            client = GrpcClient(server.address, timeout_s=timeout_s)
             try:
                 return await client.prepare(spec, "fake", "unused")()
             finally:
@@ -108,7 +107,7 @@ def test_refusal_is_neither_success_nor_failure() -> None:
 
 def test_nobody_listening_is_a_connection_fault() -> None:
     async def call() -> Capture:
-        client = GrpcClient("127.0.0.1:1", now_s=now_s, timeout_s=20.0)
+        client = GrpcClient("127.0.0.1:1", timeout_s=20.0)
         try:
             return await client.prepare(make_spec(), "fake", "unused")()
         finally:

@@ -26,7 +26,8 @@ from loadgen.ramps.report import conclusion, write_ramp_plot
 from loadgen.ramps.steps import Goal, RampWatch, StepFigures, capacity_of, figures_of
 from loadgen.report.metrics import LoadSlo
 from loadgen.report.results import read_results
-from loadgen.runner import Record, RunResult, now_s
+from loadgen.runner import Record, RunResult
+from loadgen.wire.capture import now_s
 from quadriga.errors import ConfigError
 from tests.unit.loadgen.conftest import Service, make_spec, run_command
 

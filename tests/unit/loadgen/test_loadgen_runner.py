@@ -13,9 +13,9 @@ from loadgen.checker import AnswerChoice, FaultKind, Outcome, Verdict
 from loadgen.checker.judge import Judgement
 from loadgen.checker.verify_text import verify_texts
 from loadgen.load.workload import RequestSpec
-from loadgen.runner import Live, LoadOptions, Record, RunResult, now_s, run_load
+from loadgen.runner import Live, LoadOptions, Record, RunResult, run_load
 from loadgen.target import Target, find_target
-from loadgen.wire.capture import Call, Capture, Transport
+from loadgen.wire.capture import Call, Capture, Transport, now_s
 from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError
 from tests.unit.loadgen.conftest import make_spec
@@ -32,7 +32,7 @@ def load(
 ) -> tuple[RunResult, FakeServer]:
     async def run() -> tuple[RunResult, FakeServer]:
         async with FakeServer(fake or FakeOptions()) as server:
-            client = HttpClient(parse_url(server.url), now_s=now_s, timeout_s=20.0)
+            client = HttpClient(server.url, timeout_s=20.0)
             result = await run_load(requests, client, MODEL, Judgement(TARGET), options, Live())
             await verify_texts(client, TARGET, result.records)
             return result, server
@@ -73,7 +73,7 @@ def test_a_refused_request_is_sent_again_and_answers_are_judged_once_after_the_l
 
     async def run() -> RunResult:
         async with FakeServer(FakeOptions(refuse_first=1)) as server:
-            client = HttpClient(parse_url(server.url), now_s=now_s, timeout_s=20.0)
+            client = HttpClient(server.url, timeout_s=20.0)
             options = LoadOptions(concurrency=1, honour_refusals=2)
             return await run_load(specs(2), client, MODEL, judge, options, live)
 
@@ -103,7 +103,7 @@ def test_interruption_keeps_what_has_ended_for_those_who_ask_for_it() -> None:
     async def run(**options: bool) -> RunResult:
         begun, judge = asyncio.Event(), Judgement(TARGET)
         async with FakeServer(FakeOptions(fault="hang")) as server:
-            client = HttpClient(parse_url(server.url), now_s=now_s, timeout_s=20.0)
+            client = HttpClient(server.url, timeout_s=20.0)
             client.on_data = lambda _: begun.set()
             run = run_load(specs(2), client, MODEL, judge, LoadOptions(), Live(), **options)
             task = asyncio.create_task(run)
@@ -169,7 +169,7 @@ def verdicts(
     choice = AnswerChoice(texts=[text], token_ids=ids, finish_reason=finish)
     verdict = Verdict(choices=[choice])
     record = Record(make_spec(extra=extra), "id", 0.0, 0.0, 1.0, 1, 10, verdict)
-    client = Client(parse_url("http://nowhere"), now_s=now_s, timeout_s=1.0)
+    client = Client("http://nowhere", timeout_s=1.0)
     asyncio.run(verify_texts(client, target, [record]))
     return verdict.outcome
 

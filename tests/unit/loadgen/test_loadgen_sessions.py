@@ -24,10 +24,10 @@ from loadgen.load.dialogues import Dialogues
 from loadgen.load.scenario import Load
 from loadgen.load.sessions import Conversation, SessionShape, Turn, WholeRange, make_sessions
 from loadgen.load.workload import RequestSpec, forms
-from loadgen.runner import Live, LoadOptions, RunResult, now_s, run_load
+from loadgen.runner import Live, LoadOptions, RunResult, run_load
 from loadgen.target import Target
 from loadgen.wire.client_grpc import encode_request
-from loadgen.wire.client_http import HttpClient, parse_url
+from loadgen.wire.client_http import HttpClient
 from quadriga.errors import ConfigError
 from tests.unit.loadgen.conftest import Service, run_command
 
@@ -57,7 +57,7 @@ def talk(
 
     async def run() -> tuple[RunResult, list[Any], Dialogues]:
         async with FakeServer(FakeOptions(**fake)) as server:
-            http = HttpClient(parse_url(server.url), now_s=now_s, timeout_s=20.0)
+            http = HttpClient(server.url, timeout_s=20.0)
             target = Target(MODEL, context)
             dialogues = Dialogues(sessions, TEMPLATE, target, http)
             load = Load(await dialogues.openings(), dialogues)
@@ -227,7 +227,7 @@ def test_made_up_conversations_follow_the_seed_and_the_ranges() -> None:
 def test_sessions_can_be_used_again_as_others() -> None:
     async def run() -> tuple[Load, RunResult]:
         async with FakeServer() as server:
-            http = HttpClient(parse_url(server.url), now_s=now_s, timeout_s=20.0)
+            http = HttpClient(server.url, timeout_s=20.0)
             target = Target(MODEL, 4096)
             sessions = [tokens_session(2), tokens_session(3)]
             dialogues = Dialogues(sessions, TEMPLATE, target, http)
@@ -253,7 +253,7 @@ def test_the_fingerprint_tells_loads_apart() -> None:
     def of(*sessions: Conversation) -> str:
         async def run() -> Load:
             async with FakeServer() as server:
-                http = HttpClient(parse_url(server.url), now_s=now_s, timeout_s=20.0)
+                http = HttpClient(server.url, timeout_s=20.0)
                 dialogues = Dialogues(sessions, TEMPLATE, Target(MODEL, 4096), http)
                 return Load(await dialogues.openings(), dialogues)
 

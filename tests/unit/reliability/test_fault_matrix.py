@@ -31,6 +31,7 @@ from tests.reliability.chaos.fault_matrix import (
 )
 from tests.reliability.chaos.report import not_run, table
 from tests.reliability.cluster import actor_patches
+from tests.waiting import until
 
 
 def test_the_matrix_is_the_whole_product() -> None:
@@ -155,9 +156,7 @@ async def test_a_step_is_held_once_and_for_migrations_only(tmp_path: Path) -> No
     actor_patches.hold(replica, "reserve", str(tmp_path), 5.0)
     assert await replica.reserve(Offer(is_live=False)) == "row"
     held = asyncio.ensure_future(replica.reserve(Offer(is_live=True)))
-    async with asyncio.timeout(60):
-        while not (tmp_path / actor_patches.HELD).exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until((tmp_path / actor_patches.HELD).exists)
     assert len(replica.reserved) == 1, "it has not gone on"
     (tmp_path / actor_patches.GO).touch()
     assert await held == "row"

@@ -31,10 +31,9 @@ from loadgen.checker.judge import Judgement
 from loadgen.checker.verdict import AnswerChoice, FaultKind, Write
 from loadgen.comparison.pairs import paired_ratio
 from loadgen.report.metrics import Distribution, LoadSummary
-from loadgen.runner import Record, now_s
+from loadgen.runner import Record
 from loadgen.target import Target
-from loadgen.wire.capture import Capture, Transport
-from loadgen.wire.client_http import parse_url
+from loadgen.wire.capture import Capture, Transport, now_s
 from quadriga.errors import ConfigError
 from tests.reliability import all_on, soak
 from tests.reliability import overload_report as overload
@@ -55,6 +54,7 @@ from tests.reliability.overload_report import Found, Phase, Returns, recovered_a
 from tests.reliability.rescheduling_turns import ratios_of
 from tests.reliability.upgrade import tell
 from tests.unit.loadgen.conftest import make_spec
+from tests.waiting import until
 
 MIB = 1 << 20
 TIMES = [0.5 * i for i in range(240)]
@@ -148,8 +148,7 @@ async def test_a_replica_gets_its_layers_back_though_an_order_failed() -> None:
         if not done:
             await faults.settle()
     harming = asyncio.create_task(faults.run())
-    while not faults.done["resize"]:  # noqa: ASYNC110
-        await asyncio.sleep(1e-6)
+    await until(lambda: faults.done["resize"])
     harming.cancel()
     assert depths[:7] == [8, 4, 8, 4, 8, 4, 8] and faults.failures == []
 
@@ -257,7 +256,7 @@ def test_a_stream_tells_its_wait_and_its_longest_pause() -> None:
 def test_a_slow_reader_gets_everything() -> None:
     async def read() -> Verdict:
         async with FakeServer(FakeOptions()) as server:
-            client = SlowHttpClient(parse_url(server.url), now_s=now_s, timeout_s=20.0)
+            client = SlowHttpClient(server.url, timeout_s=20.0)
             spec = make_spec()
             capture = await client.prepare(spec, MODEL, "request-1")()
             assert len(capture.reads) > 3
@@ -455,8 +454,7 @@ async def test_turns_are_counted_in_pairs_and_taken_again_where_the_scheduler_di
     turns = all_on.ReschedulingTurns()
     assert turns.ratio(lambda *_: 7) is None
     running = asyncio.create_task(turns.run(Control(), 0.01))  # type: ignore[arg-type]
-    while len(turns.pairs) < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: len(turns.pairs) >= 2)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert orders[:11] == [True, True, *[False] * 8, True]

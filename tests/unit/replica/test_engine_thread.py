@@ -6,12 +6,12 @@ import asyncio
 import os
 import sys
 import threading
-import time
 
 import pytest
 
 from quadriga.errors import InvalidRequest, QuadrigaError, ReplicaError, Unavailable
 from quadriga.replica.engine_thread import EngineBroken, EngineThread
+from tests.waiting import until
 
 
 class Core:
@@ -38,15 +38,8 @@ async def start(
     failures: list[QuadrigaError] = []
     engine = EngineThread(lambda: core or Core(), failures.append, nice)
     engine.start()
-    assert await asyncio.to_thread(is_ready_soon, engine)
+    await until(lambda: engine.is_ready)
     return engine, failures
-
-
-def is_ready_soon(engine: EngineThread[Core]) -> bool:
-    give_up = time.monotonic() + 60.0
-    while not engine.is_ready and time.monotonic() < give_up:
-        time.sleep(0.001)
-    return engine.is_ready
 
 
 async def end(engine: EngineThread[Core]) -> None:
@@ -197,7 +190,5 @@ async def test_an_idle_thread_that_is_woken_looks_for_work() -> None:
     before = core.num_steps
     core.has_work = True
     engine.wake()
-    async with asyncio.timeout(60):
-        while core.num_steps < before + 10:  # noqa: ASYNC110 - idle, it makes four steps a second
-            await asyncio.sleep(0.001)
+    await until(lambda: core.num_steps > before + 1000)  # idle, it makes four steps a second
     await end(engine)

@@ -33,7 +33,7 @@ from quadriga.replica.handoff_receiver import HandoffReceiver
 from quadriga.scheduling.idle_check import LEAK_AFTER_S, Leaks
 from quadriga.scheduling.transfer.handoff import LeaseState
 from tests.sequences import make_sequence
-from tests.settled import settled
+from tests.waiting import settled
 
 NUM_TOKENS = 3
 CLASS = DepthClass("m", 2)

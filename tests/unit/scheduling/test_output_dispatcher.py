@@ -11,7 +11,7 @@ from quadriga.core.output import POLL_SLACK_S, EngineOutput
 from quadriga.core.request import FinishReason
 from quadriga.errors import Cancelled
 from quadriga.scheduling.output_dispatcher import MAX_SPACING_S, OutputDispatcher
-from tests.settled import settled
+from tests.waiting import settled
 
 
 def token(index: int, sequence_id: str = "s", token_id: int | None = None) -> EngineOutput:

@@ -13,7 +13,7 @@ from quadriga.core.request import SamplingParams, SequenceState
 from quadriga.scheduling.prefill_queue import STARVING_S
 from quadriga.scheduling.sequence import RunningSequence
 from quadriga.scheduling.transfer.placement_turns import PlacementTurns
-from tests.settled import settled
+from tests.waiting import settled
 
 
 class Turns:

@@ -9,13 +9,16 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from quadriga.clock import SystemClock
 from quadriga.core.output import EngineOutput, PollReply
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.request import FinishReason, ResumableSequence, SequenceState
 from quadriga.core.routing import Admission, AdmitRequest, ClusterView
 from quadriga.errors import QuadrigaError, ReplicaDied, ReplicaError, Unavailable
+from quadriga.scheduling.output_dispatcher import MAX_POLL_S, OutputDispatcher
 
 CALL_TIMEOUT_S = 0.05
+INGRESS = "the only one"
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -42,9 +45,7 @@ class FailingReplica:
         self.awake.set()
         self.own: set[str] = set()
         self.cancelled: set[str] = set()
-        self._log: list[tuple[int, EngineOutput]] = []
-        self._seq = 0
-        self._news = asyncio.Event()
+        self._mail = OutputDispatcher(name, SystemClock(), MAX_POLL_S)
 
     @property
     def is_well(self) -> bool:
@@ -54,12 +55,10 @@ class FailingReplica:
         self.is_dead = True
         self.own.clear()
         self.awake.set()
-        self._news.set()
+        self._mail.close()
 
     def put(self, emission: EngineOutput) -> None:
-        self._seq += 1
-        self._log.append((self._seq, emission))
-        self._news.set()
+        self._mail.put([(INGRESS, emission)])
 
     async def answering(self) -> None:
         """Return when the process handles a call. Raises: ReplicaDied, ReplicaError."""
@@ -76,18 +75,10 @@ class FailingReplica:
 
     async def poll(self, ack: int, timeout_s: float) -> PollReply:
         await self.awake.wait()  # the caller has a deadline of its own
-        self.check()
-        self._log = [(seq, e) for seq, e in self._log if seq > ack]
-        if not self._log:
-            self._news.clear()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._news.wait()
-            except TimeoutError:
-                pass
+        reply = await self._mail.poll(INGRESS, ack, timeout_s)
         await self.awake.wait()
         self.check()
-        return PollReply(self.name, self._seq, [e for _, e in self._log])
+        return reply
 
 
 class FailingCluster:

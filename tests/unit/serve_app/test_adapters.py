@@ -14,8 +14,8 @@ from serve_app.grpc.server import GrpcServer
 from serve_app.openai.models import ModelDirectory
 from tests.equivalence.models import build
 from tests.unit.serve_app.conftest import MakeStand
-from tests.unit.serve_app.test_engine_client import until
 from tests.unit.serve_app.test_grpc_server import KEYS, Context
+from tests.waiting import until
 
 
 async def test_an_adapter_is_chosen_by_model(make_stand: MakeStand) -> None:

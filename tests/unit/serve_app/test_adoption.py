@@ -16,8 +16,8 @@ from quadriga.observability.metrics import parse_exposition
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
-from tests.unit.serve_app.test_engine_client import until
 from tests.unit.serve_app.test_grpc_server import KEYS, Context, wants
+from tests.waiting import until
 
 BODY = {"prompt": "hi", "max_tokens": 100, "stream": True, "return_token_ids": True}
 HAD = 6

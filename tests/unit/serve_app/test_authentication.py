@@ -15,8 +15,8 @@ from serve_app.auth.api_keys import ApiKeys
 from serve_app.grpc.server import GrpcServer
 from serve_app.http.server import HttpServer
 from tests.unit.serve_app.conftest import MakeStand
-from tests.unit.serve_app.test_engine_client import until
 from tests.unit.serve_app.test_grpc_server import Context
+from tests.waiting import until
 
 # These answer without a key, because they reveal nothing.
 OPEN_ROUTES = {

@@ -18,9 +18,10 @@ from serve_app.auth.rate_limiter import MAX_READERS, ConcurrencyLimiter
 from serve_app.grpc import server as grpc_server
 from serve_app.grpc.server import GrpcServer
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
-from tests.unit.serve_app.test_engine_client import is_idle, until
+from tests.unit.serve_app.test_engine_client import is_idle
 from tests.unit.serve_app.test_grpc_server import KEYS, Context, wants
 from tests.unit.serve_app.test_rate_limiter import bearer
+from tests.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -27,8 +27,9 @@ from serve_app.cli.signals import StopSignals
 from serve_app.cli.stdio_redirect import StdioRedirect
 from serve_app.grpc.server import GrpcServer
 from tests.unit.serve_app.conftest import MakeStand, Stand
-from tests.unit.serve_app.test_engine_client import is_idle, until
+from tests.unit.serve_app.test_engine_client import is_idle
 from tests.unit.serve_app.test_grpc_server import KEYS, Context, wants
+from tests.waiting import until
 
 
 async def begun(stand: Stand, **fields: Any) -> asyncio.Task[httpx.Response]:

@@ -16,8 +16,8 @@ from serve_app.http.call import Call
 from serve_app.http.server import HttpServer
 from serve_app.openai.rendering import COMPLETION
 from tests.unit.serve_app.conftest import MakeStand, Stand
-from tests.unit.serve_app.test_engine_client import until
 from tests.unit.serve_app.test_grpc_server import KEYS, Context, wants
+from tests.waiting import until
 
 
 async def counted(stand: Stand, server: str) -> dict[str, float]:

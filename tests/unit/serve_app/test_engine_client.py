@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,12 +25,7 @@ from quadriga.observability.running_requests import KEPT_S, MOST_SHOWN, RunningR
 from serve_app.auth.api_keys import ApiKeys
 from serve_app.request import request_manager
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
-
-
-async def until(condition: Callable[[], bool], *, within_s: float = 30.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110  (the fake has no event for every condition)
-            await asyncio.sleep(0.001)
+from tests.waiting import until
 
 
 async def is_idle(stand: Stand) -> None:

@@ -20,7 +20,7 @@ from serve_app.grpc.messages import generation_fields
 from serve_app.grpc.server import GrpcServer
 from serve_app.openai.schema import MAX_CHOICES_READ
 from tests.unit.serve_app.conftest import ANSWER, MakeStand
-from tests.unit.serve_app.test_engine_client import until
+from tests.waiting import until
 
 KEYS = ApiKeys.of(["secret"], is_http_open=True)
 

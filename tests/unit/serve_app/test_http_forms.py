@@ -28,7 +28,7 @@ from serve_app.http.server import HttpServer
 from serve_app.http.server_metrics import HTTP_SERVER
 from tests.hostile import broken, tried
 from tests.unit.serve_app.conftest import MakeStand
-from tests.unit.serve_app.test_engine_client import until
+from tests.waiting import until
 
 PATIENCE_S = 60.0
 METHODS = (

@@ -19,7 +19,7 @@ from serve_app.http import protocol as http_protocol
 from serve_app.http import server_metrics as http_server_metrics
 from serve_app.http.protocol import MAX_HEAD_BYTES, LimitedHttpProtocol
 from serve_app.http.server_metrics import HTTP_SERVER, ThrottledLog
-from tests.unit.serve_app.test_engine_client import until
+from tests.waiting import until
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[..., Awaitable[Streams]]

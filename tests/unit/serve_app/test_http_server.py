@@ -21,7 +21,7 @@ from serve_app.openai.schema import ChatBody, CompletionBody
 from serve_app.openai.unsupported import CHAT, COMPLETIONS
 from serve_app.request.request import Request
 from tests.unit.serve_app.conftest import ANSWER, END_ID, MODEL, Stand
-from tests.unit.serve_app.test_engine_client import until
+from tests.waiting import until
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.serve_app.conftest import MakeStand, Stand
-from tests.unit.serve_app.test_engine_client import until
+from tests.waiting import until
 
 FEW = {"ingress.max_prompts": 6, "ingress.max_n": 3, "ingress.max_choices": 10}
 

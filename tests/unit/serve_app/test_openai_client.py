@@ -11,8 +11,8 @@ from openai import AsyncOpenAI
 from quadriga.core.request import SequenceState
 from tests.fakes import FakeCluster
 from tests.unit.serve_app.conftest import ANSWER, END_ID, MODEL, MakeStand, Stand
-from tests.unit.serve_app.test_engine_client import until
 from tests.unit.serve_app.test_tool_calls import SAID, TOOLS, USER
+from tests.waiting import until
 
 ASK: dict[str, Any] = {"model": "quadriga-s", "messages": [USER], "seed": 1}
 

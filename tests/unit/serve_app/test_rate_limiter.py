@@ -19,8 +19,8 @@ from serve_app.auth.rate_limiter import RateLimiter
 from serve_app.grpc.server import GrpcServer
 from serve_app.ops.metrics import IngressMetrics
 from tests.unit.serve_app.conftest import MakeStand
-from tests.unit.serve_app.test_engine_client import until
 from tests.unit.serve_app.test_grpc_server import Context, wants
+from tests.waiting import until
 
 
 def keys_of(**limits: KeyLimits) -> ApiKeys:

@@ -36,7 +36,7 @@ from serve_app.request.request import Request
 from tests.simulation.virtual_time import run_virtually, virtual_clocks
 from tests.unit.serve_app.conftest import MODEL
 from tests.unit.serve_app.failing_cluster import FailingCluster, FailingReplica, expected
-from tests.unit.serve_app.test_engine_client import until
+from tests.waiting import until
 
 QUICK = {
     "ingress.poll_timeout_s": 0.05,

@@ -16,8 +16,8 @@ from quadriga.errors import Overloaded
 from serve_app.openai import grammar_checker
 from serve_app.openai.grammar_checker import GrammarChecker
 from serve_app.openai.models import ModelDirectory
-from tests.settled import settled
 from tests.unit.serve_app.conftest import MODEL, Stand
+from tests.waiting import settled
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'

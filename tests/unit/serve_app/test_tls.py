@@ -31,7 +31,7 @@ from serve_app.http.server import HttpServer
 from serve_app.http.tls import HAPROXY_VARIABLE, Tls
 from tests.certificates import Authority, Pair
 from tests.unit.serve_app.conftest import ANSWER, MakeStand, Stand
-from tests.unit.serve_app.test_engine_client import until
+from tests.waiting import until
 
 KEYS = ApiKeys.of(["secret"])
 ONCE = RetryPolicy(max_attempts=1)
