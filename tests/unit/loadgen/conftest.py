@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from loadgen.__main__ import main
-from loadgen.bench.fake_service.grpc_server import FakeGrpcOptions, FakeGrpcServer
-from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
 from loadgen.checker import Verdict
 from loadgen.checker.judge import Judgement
 from loadgen.load.workload import RequestSpec
 from loadgen.target import Target
 from loadgen.wire.capture import Capture
 from loadgen.wire.client_http import HttpClient
+from tests.fake_service.grpc_server import FakeGrpcOptions, FakeGrpcServer
+from tests.fake_service.server import MODEL, FakeOptions, FakeServer
 
 
 class Exchange:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from loadgen.bench.fake_service.faults import FAULTS
-from loadgen.bench.fake_service.server import MODEL
 from loadgen.checker import FaultKind, Outcome
 from loadgen.checker.fields import load_object, read_usage
 from loadgen.checker.verdict import Verdict
 from loadgen.target import Target
 from loadgen.wire.capture import Capture, Transport
+from tests.fake_service.faults import FAULTS
+from tests.fake_service.server import MODEL
 from tests.unit.loadgen.conftest import Exchange, make_spec
 
 

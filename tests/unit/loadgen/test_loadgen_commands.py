@@ -17,7 +17,6 @@ from unittest.mock import Mock
 import pytest
 
 from loadgen.__main__ import COMMANDS, main
-from loadgen.bench.fake_service.server import FakeServer
 from loadgen.checker import AnswerChoice, FaultKind, Verdict
 from loadgen.checker.judge import Judgement
 from loadgen.load.scenario import QUESTIONS, choose_load
@@ -26,6 +25,7 @@ from loadgen.report.metrics import LoadSummary
 from loadgen.report.run_report import write_results
 from loadgen.runner import Record, RunResult
 from quadriga.tasks import TASKS, make_example, sample_examples
+from tests.fake_service.server import FakeServer
 from tests.unit.loadgen.conftest import Service, make_spec, run_command
 
 HEADER = "arrival_s,input_tokens,output_tokens\n"

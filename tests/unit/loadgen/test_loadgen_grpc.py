@@ -7,12 +7,6 @@ from typing import Any
 
 import pytest
 
-from loadgen.bench.fake_service.grpc_server import (
-    GRPC_FAULTS,
-    GRPC_SERVER_FAULTS,
-    FakeGrpcOptions,
-    FakeGrpcServer,
-)
 from loadgen.checker import FaultKind, Outcome, Verdict
 from loadgen.checker.judge import Judgement
 from loadgen.load.workload import RequestSpec
@@ -21,6 +15,12 @@ from loadgen.wire.capture import Capture, Transport
 from loadgen.wire.client_grpc import GrpcClient, encode_request
 from quadriga.errors import ConfigError
 from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
+from tests.fake_service.grpc_server import (
+    GRPC_FAULTS,
+    GRPC_SERVER_FAULTS,
+    FakeGrpcOptions,
+    FakeGrpcServer,
+)
 from tests.unit.loadgen.conftest import make_spec
 
 EXPECTED: dict[str, FaultKind] = {

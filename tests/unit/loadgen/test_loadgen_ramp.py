@@ -16,8 +16,6 @@ from rich.console import Console
 
 from loadgen import ramp
 from loadgen.__main__ import main
-from loadgen.bench.fake_service.generation import FakeOptions
-from loadgen.bench.fake_service.server import FakeServer
 from loadgen.checker import AnswerChoice, Outcome, Verdict, Write
 from loadgen.comparison.comparable import load_differences
 from loadgen.load.arrivals import parse_arrivals
@@ -29,6 +27,8 @@ from loadgen.report.results import read_results
 from loadgen.runner import Record, RunResult
 from loadgen.wire.capture import now_s
 from quadriga.errors import ConfigError
+from tests.fake_service.generation import FakeOptions
+from tests.fake_service.server import FakeServer
 from tests.unit.loadgen.conftest import Service, make_spec, run_command
 
 GOAL = Goal(LoadSlo(ttft_s=1.0, tpot_s=0.1), share=0.9)

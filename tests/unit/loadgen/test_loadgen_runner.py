@@ -8,7 +8,6 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
 from loadgen.checker import AnswerChoice, FaultKind, Outcome, Verdict
 from loadgen.checker.judge import Judgement
 from loadgen.checker.verify_text import verify_texts
@@ -18,6 +17,7 @@ from loadgen.target import Target, find_target
 from loadgen.wire.capture import Call, Capture, Transport, now_s
 from loadgen.wire.client_http import HttpClient, parse_url
 from quadriga.errors import ConfigError
+from tests.fake_service.server import MODEL, FakeOptions, FakeServer
 from tests.unit.loadgen.conftest import make_spec
 
 TARGET = Target(MODEL, 4096)

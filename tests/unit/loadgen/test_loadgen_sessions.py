@@ -14,9 +14,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from loadgen.bench.fake_service.generation import FakeOptions
-from loadgen.bench.fake_service.model import END_ID, tokenize
-from loadgen.bench.fake_service.server import MODEL, FakeServer
 from loadgen.checker import Outcome
 from loadgen.checker.judge import Judgement
 from loadgen.load.arrivals import parse_arrivals
@@ -29,6 +26,9 @@ from loadgen.target import Target
 from loadgen.wire.client_grpc import encode_request
 from loadgen.wire.client_http import HttpClient
 from quadriga.errors import ConfigError
+from tests.fake_service.generation import FakeOptions
+from tests.fake_service.model import END_ID, tokenize
+from tests.fake_service.server import MODEL, FakeServer
 from tests.unit.loadgen.conftest import Service, run_command
 
 TEMPLATE = RequestSpec(index=0, arrival_s=0.0, prompt="", max_tokens=1, seed=0)

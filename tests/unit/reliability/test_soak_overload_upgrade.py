@@ -25,7 +25,6 @@ from rich.console import Console
 
 from loadgen.__main__ import main
 from loadgen.bench.cluster.service import ServiceUnderLoad
-from loadgen.bench.fake_service.server import MODEL, FakeOptions, FakeServer
 from loadgen.checker import Outcome, Verdict
 from loadgen.checker.judge import Judgement
 from loadgen.checker.verdict import AnswerChoice, FaultKind, Write
@@ -35,6 +34,7 @@ from loadgen.runner import Record
 from loadgen.target import Target
 from loadgen.wire.capture import Capture, Transport, now_s
 from quadriga.errors import ConfigError
+from tests.fake_service.server import MODEL, FakeOptions, FakeServer
 from tests.reliability import all_on, soak
 from tests.reliability import overload_report as overload
 from tests.reliability import upgrade_report as upgrade

@@ -10,7 +10,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from loadgen.bench.fake_service.model import (
+from loadgen.wire.client_grpc import SERVICE
+from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
+from tests.fake_service.model import (
     END_ID,
     END_TEXT,
     Answer,
@@ -20,8 +22,6 @@ from loadgen.bench.fake_service.model import (
     stream_text,
     tokenize,
 )
-from loadgen.wire.client_grpc import SERVICE
-from quadriga.protos.quadriga.v1 import quadriga_pb2 as pb
 
 Messages = list[pb.GenerateResponse]
 Mutation = Callable[[Messages], list[pb.GenerateResponse | bytes]]

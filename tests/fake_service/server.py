@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from loadgen.bench.fake_service.faults import (
+from tests.fake_service.faults import (
     CLOSE,
     DONE,
     FAULTS,
@@ -20,8 +20,8 @@ from loadgen.bench.fake_service.faults import (
     Part,
     encode,
 )
-from loadgen.bench.fake_service.generation import FakeGeneration, FakeOptions
-from loadgen.bench.fake_service.model import END_ID, chat_text, detokenize, tokenize
+from tests.fake_service.generation import FakeGeneration, FakeOptions
+from tests.fake_service.model import END_ID, chat_text, detokenize, tokenize
 
 MODEL = "fake"
 RETRY_AFTER_S = 1

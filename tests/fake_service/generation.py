@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from loadgen.bench.fake_service.faults import Document
-from loadgen.bench.fake_service.model import (
+from tests.fake_service.faults import Document
+from tests.fake_service.model import (
     END_ID,
     END_TEXT,
     Answer,
