@@ -15,7 +15,7 @@ from quadriga.core.replica import Role
 from quadriga.core.routing import ClusterView, PlaceRequest
 from quadriga.errors import MigrationFailed, Overloaded, QuadrigaError, ReplicaError, Unavailable
 from quadriga.policies.least_work import LeastWorkWithoutReports
-from quadriga.policies.load import candidates
+from quadriga.policies.load import decoders, taking_work
 from quadriga.scheduling.transfer.placement_turns import PlacementTurns
 
 logger = logging.getLogger(__name__)
@@ -72,17 +72,12 @@ class DecodePlacement:
         if self._view is None:
             return None
         any_depth, model = self._config.helios.enabled, request.depth_class.model
-        able = candidates(
+        alive = taking_work(
             self._view.snapshots,
-            role=Role.DECODE,
-            depth_class=None if any_depth else request.depth_class,
-            model=model,
-            numerics=request.numerics,
-            exclude=request.exclude,
-            num_tokens=request.max_total_tokens,
             now_unix_s=self._view.taken_unix_s,
             max_age_s=self._config.scheduler.snapshot_max_age_s,
         )
+        able = decoders(request, alive, any_depth=any_depth)
         groups = AutoRouter().groups(request, able) if any_depth else [able]
         prefills = (s for s in self._view.snapshots if s.info.role is Role.PREFILL)
         num_placing = max(1, sum(s.info.depth_class.model == model for s in prefills))

@@ -32,13 +32,7 @@ from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.baselines.placement import Placement
 from quadriga.policies.inflight_tracker import InflightTracker, SentRequest
 from quadriga.policies.least_work import expected_length
-from quadriga.policies.load import (
-    candidates,
-    check_decoded,
-    line_of,
-    taking_work,
-    tokens_wanted,
-)
+from quadriga.policies.load import decoders, line_of, nobody_decodes, taking_work, tokens_wanted
 from quadriga.policies.placements import find_placement
 from quadriga.policies.wait_estimator import Supply, WaitEstimator
 from quadriga.scheduling.prefixes.affinity import PrefixAffinity
@@ -127,11 +121,7 @@ class Scheduler(BatchedCalls):
     ) -> Admission:
         """As `_admit`, where model and depth are chosen by the controller."""
         now_s = self._heard_s
-        alive = taking_work(
-            self._adjusted(),
-            now_unix_s=self._clock.unix_s(),
-            max_age_s=self._config.scheduler.snapshot_max_age_s,
-        )
+        alive = self._taking_work()
         chosen, snapshots, way = self._auto.choose(request, alive, now_s)
         if way.profile is not None:
             try:  # no place is reserved for a returning caller there
@@ -241,38 +231,16 @@ class Scheduler(BatchedCalls):
 
         Raises:
             Unavailable, Overloaded: As `place`.
-            MigrationFailed: See `check_decoded`.
+            MigrationFailed: See `nobody_decodes`.
         """
         self._inflight.begun(request, self._snapshots.get(request.source))
         overload = self._rescheduling.governor.overload
         if request.prediction is not None and request.depth_class.model in overload:
             request = replace(request, by_forecast=True)
-        any_depth, snapshots = self._any_depth, self._adjusted()
-        now_unix_s, max_age_s = self._clock.unix_s(), self._config.scheduler.snapshot_max_age_s
-        alive = candidates(
-            snapshots,
-            role=Role.DECODE,
-            depth_class=None if any_depth else request.depth_class,
-            model=request.depth_class.model,
-            numerics=request.numerics,
-            exclude=request.exclude,
-            num_tokens=request.max_total_tokens,
-            now_unix_s=now_unix_s,
-            max_age_s=max_age_s,
-        )
+        any_depth, snapshots = self._any_depth, self._taking_work()
+        alive = decoders(request, snapshots, any_depth=any_depth)
         if not alive:
-            check_decoded(
-                request,
-                [s for s in snapshots if not s.is_scout],
-                any_depth=any_depth,
-                now_unix_s=now_unix_s,
-                max_age_s=max_age_s,
-            )
-            raise Unavailable(
-                f"no decode replica of {request.depth_class} with rows of "
-                f"{request.max_total_tokens} tokens or more is taking sequences",
-                retry_after_s=1.0,
-            )
+            raise nobody_decodes(request, snapshots, any_depth=any_depth)
         groups = self._auto.groups(request, alive) if any_depth else [alive]
         chosen = (self._choose(request, group) for group in groups)
         name = next((name for name in chosen if name is not None), None)
@@ -444,6 +412,13 @@ class Scheduler(BatchedCalls):
         scouts = route.scouts if route is not None else ()
         found = [self._inflight.adjust(s, now_s=now_s) for s in self._snapshots.values()]
         return [s.changed(is_scout=True) if s.info.name in scouts else s for s in found]
+
+    def _taking_work(self) -> list[ReplicaSnapshot]:
+        return taking_work(
+            self._adjusted(),
+            now_unix_s=self._clock.unix_s(),
+            max_age_s=self._config.scheduler.snapshot_max_age_s,
+        )
 
     async def _watch(self) -> None:
         """Forget replicas that fell silent; end when no ingress was heard of for long."""

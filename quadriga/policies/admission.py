@@ -13,7 +13,7 @@ from quadriga.core.routing import Admission, AdmitRequest
 from quadriga.errors import ContextTooLong, InvalidRequest, Overloaded, Unavailable
 from quadriga.policies.ares.overload import may_hold_more
 from quadriga.policies.least_work import expected_answer_tokens, expected_work
-from quadriga.policies.load import candidates, line_of
+from quadriga.policies.load import candidates, line_of, taking_work
 from quadriga.policies.retry_reservations import MIN_WAIT_S, RetryReservations
 from quadriga.policies.wait_estimator import (
     Supply,
@@ -274,11 +274,5 @@ def _alive(
     scheduler: SchedulerConfig,
     num_tokens: int = 0,
 ) -> list[ReplicaSnapshot]:
-    return candidates(
-        snapshots,
-        role=role,
-        model=model,
-        num_tokens=num_tokens,
-        now_unix_s=now_unix_s,
-        max_age_s=scheduler.snapshot_max_age_s,
-    )
+    alive = taking_work(snapshots, now_unix_s=now_unix_s, max_age_s=scheduler.snapshot_max_age_s)
+    return candidates(alive, role=role, model=model, num_tokens=num_tokens)

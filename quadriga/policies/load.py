@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from quadriga.core.replica import PARTS, DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import PlaceRequest
-from quadriga.errors import MigrationFailed
+from quadriga.errors import MigrationFailed, QuadrigaError, Unavailable
 from quadriga.policies.slot_reservation import admitted_tokens, promised_tokens
 
 STRANDED_S = 2.0
@@ -22,7 +22,7 @@ def taking_work(
 
 
 def candidates(
-    snapshots: Sequence[ReplicaSnapshot],
+    alive: Sequence[ReplicaSnapshot],
     *,
     role: Role,
     depth_class: DepthClass | None = None,
@@ -30,17 +30,15 @@ def candidates(
     numerics: str = "",
     exclude: Sequence[str] = (),
     num_tokens: int = 0,
-    now_unix_s: float,
-    max_age_s: float,
 ) -> list[ReplicaSnapshot]:
-    """Replicas that do a part of the work and take some: of the class, and alike, where asked.
+    """Those of `taking_work` that do a part of it: of the class, and alike, where asked.
 
     Args:
         num_tokens: What a sequence may become; rows may be shorter on a node with less memory.
     """
     return [
         s
-        for s in taking_work(snapshots, now_unix_s=now_unix_s, max_age_s=max_age_s)
+        for s in alive
         if s.info.role.does(role)
         and (depth_class is None or s.info.depth_class == depth_class)
         and (model is None or s.info.depth_class.model == model)
@@ -56,33 +54,54 @@ def line_of(info: ReplicaInfo | PlaceRequest, *, any_depth: bool) -> str:
     return f"{kind} {info.numerics}".rstrip()
 
 
-def check_decoded(
-    request: PlaceRequest,
-    snapshots: Sequence[ReplicaSnapshot],
-    *,
-    any_depth: bool,
-    now_unix_s: float,
-    max_age_s: float,
-) -> None:
-    """Refuse to wait where nobody decodes what was computed, and others serve the model whole.
+def decoders(
+    request: PlaceRequest, alive: Sequence[ReplicaSnapshot], *, any_depth: bool
+) -> list[ReplicaSnapshot]:
+    """Those of `taking_work` that can go on with what was computed of a sequence.
 
-    As where the replicas of its depth, or with its weights, die or are exchanged.
-
-    Raises: MigrationFailed: It is to be begun anew there.
+    Args:
+        any_depth: Replicas of other depths of the model can as well.
     """
-    alive = taking_work(snapshots, now_unix_s=now_unix_s, max_age_s=max_age_s)
-    alike = [s.info for s in alive if s.info.depth_class.model == request.depth_class.model]
+    return candidates(
+        alive,
+        role=Role.DECODE,
+        depth_class=None if any_depth else request.depth_class,
+        model=request.depth_class.model,
+        numerics=request.numerics,
+        exclude=request.exclude,
+        num_tokens=request.max_total_tokens,
+    )
+
+
+def nobody_decodes(
+    request: PlaceRequest, alive: Sequence[ReplicaSnapshot], *, any_depth: bool
+) -> QuadrigaError:
+    """Say why a sequence finds no `decoders` among those of `taking_work`.
+
+    MigrationFailed where none will come, as when the replicas of its depth, or with its weights,
+    die or are exchanged, and others serve the model whole: it is to be begun anew there.
+    """
+    alike = [
+        s.info
+        for s in alive
+        if s.info.depth_class.model == request.depth_class.model and not s.is_scout
+    ]
     prefills, decodes = (
         {line_of(info, any_depth=any_depth) for info in alike if info.role.does(part)}
         for part in PARTS
     )
     is_missed = line_of(request, any_depth=any_depth) not in decodes
     if request.waited_s >= STRANDED_S and is_missed and prefills & decodes:
-        raise MigrationFailed(
+        return MigrationFailed(
             f"nobody decodes {request.depth_class} as {request.source} computes it any more, and "
             "others serve the model",
             code="stranded",
         )
+    return Unavailable(
+        f"no decode replica of {request.depth_class} with rows of "
+        f"{request.max_total_tokens} tokens or more is taking sequences",
+        retry_after_s=1.0,
+    )
 
 
 def tokens_wanted(snapshot: ReplicaSnapshot, request: PlaceRequest) -> int:

@@ -18,7 +18,7 @@ from quadriga.policies.ares.placement import AresPlacement
 from quadriga.policies.ares.settings import AresSettings
 from quadriga.policies.baselines.placement import CurrentLoad, LeastRequests, RoundRobin
 from quadriga.policies.least_work import LeastWork, LeastWorkWithoutReports
-from quadriga.policies.load import candidates
+from quadriga.policies.load import candidates, taking_work
 from quadriga.policies.placements import find_placement
 
 CLASS = DepthClass("m", 8)
@@ -191,14 +191,9 @@ def test_without_reports_room_is_looked_at_as_it_was() -> None:
 def test_candidates_leave_out_the_stale_the_draining_and_the_excluded() -> None:
     fresh, stale = snapshot("fresh"), snapshot("stale", taken_unix_s=1.0)
     draining, tried = snapshot("draining", draining=True), snapshot("tried")
-    found = candidates(
-        [fresh, stale, draining, tried],
-        role=Role.DECODE,
-        depth_class=CLASS,
-        exclude=("tried",),
-        now_unix_s=100.0,
-        max_age_s=5.0,
-    )
+    alive = taking_work([fresh, stale, draining, tried], now_unix_s=100.0, max_age_s=5.0)
+    assert alive == [fresh, tried]
+    found = candidates(alive, role=Role.DECODE, depth_class=CLASS, exclude=("tried",))
     assert found == [fresh]
 
 
@@ -215,10 +210,8 @@ def test_kv_goes_only_to_replicas_that_compute_alike() -> None:
     replicas = [computing("a", "int8 x"), computing("b", "int8 y"), snapshot("c")]
 
     def found(numerics: str) -> list[str]:
-        alive = candidates(
-            replicas, role=Role.DECODE, numerics=numerics, now_unix_s=100.0, max_age_s=5.0
-        )
-        return [s.info.name for s in alive]
+        alike = candidates(replicas, role=Role.DECODE, numerics=numerics)
+        return [s.info.name for s in alike]
 
     assert (found("int8 x"), found("int8 z"), found("")) == (["a"], [], ["a", "b", "c"])
 
