@@ -11,6 +11,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.checkpoint.json_files import find_array
-from quadriga.core.grammar import WHITESPACE, Grammar
+from quadriga.core.grammar import Grammar, check_options, json_options
 from quadriga.errors import InvalidRequest
 
 MAX_KEPT = 16
@@ -304,8 +305,9 @@ def grammar_source(grammar: Grammar) -> str:
     text, matcher = grammar.text, _llguidance().LLMatcher
     try:
         if grammar.kind == "json_schema":
-            defaults = {"whitespace_pattern": WHITESPACE}
-            return str(matcher.grammar_from_json_schema(text, defaults=defaults))
+            with suppress(ValueError, RecursionError):  # the parser says what is wrong
+                check_options(json.loads(text))
+            return str(matcher.grammar_from_json_schema(text, defaults=json_options(text)))
         if grammar.kind == "regex":
             return str(matcher.grammar_from_regex(_PART.sub(_ascii_digit, text)))
         if grammar.kind == "lark" or "::=" not in text:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from quadriga.core.grammar import MAX_GRAMMAR_BYTES, Grammar
+from quadriga.core.grammar import COMPACT, MAX_GRAMMAR_BYTES, Grammar, check_options
 from quadriga.errors import InvalidRequest
 from serve_app.openai.bodies import refuse_unsupported, shown
 from serve_app.openai.schema import GenerationFields
@@ -53,6 +53,7 @@ def _beside_tools(found: list[tuple[Grammar, str]], tools: ChatTools) -> list[tu
         return [] if tools.grammar is None else [(tools.grammar, "tools")]
     form, field = found[0]
     schema = _schema_of(form)
+    check_options(schema, field)
     if tools.or_json is None or schema is None:
         raise InvalidRequest(
             f"{field}: beside tools that may be called, only a JSON schema may stand; it must be "
@@ -111,15 +112,18 @@ def _structured_outputs(body: GenerationFields) -> list[tuple[Grammar, str]]:
         "json_object": form.json_object or None,
     }
     found = _forms({k: v for k, v in given.items() if v is not None}, "structured_outputs.")
-    return [(_compact(g), field) for g, field in found] if form.disable_any_whitespace else found
+    if form.disable_any_whitespace:
+        found = [(_compact(grammar, field), field) for grammar, field in found]
+    return found
 
 
-def _compact(form: Grammar) -> Grammar:
-    """The same form without blanks between the parts of JSON."""
+def _compact(form: Grammar, field: str) -> Grammar:
+    """The same form without blanks between the parts of JSON. Raises: InvalidRequest."""
     schema = _schema_of(form)
     if schema is None:
         return form
-    return Grammar.json_schema(schema | {"x-guidance": {"whitespace_pattern": ""}})
+    check_options(schema, field)
+    return Grammar.json_schema(schema | COMPACT)
 
 
 def _forms(given: dict[str, Any], place: str) -> list[tuple[Grammar, str]]:

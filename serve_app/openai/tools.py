@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from quadriga.core.grammar import MAX_GRAMMAR_BYTES, Grammar
+from quadriga.core.grammar import MAX_GRAMMAR_BYTES, Grammar, check_options
 from quadriga.errors import InvalidRequest
 from quadriga.text.tool_formats import ToolFormat
 from quadriga.text.tool_parser import ToolCalling
@@ -107,6 +107,7 @@ def _check(tools: list[ToolBody]) -> None:
             )
         seen[name] = i
         schema, field = tool.function.parameters or {}, f"tools.{i}.function.parameters"
+        check_options(schema, field)
         properties, required = schema.get("properties") or {}, schema.get("required") or []
         if not isinstance(properties, dict) or not all(
             isinstance(value, dict | bool) for value in properties.values()

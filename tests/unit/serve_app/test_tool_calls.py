@@ -16,6 +16,7 @@ from serve_app.openai.schema import ChatBody
 from serve_app.openai.tool_output import read_news
 from serve_app.request.request import OutputDelta
 from tests.unit.serve_app.conftest import MODEL, MakeStand, Stand
+from tests.unit.serve_app.test_structured_fields import LENIENT
 
 PATH = "/v1/chat/completions"
 ADD: dict[str, Any] = {
@@ -220,6 +221,8 @@ def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
         ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools"),
         ({"tools": [tool(parameters={"enum": ["a" * 200_000]})]}, "tools"),
         ({"tools": [tool(parameters=5)]}, "tools.0.function.parameters"),
+        ({"tools": [tool(parameters=LENIENT)]}, "tools.0.function.parameters"),
+        ({"tools": [tool()], "guided_json": LENIENT}, "guided_json"),
         *(
             ({"tools": [tool(parameters={key: value})]}, f"tools.0.function.parameters.{key}")
             for key, values in (("properties", ([1], "x", {"a": 5})), ("required", (5, [1], "a")))
