@@ -33,12 +33,14 @@ LEFT = "the answer has left its grammar"
 STUCK = "no token of the model can go on with the answer"
 
 UNKNOWN = {
+    r"at \d+\(\d+\): failed to compile JSON schema: (.*?)( \d+ \| .*)?$": r"\1",
     r"Unimplemented keys: \[(.*)\]": r"schemas may not hold \1, whatever the value; leave it out",
     r"Unknown format: (.*)": r"format '\1' is not known; leave it out, or say it by a pattern",
     r"oneOf constraints are not supported.*": "oneOf is not known where several of its schemas may "
     "allow the same value; write anyOf",
     r"Resource '(.*?)' is not present.*": r"$ref cannot lead to '\1'; put what it names into $defs",
     r"Expecting object schema.*": "it must be an object; {} allows any JSON",
+    "NoExtensionBias": f"{STUCK}; give every rule that names itself an alternative that ends",
     r"lookarounds not supported yet; Word.*": r"\\b and \\B are not known; leave them out",
 }
 """What the library says of schemas that ask for what it does not know, and what clients read."""

@@ -136,6 +136,16 @@ async def test_strict_tools_are_kept_to_where_the_model_is_free(stand: Stand) ->
     assert stand.cluster.submitted[-1].sampling.grammar is None
 
 
+async def test_arguments_are_an_object_also_where_their_schema_does_not_say_so(
+    stand: Stand,
+) -> None:
+    tools = [tool(parameters={"properties": {"a": {"type": "integer"}}})]
+    body = {"messages": [USER], "tools": tools, "tool_choice": "required"}
+    assert (await stand.http.post(PATH, json=body)).status_code == 200
+    grammar = stand.cluster.submitted[-1].sampling.grammar
+    assert grammar is not None and '"type": "object"' in grammar.text
+
+
 FORM = {"type": "json_schema", "json_schema": {"name": "b", "schema": {"required": ["b"]}}}
 
 
@@ -221,6 +231,7 @@ def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
         ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools"),
         ({"tools": [tool(parameters={"enum": ["a" * 200_000]})]}, "tools"),
         ({"tools": [tool(parameters=5)]}, "tools.0.function.parameters"),
+        ({"tools": [tool(parameters={"type": "string"})]}, "tools.0.function.parameters.type"),
         ({"tools": [tool(parameters=LENIENT)]}, "tools.0.function.parameters"),
         ({"tools": [tool()], "guided_json": LENIENT}, "guided_json"),
         *(
