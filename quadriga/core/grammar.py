@@ -74,13 +74,10 @@ class Grammar:
 
 
 def json_options(schema: str) -> dict[str, str]:
-    r"""How JSON of a schema is written.
+    r"""How JSON that a schema (given as JSON) allows is written.
 
-    Without `\u`, by which a name that the schema does not list could be one that it lists (`\u0061`
-    is `a`), or no character at all.
-
-    Args:
-        schema: As JSON.
+    Without `\u`, by which a name that is not listed could be one that is (`\u0061` is `a`), or
+    no character at all.
     """
     escapes = ESCAPES + ("u" if _CONTROL.search(schema) else "")
     return {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": escapes}

@@ -366,15 +366,8 @@ class NativeRunner:
                 x = self._pass(indices, samplers, first, stop)
                 if self._goes_on(stop):
                     self.hidden.index_copy_(0, self._at(indices), x)
-            self.at_exit = ExitLogits.look(
-                self._decoder,
-                depth,
-                stop - 1,
-                rows,
-                asked,
-                x,
-                is_end=depth == self.model.full_depth,
-            )
+            is_end, decoder = depth == self.model.full_depth, self._decoder
+            self.at_exit = ExitLogits.look(decoder, depth, stop - 1, rows, asked, x, is_end=is_end)
         exits = self.spec.exits
         return exits.calibrated(depth, self.at_exit.confidences(exits.criterion))
 

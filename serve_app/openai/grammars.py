@@ -13,6 +13,7 @@ from serve_app.openai.bodies import refuse_unsupported, shown
 from serve_app.openai.schema import GenerationFields
 from serve_app.openai.tools import ChatTools
 
+GUIDED = ("json", "regex", "choice", "grammar")
 NOT_TOGETHER = ("ignore_eos", "min_tokens")
 """Fields that say when an answer may end, which its grammar says."""
 
@@ -90,12 +91,7 @@ def _response_format(body: GenerationFields) -> list[tuple[Grammar, str]]:
 
 
 def _guided(body: GenerationFields) -> list[tuple[Grammar, str]]:
-    given = {
-        "json": body.guided_json,
-        "regex": body.guided_regex,
-        "choice": body.guided_choice,
-        "grammar": body.guided_grammar,
-    }
+    given = {name: getattr(body, f"guided_{name}") for name in GUIDED}
     return _forms({k: v for k, v in given.items() if v is not None}, "guided_")
 
 
@@ -112,18 +108,15 @@ def _structured_outputs(body: GenerationFields) -> list[tuple[Grammar, str]]:
         "json_object": form.json_object or None,
     }
     found = _forms({k: v for k, v in given.items() if v is not None}, "structured_outputs.")
-    if form.disable_any_whitespace:
-        found = [(_compact(grammar, field), field) for grammar, field in found]
-    return found
+    return [(_compact(g), field) for g, field in found] if form.disable_any_whitespace else found
 
 
-def _compact(form: Grammar, field: str) -> Grammar:
-    """The same form without blanks between the parts of JSON. Raises: InvalidRequest."""
+def _compact(form: Grammar) -> Grammar:
+    """The same form without blanks between the parts of JSON."""
     schema = _schema_of(form)
     if schema is None:
         return form
-    check_options(schema, field)
-    return Grammar.json_schema(schema | COMPACT)
+    return Grammar.json_schema(COMPACT | schema)
 
 
 def _forms(given: dict[str, Any], place: str) -> list[tuple[Grammar, str]]:

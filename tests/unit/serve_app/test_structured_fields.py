@@ -35,7 +35,7 @@ NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "
 
 
 WITH_BLANKS = Grammar("json_schema", TEXT)
-COMPACT = Grammar("json_schema", f'{TEXT[:-1]}, "x-guidance": {{"whitespace_pattern": ""}}}}')
+COMPACT = Grammar("json_schema", f'{{"x-guidance": {{"whitespace_pattern": ""}}, {TEXT[1:]}')
 
 
 WAYS: list[tuple[dict[str, Any], Grammar | None]] = [
