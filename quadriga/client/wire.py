@@ -53,7 +53,8 @@ class CallOptions(TypedDict, total=False):
     """Sampling and limits of one request; what is left out has the server's default.
 
     `structured_outputs` says the form of the answer, by one of `json` (a JSON Schema, as a
-    dictionary or as text), `regex`, `choice` (texts), `grammar` (Lark or GBNF) and `json_object`.
+    dictionary or as text), `regex`, `choice` (texts), `grammar` (Lark or GBNF) and `json_object`;
+    beside it may stand `disable_any_whitespace`: no blank between the parts of JSON.
     `tools` and `tool_choice` have OpenAI's form.
     """
 
@@ -221,12 +222,15 @@ def _tool_name(choice: Mapping[str, Any]) -> str:
 
 def _set_form(message: Any, form: Mapping[str, Any]) -> None:
     """Raises: TypeError, naming what the form of an answer may be."""
-    known = [field.name for field in pb.StructuredOutputs.DESCRIPTOR.fields]
-    if len(form) != 1 or not form.keys() <= set(known):
+    known = [field.name for field in pb.StructuredOutputs.DESCRIPTOR.oneofs_by_name["form"].fields]
+    given = [name for name in form if name != "disable_any_whitespace"]
+    if len(given) != 1 or given[0] not in known:
         raise TypeError(
-            f"structured_outputs: give one of {', '.join(known)}, not {', '.join(form) or 'none'}"
+            f"structured_outputs: give one of {', '.join(known)}, not {', '.join(given) or 'none'}"
         )
-    name, value = next(iter(form.items()))
+    if "disable_any_whitespace" in form:
+        message.disable_any_whitespace = form["disable_any_whitespace"]
+    name, value = given[0], form[given[0]]
     if name == "choice":
         if isinstance(value, str):
             raise TypeError("structured_outputs.choice: give a list of texts, not one text")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,15 @@ WHITESPACE = r" |\n {0,32}"
 
 MAX_GRAMMAR_BYTES = 128 << 10
 """Of its text, and of the schemas of all tools together."""
+
+ESCAPES = 'nrbtf"\\'
+"""Behind a backslash in JSON; and `u` where a schema has control characters, which need it."""
+_CONTROL = re.compile(r"\\u00[01]")
+
+OPTIONS = "x-guidance"
+"""In a schema: how the parser reads it."""
+COMPACT = {OPTIONS: {"whitespace_pattern": ""}}
+"""Of a schema: no blank may stand between two parts of the JSON."""
 
 GrammarKind = Literal["json_schema", "regex", "lark", "ebnf"]
 
@@ -61,6 +71,27 @@ class Grammar:
     def ebnf(cls, rules: str) -> Grammar:
         """Text that a context-free grammar derives, in Lark's syntax or as GBNF."""
         return cls("ebnf", rules)
+
+
+def json_options(schema: str) -> dict[str, str]:
+    r"""How JSON that a schema (given as JSON) allows is written.
+
+    Without `\u`, by which a name that is not listed could be one that is (`\u0061` is `a`), or
+    no character at all.
+    """
+    escapes = ESCAPES + ("u" if _CONTROL.search(schema) else "")
+    return {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": escapes}
+
+
+def check_options(schema: object, field: str = "") -> None:
+    """Raises: InvalidRequest: A schema has options by which it would allow what it does not say."""
+    if isinstance(schema, Mapping) and schema.get(OPTIONS, COMPACT[OPTIONS]) != COMPACT[OPTIONS]:
+        raise InvalidRequest(
+            f"{field and field + ': '}schemas may not hold {OPTIONS}, by which answers would not "
+            f"fit the schema; leave it out, or say {json.dumps(COMPACT[OPTIONS])}: no blanks",
+            param=field or None,
+            code="invalid_grammar",
+        )
 
 
 def quoted(text: str) -> str:

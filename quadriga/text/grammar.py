@@ -11,6 +11,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from quadriga.checkpoint.folder import Checkpoint
 from quadriga.checkpoint.json_files import find_array
-from quadriga.core.grammar import WHITESPACE, Grammar
+from quadriga.core.grammar import Grammar, check_options, json_options
 from quadriga.errors import InvalidRequest
 
 MAX_KEPT = 16
@@ -32,12 +33,14 @@ LEFT = "the answer has left its grammar"
 STUCK = "no token of the model can go on with the answer"
 
 UNKNOWN = {
+    r"at \d+\(\d+\): failed to compile JSON schema: (.*?)( \d+ \| .*)?$": r"\1",
     r"Unimplemented keys: \[(.*)\]": r"schemas may not hold \1, whatever the value; leave it out",
     r"Unknown format: (.*)": r"format '\1' is not known; leave it out, or say it by a pattern",
     r"oneOf constraints are not supported.*": "oneOf is not known where several of its schemas may "
     "allow the same value; write anyOf",
     r"Resource '(.*?)' is not present.*": r"$ref cannot lead to '\1'; put what it names into $defs",
     r"Expecting object schema.*": "it must be an object; {} allows any JSON",
+    "NoExtensionBias": f"{STUCK}; give every rule that names itself an alternative that ends",
     r"lookarounds not supported yet; Word.*": r"\\b and \\B are not known; leave them out",
 }
 """What the library says of schemas that ask for what it does not know, and what clients read."""
@@ -304,8 +307,9 @@ def grammar_source(grammar: Grammar) -> str:
     text, matcher = grammar.text, _llguidance().LLMatcher
     try:
         if grammar.kind == "json_schema":
-            defaults = {"whitespace_pattern": WHITESPACE}
-            return str(matcher.grammar_from_json_schema(text, defaults=defaults))
+            with suppress(ValueError, RecursionError):  # the parser says what is wrong
+                check_options(json.loads(text))
+            return str(matcher.grammar_from_json_schema(text, defaults=json_options(text)))
         if grammar.kind == "regex":
             return str(matcher.grammar_from_regex(_PART.sub(_ascii_digit, text)))
         if grammar.kind == "lark" or "::=" not in text:

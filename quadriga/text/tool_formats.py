@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quadriga.core.grammar import WHITESPACE, Grammar, quoted
+from quadriga.core.grammar import OPTIONS, Grammar, check_options, json_options, quoted
 from quadriga.errors import InvalidRequest
 
 MAX_CALLS = 16
@@ -335,8 +335,10 @@ def _short_id(name: str) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    """JSON that a schema allows, in Lark."""
-    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}} | dict(schema))
+    """JSON that a schema allows, in Lark. Raises: InvalidRequest."""
+    check_options(schema, "tools")
+    options = json_options(json.dumps(schema)) | dict(schema.get(OPTIONS, {}))
+    return "%json " + json.dumps(dict(schema) | {OPTIONS: options})
 
 
 def _mark(mark: str, ids: Mapping[str, int]) -> str:

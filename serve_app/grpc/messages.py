@@ -222,7 +222,10 @@ def _structured_outputs(message: Any) -> dict[str, Any]:
     if name is None:
         return {}
     value = getattr(message, name)
-    return {name: list(value.texts) if name == "choice" else value}
+    return {
+        name: list(value.texts) if name == "choice" else value,
+        "disable_any_whitespace": message.disable_any_whitespace,
+    }
 
 
 def _set(message: Any, field: str) -> bool:

@@ -7,12 +7,13 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from quadriga.core.grammar import MAX_GRAMMAR_BYTES, Grammar
+from quadriga.core.grammar import COMPACT, MAX_GRAMMAR_BYTES, Grammar, check_options
 from quadriga.errors import InvalidRequest
 from serve_app.openai.bodies import refuse_unsupported, shown
 from serve_app.openai.schema import GenerationFields
 from serve_app.openai.tools import ChatTools
 
+GUIDED = ("json", "regex", "choice", "grammar")
 NOT_TOGETHER = ("ignore_eos", "min_tokens")
 """Fields that say when an answer may end, which its grammar says."""
 
@@ -53,6 +54,7 @@ def _beside_tools(found: list[tuple[Grammar, str]], tools: ChatTools) -> list[tu
         return [] if tools.grammar is None else [(tools.grammar, "tools")]
     form, field = found[0]
     schema = _schema_of(form)
+    check_options(schema, field)
     if tools.or_json is None or schema is None:
         raise InvalidRequest(
             f"{field}: beside tools that may be called, only a JSON schema may stand; it must be "
@@ -89,12 +91,7 @@ def _response_format(body: GenerationFields) -> list[tuple[Grammar, str]]:
 
 
 def _guided(body: GenerationFields) -> list[tuple[Grammar, str]]:
-    given = {
-        "json": body.guided_json,
-        "regex": body.guided_regex,
-        "choice": body.guided_choice,
-        "grammar": body.guided_grammar,
-    }
+    given = {name: getattr(body, f"guided_{name}") for name in GUIDED}
     return _forms({k: v for k, v in given.items() if v is not None}, "guided_")
 
 
@@ -119,7 +116,7 @@ def _compact(form: Grammar) -> Grammar:
     schema = _schema_of(form)
     if schema is None:
         return form
-    return Grammar.json_schema(schema | {"x-guidance": {"whitespace_pattern": ""}})
+    return Grammar.json_schema(COMPACT | schema)
 
 
 def _forms(given: dict[str, Any], place: str) -> list[tuple[Grammar, str]]:

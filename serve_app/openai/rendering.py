@@ -114,7 +114,8 @@ class ChoicesFormat(StreamFormat):
                 finish = f'"{reason}","stop_reason":{json.dumps(sequence.stop_reason)}'
             if request.return_token_ids:
                 ids = f',"token_ids":{delta.token_ids}'
-                if delta.is_first and (self.prompts_in_choices or not delta.choice):
+                is_begun = delta.is_first and not delta.first_index
+                if is_begun and (self.prompts_in_choices or not delta.choice):
                     prompt_ids = f',"prompt_token_ids":{sequence.state.prompt_ids}'
                     if self.prompts_in_choices:
                         ids = prompt_ids + ids

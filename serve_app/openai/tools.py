@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from quadriga.core.grammar import MAX_GRAMMAR_BYTES, Grammar
+from quadriga.core.grammar import MAX_GRAMMAR_BYTES, Grammar, check_options
 from quadriga.errors import InvalidRequest
 from quadriga.text.tool_formats import ToolFormat
 from quadriga.text.tool_parser import ToolCalling
@@ -54,7 +54,9 @@ def read_tools(body: ChatBody, model: ServedModel) -> ChatTools:
     forced = _forced(tools, choice)
     ids = model.tokenizer.special_ids(form.marks)
     marks = {token_id: text for text, token_id in ids.items()}
-    parameters = {t.function.name: t.function.parameters or NO_PARAMETERS for t in tools}
+    parameters = {
+        t.function.name: ANY_PARAMETERS | (t.function.parameters or NO_PARAMETERS) for t in tools
+    }
     wanted = [
         {"name": name, "parameters": parameters[name] if forced or strict else ANY_PARAMETERS}
         for name, strict in ((t.function.name, t.function.strict) for t in forced or tools)
@@ -107,6 +109,12 @@ def _check(tools: list[ToolBody]) -> None:
             )
         seen[name] = i
         schema, field = tool.function.parameters or {}, f"tools.{i}.function.parameters"
+        check_options(schema, field)
+        if schema.get("type", "object") != "object":
+            raise InvalidRequest(
+                f"{field}.type: must be object, as arguments are, got {shown(schema['type'])}",
+                param=f"{field}.type",
+            )
         properties, required = schema.get("properties") or {}, schema.get("required") or []
         if not isinstance(properties, dict) or not all(
             isinstance(value, dict | bool) for value in properties.values()

@@ -157,9 +157,7 @@ OTHER_NAMES = (
 
 STRUCTURED_OUTPUTS = _table(
     (
-        _Field(
-            "structural_tag", instead="strict functions in tools, or structured_outputs.grammar"
-        ),
+        STRUCTURAL_TAG,
         _Field("whitespace_pattern", instead="structured_outputs.disable_any_whitespace"),
         _Field(
             "disable_additional_properties",

@@ -487,9 +487,16 @@ def _read_sampling(
         seed=body.seed if body.seed is not None else secrets.randbits(64) + INT64_MIN,
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
-        stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
+        stop_token_ids=_stop_token_ids(body, model),
         ignore_eos=bool(body.ignore_eos),
     )
+
+
+def _stop_token_ids(body: GenerationFields, model: ServedModel) -> tuple[int, ...]:
+    """Each once, but for end tokens, by which an answer ends anyhow unless told otherwise."""
+    is_free = body.ignore_eos or model.is_auto  # another model may have other ends
+    ends = () if is_free else model.checkpoint.eos_token_ids
+    return tuple(i for i in dict.fromkeys(body.stop_token_ids or ()) if i not in ends)
 
 
 def _given(value: float | None, default: float) -> float:

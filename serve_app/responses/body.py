@@ -139,15 +139,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
             fields["response_format"]["json_schema"] = {"schema": form.schema_}
     if body.tools:
         fields["tools"] = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": tool.parameters,
-                    "strict": tool.strict,
-                },
-            }
+            {"type": "function", "function": tool.model_dump(exclude={"type"})}
             for tool in body.tools
         ]
     choice = body.tool_choice

@@ -130,6 +130,11 @@ async def test_ids_of_the_prompt_come_once_where_vllm_has_them(stand: Stand) -> 
             said = [c.get("prompt_token_ids") for c in chunks]
             wanted = MODEL.tokenizer.prompt_ids(say["messages"])
         assert found == [ids for ids in said if ids is not None] == [wanted] * len(found)
+        key = {"idempotency-key": f"key-of-{body['n']}-{len(path)}"}
+        await stand.http.post(path, json=body | {"stream": True}, headers=key)
+        key["x-resume-index"] = "1,1"
+        again = await stand.http.post(path, json=body | {"stream": True}, headers=key)
+        assert again.status_code == 200 and "prompt_token_ids" not in again.text
 
 
 @pytest.mark.parametrize(
@@ -138,7 +143,8 @@ async def test_ids_of_the_prompt_come_once_where_vllm_has_them(stand: Stand) -> 
         ({}, None),
         ({"max_tokens": 1}, None),
         ({"stop": ["nothing", ANSWER[2:4]]}, ANSWER[2:4]),
-        ({"stop_token_ids": [END_ID]}, END_ID),
+        ({"stop_token_ids": [END_ID]}, None),
+        ({"stop_token_ids": [END_ID], "ignore_eos": True}, END_ID),
     ],
 )
 async def test_which_stop_string_or_token_ended_an_answer_is_told(

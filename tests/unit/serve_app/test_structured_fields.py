@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -11,11 +12,16 @@ from typing import Any
 
 import pytest
 
+from quadriga.client.wire import make_request
 from quadriga.core.grammar import Grammar
 from quadriga.errors import Overloaded
+from serve_app.grpc.messages import generation_fields
 from serve_app.openai import grammar_checker
 from serve_app.openai.grammar_checker import GrammarChecker
+from serve_app.openai.grammars import read_grammar
 from serve_app.openai.models import ModelDirectory
+from serve_app.openai.schema import CompletionBody, StructuredOutputs
+from serve_app.openai.tools import NO_TOOLS
 from tests.unit.serve_app.conftest import MODEL, Stand
 from tests.waiting import settled
 
@@ -29,7 +35,7 @@ NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "
 
 
 WITH_BLANKS = Grammar("json_schema", TEXT)
-COMPACT = Grammar("json_schema", f'{TEXT[:-1]}, "x-guidance": {{"whitespace_pattern": ""}}}}')
+COMPACT = Grammar("json_schema", f'{{"x-guidance": {{"whitespace_pattern": ""}}, {TEXT[1:]}')
 
 
 WAYS: list[tuple[dict[str, Any], Grammar | None]] = [
@@ -63,6 +69,7 @@ async def test_every_way_to_say_it(stand: Stand) -> None:
 
 
 DEEP = '{"items":' * 3000 + "{}" + "}" * 3000
+LENIENT = {"uniqueItems": True, "x-guidance": {"lenient": True}}
 HOSTILE = {"allOf": [{"type": "string", "pattern": f".*a{{{i}}}.*"} for i in range(1, 20)]}
 
 
@@ -80,6 +87,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_json": {"type": "nothing"}}, "guided_json"),
     ({"guided_json": DEEP}, "guided_json"),
+    ({"guided_json": LENIENT}, "guided_json"),
+    ({"guided_json": json.dumps(LENIENT)}, "guided_json"),
+    (
+        {"structured_outputs": {"json": LENIENT, "disable_any_whitespace": True}},
+        "structured_outputs.json",
+    ),
     ({"guided_json": {"$ref": "http://example.com/schema"}}, "guided_json"),
     ({"guided_json": {"enum": ["a" * 200_000]}}, "guided_json"),
     ({"guided_regex": "["}, "guided_regex"),
@@ -107,6 +120,17 @@ async def test_what_is_refused(stand: Stand) -> None:
         assert error["param"] == param
         assert error["message"].startswith(f"{param}: ")
     assert not stand.cluster.submitted
+
+
+def test_grpc_says_every_form_as_http_does() -> None:
+    for form in ({"json": TEXT}, {"regex": "a"}, {"choice": ["a"]}, {"json_object": True}):
+        for blanks in ({}, {"disable_any_whitespace": True}):
+            message = make_request("a", None, None, {"structured_outputs": form | blanks})
+            found = CompletionBody(**generation_fields(message))
+            asked = CompletionBody(
+                prompt="a", structured_outputs=StructuredOutputs(**form, **blanks)
+            )
+            assert read_grammar(found, NO_TOOLS) == read_grammar(asked, NO_TOOLS) is not None
 
 
 async def test_a_grammar_that_never_ends_compiling_costs_its_process_alone(

@@ -16,6 +16,7 @@ from serve_app.openai.schema import ChatBody
 from serve_app.openai.tool_output import read_news
 from serve_app.request.request import OutputDelta
 from tests.unit.serve_app.conftest import MODEL, MakeStand, Stand
+from tests.unit.serve_app.test_structured_fields import LENIENT
 
 PATH = "/v1/chat/completions"
 ADD: dict[str, Any] = {
@@ -135,6 +136,16 @@ async def test_strict_tools_are_kept_to_where_the_model_is_free(stand: Stand) ->
     assert stand.cluster.submitted[-1].sampling.grammar is None
 
 
+async def test_arguments_are_an_object_also_where_their_schema_does_not_say_so(
+    stand: Stand,
+) -> None:
+    tools = [tool(parameters={"properties": {"a": {"type": "integer"}}})]
+    body = {"messages": [USER], "tools": tools, "tool_choice": "required"}
+    assert (await stand.http.post(PATH, json=body)).status_code == 200
+    grammar = stand.cluster.submitted[-1].sampling.grammar
+    assert grammar is not None and '"type": "object"' in grammar.text
+
+
 FORM = {"type": "json_schema", "json_schema": {"name": "b", "schema": {"required": ["b"]}}}
 
 
@@ -220,6 +231,9 @@ def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
         ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools"),
         ({"tools": [tool(parameters={"enum": ["a" * 200_000]})]}, "tools"),
         ({"tools": [tool(parameters=5)]}, "tools.0.function.parameters"),
+        ({"tools": [tool(parameters={"type": "string"})]}, "tools.0.function.parameters.type"),
+        ({"tools": [tool(parameters=LENIENT)]}, "tools.0.function.parameters"),
+        ({"tools": [tool()], "guided_json": LENIENT}, "guided_json"),
         *(
             ({"tools": [tool(parameters={key: value})]}, f"tools.0.function.parameters.{key}")
             for key, values in (("properties", ([1], "x", {"a": 5})), ("required", (5, [1], "a")))

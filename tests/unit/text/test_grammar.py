@@ -22,6 +22,7 @@ from quadriga.text import grammar as grammar_module
 from quadriga.text import load_tokenizer
 from quadriga.text.grammar import (
     MAX_KEPT,
+    STUCK,
     TokenGrammars,
     allowed,
     grammar_source,
@@ -215,6 +216,7 @@ def test_accept_and_rollback() -> None:
         (Grammar.json_schema({"enum": [1], "type": "string"}), "nsatisfiable"),
         (Grammar.json_schema('{"items":' * 3000 + "{}" + "}" * 3000), "recursion"),
         (Grammar.ebnf("start: unknown"), "unknown"),
+        (Grammar.ebnf('start: "a"\n  | b\nb: %json {"not": {}}'), "^schemas may .* leave it out$"),
         (Grammar.regex("\ud800"), "surrogates not allowed"),
         (Grammar.choice(["\ud800"]), "surrogates not allowed"),
     ],
@@ -234,6 +236,7 @@ def test_what_needs_too_much_work_for_a_token_fails_within_the_first() -> None:
     ):
         assert fault(grammars(), grammar)
     assert fault(grammars(), PERSON) == ""
+    assert fault(grammars(), Grammar.ebnf("start: start start")).startswith(f"{STUCK}; give every")
 
 
 def test_a_few_compiled_grammars_are_kept_and_those_that_somebody_has() -> None:

@@ -14,6 +14,7 @@ from quadriga.core.grammar import Grammar
 from quadriga.errors import InvalidRequest
 from quadriga.text import load_tokenizer
 from quadriga.text.grammar import TokenGrammars, grammars_of
+from quadriga.text.tool_formats import _json
 
 CHECKPOINT = read_checkpoint("quadriga-s")
 TEXT = load_tokenizer(CHECKPOINT.path, CHECKPOINT.id)
@@ -30,9 +31,9 @@ def grammars() -> TokenGrammars:
     return grammars_of(CHECKPOINT)
 
 
-def lets_through(schema: dict[str, Any], text: str) -> bool:
+def lets_through(schema: dict[str, Any] | Grammar, text: str) -> bool:
     """Whether an answer may be exactly this text."""
-    grammar = Grammar.json_schema(schema)
+    grammar = schema if isinstance(schema, Grammar) else Grammar.json_schema(schema)
     grammars().prepare(grammar)
     matcher, said = grammars().matcher(grammar), list[int]()
     for token_id in [*TEXT.encode(text, add_special_tokens=False), CHECKPOINT.eos_token_ids[0]]:
@@ -130,6 +131,16 @@ def test_a_schema_lets_valid_answers_through_alone(
         assert not lets_through(schema, json.dumps(value, ensure_ascii=False)), value
 
 
+def test_escapes_are_no_way_around_a_schema() -> None:
+    """By a name that is not listed a listed one could be said again, or no text at all."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for form in (Grammar.json_schema(schema), Grammar("lark", f"start: {_json(schema)}")):
+        assert lets_through(form, '{"a": 1, "b\\n": "x"}')
+        for name in (r"\u0061", r"\ud800"):
+            assert not lets_through(form, f'{{"a": 1, "{name}": "x"}}')
+    assert lets_through({"enum": ["\x01"]}, r'"\u0001"')
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[1", "[1,]", "{'a': 1}", "[1] x", '"a', "01", "NaN", "+1"]
 )
@@ -150,6 +161,7 @@ def test_what_is_no_json_is_let_through_by_no_schema(text: str) -> None:
         {"type": "object", "unevaluatedProperties": False},
         {"type": "string", "format": "no-such-format"},
         {"$ref": "#/$defs/missing"},
+        {"uniqueItems": True, "x-guidance": {"lenient": True}},
     ],
     ids=json.dumps,
 )
