@@ -342,8 +342,7 @@ class ReplicaManager:
             if await self._remove(replica):
                 return
         logger.error(
-            "%s was not removed %d times; its place stays taken until the service is stopped, or "
-            "ray.util.remove_placement_group removes the group of that name",
+            "%s was not removed %d times; its place stays taken until the service is stopped",
             replica.name,
             MAX_REMOVALS,
         )

@@ -51,8 +51,7 @@ def ensure_cluster(config: QuadrigaConfig | dict[str, Any]) -> None:
             forget_actor(controller_name(loaded.name))
             if time.monotonic() + 1.0 > give_up_s:
                 raise Unavailable(
-                    f"the controller does not come up: {exc}; why is in the logs of Ray's session "
-                    "folder, on the node where it was",
+                    f"the controller does not come up: {exc}; Ray's logs on its node say why",
                     retry_after_s=5.0,
                 ) from exc
             time.sleep(0.2)

@@ -229,9 +229,7 @@ class Scheduler(BatchedCalls):
     async def place_now(self, request: PlaceRequest) -> str:
         """As `place`, without waiting for room.
 
-        Raises:
-            Unavailable, Overloaded: As `place`.
-            MigrationFailed: See `nobody_decodes`.
+        Raises: Unavailable, Overloaded; MigrationFailed: See `nobody_decodes`.
         """
         self._inflight.begun(request, self._snapshots.get(request.source))
         overload = self._rescheduling.governor.overload

@@ -19,9 +19,9 @@ BOUNDS = {
     "request_classes": Bound(10, 10),
     "service_lines": Bound(50_760, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
-    "product_lines": Bound(106_321, 58_000),
-    "test_lines": Bound(89_443, 38_000),
-    "reliability_lines": Bound(5_303, 4_000),
+    "product_lines": Bound(105_640, 58_000),
+    "test_lines": Bound(90_445, 38_000),
+    "reliability_lines": Bound(5_285, 4_000),
     "actors_lines": Bound(7_220, 6_485),
     "llm_lines": Bound(250, 250),
     "readme_words": Bound(900, 900),
