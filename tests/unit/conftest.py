@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from unittest import mock
 
 import pytest
 
@@ -17,8 +16,12 @@ Refused = Callable[[Callable[[list[str]], int], Sequence[str], str], None]
 @pytest.fixture(autouse=True)
 def environment_is_restored() -> Iterator[None]:
     """Commands set variables for the processes that they start; no other test is to see them."""
-    with mock.patch.dict(os.environ):
-        yield
+    environment = os.environ
+    before = dict(environment)
+    yield
+    for name in environment.keys() - before.keys():
+        del environment[name]
+    environment.update({k: v for k, v in before.items() if environment.get(k) != v})
 
 
 @pytest.fixture

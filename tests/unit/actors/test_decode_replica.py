@@ -70,7 +70,7 @@ async def test_a_grammar_stays_compiled_as_long_as_its_sequence_is_here() -> Non
 async def test_behind_slow_grammars_no_other_work_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """KV is stored by the event loop's own threads."""
     may_end = threading.Event()
-    slowly = Mock(prepare=lambda _: may_end.wait(20.0))
+    slowly = Mock(prepare=lambda _: may_end.wait(600.0))
     monkeypatch.setattr("actors.replica.replica.grammars_of", lambda _: slowly)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     form = Grammar.choice(["a"])

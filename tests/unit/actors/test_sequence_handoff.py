@@ -365,7 +365,7 @@ async def test_a_commit_that_only_the_abort_tells_of_counts() -> None:
 @pytest.mark.parametrize("abort", [None, "is_lost"])
 async def test_a_cancellation_is_passed_to_the_replica_that_may_run_it(abort: Fate | None) -> None:
     fates: dict[str, Fate] = {"commit": "is_answer_lost"}
-    prefill = Prefill(fates if abort is None else fates | {"abort": abort}, deadline_s=20.0)
+    prefill = Prefill(fates if abort is None else fates | {"abort": abort}, deadline_s=600.0)
     await cancelled_after(prefill.asked, prefill.hand_off())
     await until(lambda: prefill.cancelled)
     assert prefill.cancelled == ["a"]

@@ -192,6 +192,9 @@ def test_without_a_workload_the_suite_is_measured(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "make_suite", lambda *args, **kwargs: [mixed()])
+    monkeypatch.setattr(
+        bench, "is_installed", lambda peer, _: peer in (bench.OURS, bench.REFERENCE)
+    )
     assert main(["bench", "engine", "--checkpoint", str(checkpoint), "--rounds", "1"]) == 0
     out = capsys.readouterr().out
     assert "against transformers: 7/7 requests equal" in out

@@ -26,9 +26,9 @@ from tests.contract.test_lines import localhost
 from tests.fake_nccl import FakeNccl
 from tests.waiting import wait_until
 
-LONG_S = 50.0
+LONG_S = 15.0
 """A part's deadline that nothing here may have to wait for; less than `WAIT_S`."""
-SOON_S = 40.0
+SOON_S = 10.0
 """Before that deadline, on a machine that stands still for some seconds."""
 STAGING_BYTES = 1 << 20  # 2,048 tokens of a rig's parts
 

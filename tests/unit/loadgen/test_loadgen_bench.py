@@ -116,7 +116,7 @@ def asked_by(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
 def test_process_is_ended_with_its_children(asked_by: signal.Signals) -> None:
     code = "import signal, subprocess\n"
     code += "for s in (2, 15): signal.signal(s, lambda number, _: exit(number))\n"
-    code += "p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); signal.pause()"
+    code += "p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); signal.pause()"
     with python_process(["-c", code]) as process:
         grandchild = int(read_line(process, 20))
         assert Path(f"/proc/{grandchild}").exists()

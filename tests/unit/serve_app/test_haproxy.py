@@ -109,11 +109,13 @@ def connect(port: int, address: str = "127.0.0.1") -> socket.socket:
 
 
 def wait_until_refused(port: int) -> None:
-    give_up_s = time.monotonic() + 60
-    with suppress(ConnectionRefusedError):
-        while True:
+    def is_refused() -> bool:
+        with suppress(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), 10).close()
-            assert time.monotonic() < give_up_s
+            return False
+        return True
+
+    wait_until(is_refused)
 
 
 def ask(client: socket.socket) -> bytes:
@@ -138,7 +140,7 @@ def test_a_hang_up_reaches_the_server(tmp_path: Path) -> None:
             while not received.endswith(b"{}"):
                 received += inner.recv(4096)
             client.close()
-            inner.settimeout(60)
+            inner.settimeout(30)  # HAProxy's own limit is 60
             try:
                 assert inner.recv(4096) == b""
             except ConnectionResetError:

@@ -16,6 +16,7 @@ from quadriga.errors import ConfigError
 from quadriga.tasks import TASKS, LengthMix, make_example
 from quadriga.training.evaluate import THRESHOLDS, complement, evaluate, exits_of, histogram
 from quadriga.training.generate import greedy
+from quadriga.training.hardware import fastest_dtype
 from quadriga.training.model import EarlyExitLlama
 from quadriga.training.recipe import optimizer
 from quadriga.training.recipe.data import encode, group_rows, next_batch, pack
@@ -291,3 +292,7 @@ def test_evaluation_covers_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(done) == 2 * len(TASKS) * 5
     assert set(report["models"]["s"]["tasks"]) == set(TASKS)
     assert set(report["complement"]["all"]) == {"top", "margin"}
+
+
+def test_the_number_type_is_measured() -> None:
+    assert fastest_dtype(torch.device("cpu")) in (torch.float32, torch.bfloat16)
