@@ -75,7 +75,7 @@ class Scheduler(BatchedCalls):
         self._auto = AutoRouter()
         self._reported = asyncio.Event()
         self._waiting_for_room: set[str] = set()
-        self._heard_s = self._clock.now_s()
+        self._began_s = self._heard_s = self._clock.now_s()
         self._rescheduling = Rescheduling(self._config, self._clock, self._adjusted)
         self._placement = self._make_placement()
         die_on_sigterm()
@@ -235,10 +235,10 @@ class Scheduler(BatchedCalls):
         overload = self._rescheduling.governor.overload
         if request.prediction is not None and request.depth_class.model in overload:
             request = replace(request, by_forecast=True)
-        any_depth, snapshots = self._any_depth, self._taking_work()
-        alive = decoders(request, snapshots, any_depth=any_depth)
+        any_depth, known_s = self._any_depth, self._clock.now_s() - self._began_s
+        alive = decoders(request, self._taking_work(), any_depth=any_depth)
         if not alive:
-            raise nobody_decodes(request, snapshots, any_depth=any_depth)
+            raise nobody_decodes(request, self._adjusted(), any_depth=any_depth, known_s=known_s)
         groups = self._auto.groups(request, alive) if any_depth else [alive]
         chosen = (self._choose(request, group) for group in groups)
         name = next((name for name in chosen if name is not None), None)

@@ -35,7 +35,8 @@ class IngressConfig(Section):
         ge=1024,
         le=1 << 20,
         description="All names and values of one request. `make serve` and the chart give HAProxy "
-        "buffers for them; elsewhere `RAY_SERVE_HAPROXY_TUNE_BUFSIZE` is to be 4,096 more.",
+        "buffers for them; elsewhere `RAY_SERVE_HAPROXY_TUNE_BUFSIZE` is to be 4,096 more, and 12 "
+        "for each header above 100 that `max_headers` allows.",
     )
     body_timeout_s: Seconds = Field(30.0, description="A request's body must be here by then.")
     max_n: Count = Field(16, description="Largest `n`: choices for one prompt.")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import uuid
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from quadriga.config.resolve import ReplicaSpec
@@ -30,15 +31,18 @@ def fingerprint(spec: ReplicaSpec, config: dict[str, Any]) -> str:
     """Hash of all that a replica was started with and cannot change while it lives.
 
     What Ray reserves for it, and what KV memory it has where that is not configured, are left out:
-    these follow the cluster's size. So is the depth, where it changes while a replica lives. Files
-    count by what is in them: each node may have them elsewhere, and a controller that is started
-    anew on another node finds them there.
+    these follow the cluster's size. So is the depth, where it changes while a replica lives, and
+    where files are: each node may have them elsewhere, and a controller that is started anew on
+    another node finds them there. Configuration and weights count by what is in them.
     """
     engine = asdict(spec.engine)
     engine |= dict.fromkeys(
-        ("num_rows", "row_capacity_tokens", "kv_capacity_tokens", "kv_memory_bytes")
+        ("num_rows", "row_capacity_tokens", "kv_capacity_tokens", "kv_memory_bytes", "shared_in")
     )
-    engine["checkpoint"] |= dict.fromkeys(("path", "heads_path", "source"))
+    engine["cache_dir"] = config["engine"]["cache_dir"]
+    engine["checkpoint"] |= dict.fromkeys(("path", "heads_path"))
+    if Path(spec.engine.checkpoint.source).is_absolute():  # else a hub id, with its commit
+        engine["checkpoint"]["source"] = None
     for adapter in engine["adapters"]:
         adapter["path"] = None
     engine["memory"] = [config["engine"][name] for name in ("max_model_len", "kv_memory_bytes")]

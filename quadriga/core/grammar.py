@@ -18,7 +18,7 @@ MAX_GRAMMAR_BYTES = 128 << 10
 
 ESCAPES = 'nrbtf"\\'
 """Behind a backslash in JSON; and `u` where a schema has control characters, which need it."""
-_CONTROL = re.compile(r"\\u00[01]")
+_CONTROL = re.compile(r"\\u00(?:[01]|7[fF])|\\x(?:[01]|7[fF])|\x7f")
 
 OPTIONS = "x-guidance"
 """In a schema: how the parser reads it."""

@@ -357,17 +357,17 @@ class NativeRunner:
         self.exited = None
         drafts, depth = self._drafts, self.model.ends[stop - 1]
         drafted = drafts.next_of(rows) if (first, stop) == (0, 1) else []
-        indices, asked = np.array(rows, dtype=np.int64), list[Sampler](samplers)
+        indices = np.array(rows, dtype=np.int64)
         with self._undone():
             if any(token is not None for token in drafted):
-                x, asked = self._draft_pass(rows, samplers, drafted)
+                x, ahead = self._draft_pass(rows, samplers, drafted)
+                self.at_exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, ahead, x)
             else:
                 drafts.drop(rows)
                 x = self._pass(indices, samplers, first, stop)
+                self.at_exit = ExitLogits.look(self._decoder, depth, stop - 1, rows, samplers, x)
                 if self._goes_on(stop):
                     self.hidden.index_copy_(0, self._at(indices), x)
-            is_end, decoder = depth == self.model.full_depth, self._decoder
-            self.at_exit = ExitLogits.look(decoder, depth, stop - 1, rows, asked, x, is_end=is_end)
         exits = self.spec.exits
         return exits.calibrated(depth, self.at_exit.confidences(exits.criterion))
 

@@ -9,9 +9,8 @@ from quadriga.core.routing import PlaceRequest
 from quadriga.errors import MigrationFailed, QuadrigaError, Unavailable
 from quadriga.policies.slot_reservation import admitted_tokens, promised_tokens
 
-STRANDED_S = 2.0
-"""How long nobody may be there to decode a prompt before others begin it anew: a replica that only
-reported late is back by then."""
+STRANDED_S = 5.0
+"""How long a prompt has waited, and replicas have reported, before others may begin it anew."""
 
 
 def taking_work(
@@ -74,24 +73,34 @@ def decoders(
 
 
 def nobody_decodes(
-    request: PlaceRequest, alive: Sequence[ReplicaSnapshot], *, any_depth: bool
+    request: PlaceRequest, known: Sequence[ReplicaSnapshot], *, any_depth: bool, known_s: float
 ) -> QuadrigaError:
-    """Say why a sequence finds no `decoders` among those of `taking_work`.
+    """Say why a sequence finds no `decoders`.
 
     MigrationFailed where none will come, as when the replicas of its depth, or with its weights,
-    die or are exchanged, and others serve the model whole: it is to be begun anew there.
+    die or are exchanged, and others can have all of it anew: of no fewer layers, and with room for
+    its length. One that is late, or that is draining, may still come back or be replaced.
+
+    Args:
+        known: All replicas that reported and are not known to be dead.
+        known_s: For how long replicas have reported; at first some have not yet.
     """
-    alike = [
-        s.info
-        for s in alive
-        if s.info.depth_class.model == request.depth_class.model and not s.is_scout
+    wanted = request.depth_class
+    alike = [s for s in known if s.info.depth_class.model == wanted.model and not s.is_scout]
+    able = [
+        s
+        for s in alike
+        if not s.draining
+        and s.info.depth_class.depth >= wanted.depth
+        and s.info.longest_sequence >= request.max_total_tokens
     ]
     prefills, decodes = (
-        {line_of(info, any_depth=any_depth) for info in alike if info.role.does(part)}
+        {line_of(s.info, any_depth=any_depth) for s in able if s.info.role.does(part)}
         for part in PARTS
     )
-    is_missed = line_of(request, any_depth=any_depth) not in decodes
-    if request.waited_s >= STRANDED_S and is_missed and prefills & decodes:
+    still = {line_of(s.info, any_depth=any_depth) for s in alike if s.info.role.does(Role.DECODE)}
+    is_missed = line_of(request, any_depth=any_depth) not in still
+    if min(request.waited_s, known_s) >= STRANDED_S and is_missed and prefills & decodes:
         return MigrationFailed(
             f"nobody decodes {request.depth_class} as {request.source} computes it any more, and "
             "others serve the model",

@@ -206,7 +206,8 @@ class LocalService:
         if haproxy_enabled():
             from serve_app.http.haproxy import BUFFER_VARIABLE, buffer_bytes, make_private
 
-            needed = buffer_bytes(self.config.ingress.max_header_bytes)
+            limits = self.config.ingress
+            needed = buffer_bytes(limits.max_header_bytes, limits.max_headers)
             os.environ.setdefault(BUFFER_VARIABLE, str(needed))
             self._proxy_folder = make_private()
         self._start_ray()

@@ -102,11 +102,7 @@ RESERVE = 64
 """Connections less, for about 200 servers and threads."""
 _NO_SERVER = Unavailable("no process can take the request now; retry shortly", retry_after_s=1.0)
 ERRORS: dict[int, QuadrigaError] = {
-    400: InvalidRequest(
-        "the request is not valid HTTP, or its headers are larger than HAProxy's buffer, which "
-        "follows ingress.max_header_bytes",
-        code="invalid_http",
-    ),
+    400: InvalidRequest("the request is not valid HTTP", code="invalid_http"),
     403: Forbidden("the request is not allowed here"),
     405: MethodNotAllowed("the route does not take this method"),
     408: RequestTimeout("the request did not come in time"),
@@ -308,12 +304,13 @@ def make_private() -> Path:
     return folder
 
 
-def buffer_bytes(max_header_bytes: int) -> int:
+def buffer_bytes(max_header_bytes: int, max_headers: int = 0) -> int:
     """HAProxy's buffer for such headers: it keeps 1 KiB free, and holds the request line as well.
 
-    Serve's own 16 KiB are the least; a busy connection has two.
+    Each header takes 12 bytes more, of which there is room for a hundred. Serve's own 16 KiB are
+    the least; a busy connection has two.
     """
-    return max(16_384, max_header_bytes + 4096)
+    return max(16_384, max_header_bytes + 4096 + 12 * max(0, max_headers - 100))
 
 
 def _remove_abandoned() -> None:

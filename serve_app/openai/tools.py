@@ -55,7 +55,7 @@ def read_tools(body: ChatBody, model: ServedModel) -> ChatTools:
     ids = model.tokenizer.special_ids(form.marks)
     marks = {token_id: text for text, token_id in ids.items()}
     parameters = {
-        t.function.name: ANY_PARAMETERS | (t.function.parameters or NO_PARAMETERS) for t in tools
+        t.function.name: (t.function.parameters or NO_PARAMETERS) | ANY_PARAMETERS for t in tools
     }
     wanted = [
         {"name": name, "parameters": parameters[name] if forced or strict else ANY_PARAMETERS}
@@ -110,7 +110,8 @@ def _check(tools: list[ToolBody]) -> None:
         seen[name] = i
         schema, field = tool.function.parameters or {}, f"tools.{i}.function.parameters"
         check_options(schema, field)
-        if schema.get("type", "object") != "object":
+        types = schema.get("type", "object")
+        if types != "object" and not (isinstance(types, list) and "object" in types):
             raise InvalidRequest(
                 f"{field}.type: must be object, as arguments are, got {shown(schema['type'])}",
                 param=f"{field}.type",

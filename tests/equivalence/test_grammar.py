@@ -20,7 +20,7 @@ from quadriga.checkpoint.folder import ASSETS, read_checkpoint
 from quadriga.core.request import FinishReason, SequenceState
 from quadriga.errors import InvalidRequest
 from quadriga.text import load_tokenizer
-from tests.equivalence.models import make_spec, make_state, start_row
+from tests.equivalence.models import make_spec, make_state
 from tests.equivalence.moving import Member, move
 from tests.equivalence.test_rebuild import copy_of, go_on, rebuild, run_alone, runner
 from tests.random_drafter import RandomDrafter
@@ -91,21 +91,6 @@ def test_what_the_grammar_leaves_no_choice_leaves_early(llm: LLM) -> None:
     assert early.text == full.text == "the only answer"
     assert set(full.exit_layers) == {8}
     assert set(early.exit_layers[1:]) == {2}, "all but the prompt's own token"
-
-
-def test_at_the_end_of_the_model_a_greedy_token_that_may_follow_needs_no_mask(llm: LLM) -> None:
-    of, form = runner(S, "linear"), Grammar.regex(r"[\w :,\n]{1,80}")
-    state = make_state(TEXT.encode(PROMPT), grammar=form)
-    start_row(of, 0, state)
-    for _ in range(4):
-        of.advance([0], 0, len(of.segment_ends))
-        state.output_ids.append(of.emit([0])[0].token_id)
-        sampler = of._samplers[0]
-        assert sampler is not None and sampler.matcher is not None
-        assert sampler.matcher._bits is None
-    greedy = SamplingParams(5, temperature=0.0, grammar=form)
-    wanted = llm.generate(PROMPT, greedy, exits=ExitParams(NEVER), progress=False)
-    assert state.output_ids == wanted[0].token_ids
 
 
 def test_a_first_token_is_masked(llm: LLM) -> None:

@@ -88,8 +88,13 @@ def test_files_count_by_what_is_in_them_and_not_by_where_a_node_has_them() -> No
         return fingerprint(replace(spec, engine=replace(spec.engine, **engine)), desired.config)
 
     read, lora = spec.engine.checkpoint, Adapter("a", there, 4, 1.0, "digest", 8)
-    elsewhere = replace(read, path=there, heads_path=there, source="org/name@commit")
-    assert changed(checkpoint=elsewhere) == changed()
+    read, elsewhere = (
+        replace(read, path=path, heads_path=path, source=str(path)) for path in (Path("/a"), there)
+    )
+    assert changed(checkpoint=elsewhere) == changed(checkpoint=read)
+    assert changed(cache_dir=there, shared_in=there) == changed()
+    of_hub = {changed(checkpoint=replace(read, source=f"org/name@{commit}")) for commit in "ab"}
+    assert len(of_hub) == 2, "of another commit the tokenizer may be another"
     assert changed(checkpoint=replace(read, fingerprint="of others")) != changed()
     adapted = changed(adapters=(lora,))
     assert changed(adapters=(replace(lora, path=there / "too"),)) == adapted != changed()

@@ -33,7 +33,11 @@ RAY_SERVE_HAPROXY_BINARY_PATH: /home/quadriga/haproxy
 {{- /* What streams may last on after a reload, as when ingresses are exchanged. */}}
 RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S: {{ int .Values.drainSeconds | quote }}
 {{- /* As `buffer_bytes` in serve_app/http/haproxy.py. */}}
-RAY_SERVE_HAPROXY_TUNE_BUFSIZE: {{ max 16384 (add 4096 (dig "ingress" "max_header_bytes" 12288 .Values.config)) | quote }}
+{{- $headers := mul 12 (max 0 (sub (dig "ingress" "max_headers" 100 .Values.config) 100)) }}
+{{- $buffer := add 4096 $headers (dig "ingress" "max_header_bytes" 12288 .Values.config) }}
+{{- if gt $buffer 16384 }}
+RAY_SERVE_HAPROXY_TUNE_BUFSIZE: {{ $buffer | quote }}
+{{- end }}
 {{- end }}
 {{- with .Values.tls.secretName }}
 QUADRIGA_TLS_CERT: /etc/quadriga/tls/tls.crt

@@ -10,7 +10,7 @@ import torch
 from quadriga.checkpoint.exits import Criterion
 from quadriga.core.request import SampledToken, SequenceState
 from quadriga.engine.models.decoder import AnyDecoder, Candidates, top_two
-from quadriga.engine.sampler import Sampler, choose, end_not_finite, process, sample
+from quadriga.engine.sampler import Sampler, choose, end_not_finite, process
 from quadriga.engine.transfers import index_on
 
 
@@ -24,7 +24,6 @@ class ExitLogits:
         index: Row → its place in `found`, `samplers` and `hidden`.
         samplers: Of the rows.
         is_plain: All of the samplers are.
-        is_end: All tokens leave here, however sure, so logits are processed when they are sampled.
         hidden: [n, hidden], as the rows reached the exit.
     """
 
@@ -34,7 +33,6 @@ class ExitLogits:
     found: Candidates
     samplers: Sequence[Sampler]
     is_plain: bool
-    is_end: bool
     hidden: torch.Tensor
 
     @classmethod
@@ -46,18 +44,16 @@ class ExitLogits:
         rows: Sequence[int],
         samplers: Sequence[Sampler],
         hidden: torch.Tensor,
-        *,
-        is_end: bool,
     ) -> ExitLogits:
         """Run the exit's head."""
         is_plain = all(s.is_plain for s in samplers)
         index = dict(zip(rows, range(len(rows)), strict=True))
         found = decoder.candidates(hidden, depth)
-        if not is_plain and not is_end and (changed := process(found.logits, samplers)):
+        if not is_plain and (changed := process(found.logits, samplers)):
             # Of these rows alone: what a row is sure of does not depend on its company.
             at = index_on(hidden.device, changed)
             found.probs[changed] = top_two(found.logits.index_select(0, at))
-        return cls(depth, segment, index, found, samplers, is_plain, is_end, hidden)
+        return cls(depth, segment, index, found, samplers, is_plain, hidden)
 
     def confidences(self, criterion: Criterion) -> list[float]:
         """How sure the exit is of each row's token."""
@@ -81,8 +77,8 @@ class ExitLogits:
             tokens = [SampledToken(best[i], self.depth) for i in places]
             end_not_finite(tokens, samplers, self.found.logits.shape[-1])
             return tokens
-        logits = self.found.logits.index_select(0, index_on(self.hidden.device, places))
-        return (sample if self.is_end else choose)(logits, samplers, self.depth)
+        at_exit = index_on(self.hidden.device, places)
+        return choose(self.found.logits.index_select(0, at_exit), samplers, self.depth)
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,7 +306,7 @@ class Rescheduler:
         """Decide the moves of one model's replicas as `tick` does, from one cluster forecast.
 
         Args:
-            pools: Where they are of one class. The others are as in `tick`.
+            pools: Where they are of one class. What `tick` takes as well is as there.
         """
         parts = [cluster]
         if not cluster.is_one_class:

@@ -300,16 +300,22 @@ async def test_a_prompt_that_nobody_decodes_any_more_is_begun_anew_by_those_who_
 
     calls: Any = SimpleNamespace(call=ask, call_alone=ask)
     placement = DecodePlacement(load_config({}), calls, PlacementTurns({}, time.monotonic))
-    waits = replace(PREFILLED, waited_s=STRANDED_S, source="p0")
-    await scheduler.report(snapshot("p0", Role.PREFILL, FULL))
-    await scheduler.report(snapshot("d0", Role.DECODE, SMALL))
+    waits = replace(PREFILLED, depth_class=SMALL, waited_s=STRANDED_S, source="p0")
+    await scheduler.report(snapshot("p0", Role.PREFILL, SMALL))
+    await scheduler.report(snapshot("d0", Role.DECODE, FULL))
     assert await placement.find(waits) is None, "a decode replica alone cannot begin it"
-    await scheduler.report(snapshot("p1", Role.PREFILL, SMALL))
+    await scheduler.report(snapshot("p1", Role.PREFILL, FULL))
+    assert await placement.find(waits) is None, "at first some have not reported"
+    scheduler._began_s -= STRANDED_S
     assert await placement.find(replace(waits, waited_s=0.0)) is None
+    assert await placement.find(replace(waits, max_total_tokens=9999)) is None, "nor have they room"
     with pytest.raises(MigrationFailed, match="as p0 computes it any more") as refusal:
         await placement.find(waits)
     assert refusal.value.code == "stranded"
-    await scheduler.report(snapshot("d1", Role.DECODE, FULL))
+    assert await placement.find(replace(waits, depth_class=FULL, exclude=("d0",))) is None
+    await scheduler.report(snapshot("d1", Role.DECODE, SMALL, age_s=60.0))
+    assert await placement.find(waits) is None, "it is late, and may come back"
+    await scheduler.report(snapshot("d1", Role.DECODE, SMALL))
     assert await placement.find(waits) == "d1"
     assert await placement.find(replace(waits, exclude=("d1",))) is None
 

@@ -139,6 +139,8 @@ def test_escapes_are_no_way_around_a_schema() -> None:
         for name in (r"\u0061", r"\ud800"):
             assert not lets_through(form, f'{{"a": 1, "{name}": "x"}}')
     assert lets_through({"enum": ["\x01"]}, r'"\u0001"')
+    assert lets_through({"enum": ["a\x7f"]}, r'"a\u007F"')
+    assert lets_through({"type": "string", "pattern": r"^\x01$"}, r'"\u0001"')
 
 
 @pytest.mark.parametrize(
