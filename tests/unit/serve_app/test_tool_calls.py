@@ -136,10 +136,11 @@ async def test_strict_tools_are_kept_to_where_the_model_is_free(stand: Stand) ->
     assert stand.cluster.submitted[-1].sampling.grammar is None
 
 
+@pytest.mark.parametrize("types", [{}, {"type": ["object", "null"]}])
 async def test_arguments_are_an_object_also_where_their_schema_does_not_say_so(
-    stand: Stand,
+    stand: Stand, types: dict[str, Any]
 ) -> None:
-    tools = [tool(parameters={"properties": {"a": {"type": "integer"}}})]
+    tools = [tool(parameters=types | {"properties": {"a": {"type": "integer"}}})]
     body = {"messages": [USER], "tools": tools, "tool_choice": "required"}
     assert (await stand.http.post(PATH, json=body)).status_code == 200
     grammar = stand.cluster.submitted[-1].sampling.grammar
