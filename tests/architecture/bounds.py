@@ -20,7 +20,7 @@ BOUNDS = {
     "service_lines": Bound(50_760, 33_000),
     # Of the files alone; `tests/architecture/test_bounds.py`.
     "product_lines": Bound(105_640, 58_000),
-    "test_lines": Bound(90_470, 38_000),
+    "test_lines": Bound(90_498, 38_000),
     "reliability_lines": Bound(5_285, 4_000),
     "actors_lines": Bound(7_220, 6_485),
     "llm_lines": Bound(250, 250),

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quadriga.config.loader import load_config
 from quadriga.core.replica import DepthClass, ReplicaInfo, ReplicaSnapshot, Role
 from quadriga.core.routing import ClusterView
+from quadriga.observability.metric_table import MetricTable, counter, gauge
 from quadriga.observability.metrics import (
     GAUGE_MAX_AGE_S,
     LATENCY_BUCKETS_S,
@@ -50,9 +51,9 @@ def test_histograms_hold_the_longest_request_and_the_kv_of_a_long_prompt() -> No
 
 def test_a_late_push_never_overwrites_a_newer_one() -> None:
     registry = Registry("a")
-    counter = registry.counter("t_total", "Things.")
+    things = registry.counter("t_total", "Things.")
     old = registry.snapshot()
-    counter.inc()
+    things.inc()
     new = registry.snapshot()
     hub = MetricsHub()
     assert hub.push("a", new, now_s=0.0)
@@ -146,6 +147,28 @@ def test_garbage_is_refused() -> None:
     for data in (b"", b"[]", b'{"seq": 1}', b'{"seq": 1, "families": [[1]]}'):
         with pytest.raises(ValueError, match="not a metrics snapshot"):
             MetricsHub().push("a", data, now_s=0.0)
+
+
+def test_what_is_read_is_on_the_page_as_it_is_now() -> None:
+    """A total that fell has begun anew; a gauge that is not read is 0, or not there with labels."""
+    registry, hub = Registry("a"), MetricsHub()
+    table = MetricTable(
+        registry,
+        (
+            counter("t_total", "Things.", lambda n: {("y", "x"): n}, labels=("z", "kind")),
+            gauge("now", "Things now.", lambda n: n if n > 2 else None),
+            gauge("by", "Of a kind.", lambda n: {"x": n} if n > 2 else None, labels=("kind",)),
+        ),
+    )
+    found = []
+    for number in (3, 5, 1):
+        table.update(number)
+        assert hub.push("a", registry.snapshot(), now_s=0.0)
+        found.append(page(hub))
+    total, now, by = 't_total{kind="x",z="y",replica="a"}', 'now{replica="a"}', 'by{kind="x"'
+    assert [p[total] for p in found] == [3, 5, 6]
+    assert [p[now] for p in found] == [3, 5, 0]
+    assert [any(name.startswith(by) for name in p) for p in found] == [True, True, False]
 
 
 def test_creation_times_are_left_out() -> None:

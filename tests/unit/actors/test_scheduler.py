@@ -312,12 +312,22 @@ async def test_a_prompt_that_nobody_decodes_any_more_is_begun_anew_by_those_who_
     with pytest.raises(MigrationFailed, match="as p0 computes it any more") as refusal:
         await placement.find(waits)
     assert refusal.value.code == "stranded"
-    assert await placement.find(replace(waits, depth_class=FULL, exclude=("d0",))) is None
     await scheduler.report(snapshot("d1", Role.DECODE, SMALL, age_s=60.0))
     assert await placement.find(waits) is None, "it is late, and may come back"
+    await scheduler.report(snapshot("d1", Role.DECODE, SMALL, draining=True))
+    assert await placement.find(waits) is None, "another may come in its place"
     await scheduler.report(snapshot("d1", Role.DECODE, SMALL))
     assert await placement.find(waits) == "d1"
     assert await placement.find(replace(waits, exclude=("d1",))) is None
+
+
+async def test_a_prompt_waits_for_its_depth_where_others_have_fewer_layers() -> None:
+    scheduler = Scheduler(plain())
+    scheduler._began_s -= STRANDED_S
+    await scheduler.report(snapshot("p0", Role.PREFILL, SMALL))
+    await scheduler.report(snapshot("d0", Role.DECODE, SMALL))
+    with pytest.raises(Unavailable):
+        await scheduler.place_now(replace(PREFILLED, waited_s=STRANDED_S))
 
 
 @pytest.mark.parametrize(("config", "second"), [(CHOOSES, "d0"), (plain(), None)])

@@ -233,6 +233,7 @@ def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
         ({"tools": [tool(parameters={"enum": ["a" * 200_000]})]}, "tools"),
         ({"tools": [tool(parameters=5)]}, "tools.0.function.parameters"),
         ({"tools": [tool(parameters={"type": "string"})]}, "tools.0.function.parameters.type"),
+        ({"tools": [tool(parameters={"type": ["null"]})]}, "tools.0.function.parameters.type"),
         ({"tools": [tool(parameters=LENIENT)]}, "tools.0.function.parameters"),
         ({"tools": [tool()], "guided_json": LENIENT}, "guided_json"),
         *(
