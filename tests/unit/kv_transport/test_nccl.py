@@ -227,7 +227,7 @@ def test_a_refusal_for_lack_of_memory_leaves_the_line_in_order(start: Start) -> 
     taken = rig.b._channels.staging  # type: ignore[attr-defined]
     taken.take(STAGING_BYTES, time.monotonic())
     with pytest.raises(KVTransportError, match="staging memory") as refusal:
-        rig.send(rig.make(500), deadline_s=6.0).result(WAIT_S)
+        rig.send(rig.make(500), deadline_s=12.0).result(WAIT_S)
     assert refusal.value.code == "timeout"
     taken.give_back(STAGING_BYTES)
     rig.deliver()
