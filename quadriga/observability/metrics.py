@@ -82,18 +82,14 @@ class Readings:
     def __init__(self, declared: Declared) -> None:
         self._declared = declared
         self.values: dict[tuple[Any, ...], float] = {} if declared.labels else {(): 0.0}
-        self._pairs: dict[tuple[Any, ...], list[tuple[str, str]]] = {}
 
     def family(self) -> list[Any]:
         """As `_to_tree` writes one."""
         name, labels = self._declared.name, self._declared.labels
-        rows: list[tuple[str, list[tuple[str, str]], float]] = []
-        for texts, value in self.values.items():
-            pairs = self._pairs.get(texts)
-            if pairs is None:
-                pairs = sorted(zip(labels, map(str, texts), strict=True))
-                self._pairs[texts] = pairs
-            rows.append((name, pairs, value))
+        rows = [
+            (name, sorted(zip(labels, map(str, texts), strict=True)), value)
+            for texts, value in self.values.items()
+        ]
         return [name, self._declared.kind, self._declared.text, rows]
 
 

@@ -304,7 +304,7 @@ def make_private() -> Path:
     return folder
 
 
-def buffer_bytes(max_header_bytes: int, max_headers: int = 0) -> int:
+def buffer_bytes(max_header_bytes: int, max_headers: int) -> int:
     """HAProxy's buffer for such headers: it keeps 1 KiB free, and holds the request line as well.
 
     Each header takes 12 bytes more, of which there is room for a hundred. Serve's own 16 KiB are

@@ -52,6 +52,11 @@ def api(service: Service) -> Any:
     return schemathesis.openapi.from_url(f"{service.base_url}/openapi.json")
 
 
+def test_every_route_is_on_the_page(api: Any) -> None:
+    found = {(r.ok().method, r.ok().path) for r in api.get_all_operations()}
+    assert found == {(op.method, op.path) for op in OPERATIONS}
+
+
 def shorten(body: dict[str, Any], route: Operation) -> None:
     """Ask for few tokens, which show what many do, and with time enough."""
     if isinstance(body.get("deadline_ms"), int | float):

@@ -227,6 +227,7 @@ class Rescheduler:
 
         Args:
             depth_class: Of the replicas; where their depths differ, of any of them.
+            weigh: See `_weights`.
             pools: What holds for the class, if its shallow and deep sequences run apart. The others
                 are as in `tick`.
         """

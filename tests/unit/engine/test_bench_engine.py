@@ -146,23 +146,9 @@ def test_from_end_to_end(
     for workload in (mixed(), Workload("one", 1, [WorkloadRequest([3, 4, 5], 6)])):
         files.append(str(tmp_path / f"{workload.name}-in.json"))
         workload.save(Path(files[-1]))
-    status = main(
-        [
-            "bench",
-            "engine",
-            "--checkpoint",
-            str(checkpoint),
-            "--workload",
-            *files,
-            "--threads",
-            "1",
-            "--peer",
-            "transformers",
-            "--dump",
-            str(tmp_path / "dump"),
-        ]
-    )
-    assert status == 0
+    words = ["bench", "engine", "--checkpoint", str(checkpoint), "--workload", *files]
+    words += ["--threads", "1", "--peer", "transformers", "--dump", str(tmp_path / "dump")]
+    assert main(words) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(e["peer"], e["workload"], e["tokens"]) for e in lines] == [
         ("quadriga", "mixed", 38),
@@ -171,17 +157,8 @@ def test_from_end_to_end(
         ("transformers", "one", 6),
     ]
     for entry in lines:
-        assert set(entry) == {
-            "peer",
-            "workload",
-            "tokens",
-            "seconds",
-            "tokens_per_s",
-            "cpu_seconds",
-            "ttft_p50",
-            "ttft_p99",
-            "memory_bytes",
-        }
+        names = "peer workload tokens seconds tokens_per_s cpu_seconds ttft_p50 ttft_p99"
+        assert set(entry) == {*names.split(), "memory_bytes"}
         assert 0 < entry["ttft_p50"] <= entry["ttft_p99"] <= entry["seconds"]
         assert entry["tokens_per_s"] == pytest.approx(entry["tokens"] / entry["seconds"], rel=1e-2)
     dumped = json.loads((tmp_path / "dump" / "mixed.json").read_text())

@@ -216,7 +216,7 @@ def test_headers_that_are_allowed_pass_and_larger_ones_are_refused(
         server.settimeout(60)
         config = tmp_path / "haproxy.cfg"
         listen = CONFIG.format(front=front, back=server.getsockname()[1])
-        config.write_text(f"global\n    tune.bufsize {buffer_bytes(limit)}\n{listen}")
+        config.write_text(f"global\n    tune.bufsize {buffer_bytes(limit, 100)}\n{listen}")
         with haproxy(starter_script(tmp_path), config), connect(front) as client:
             client.sendall(head + many)
             inner, received = server.accept()[0], b""
